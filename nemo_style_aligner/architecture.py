@@ -1,0 +1,171 @@
+"""The shape of a model: one dataclass that every part of the project reads.
+
+`ModelArchitecture` is what NeMo's ``model_config.yaml``, a Hugging Face ``config.json`` and
+megatron-core's ``TransformerConfig`` have in common. Training models, the weight layout table,
+checkpoints and the generation engine are all built from it, so a fact about a model's shape is
+written down once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
+Activation = Literal["silu", "gelu", "squared-relu"]
+
+# NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
+# NeMo versions; the function is the same.
+_NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
+    "swiglu": ("silu", True),
+    "fast-swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "fast-geglu": ("gelu", True),
+    "gelu": ("gelu", False),
+    "squared-relu": ("squared-relu", False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelArchitecture:
+    """Shape of a decoder-only transformer. All sizes are global (not per rank).
+
+    ``vocab_size`` is the number of rows of the embedding in the Hugging Face sense: without the
+    padding that tensor parallelism adds. It may exceed the tokenizer's number of tokens.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    kv_channels: int = 0  # size of one head; 0 means hidden_size / num_attention_heads
+    max_position_embeddings: int = 4096
+    normalization: Normalization = "rmsnorm"
+    layernorm_epsilon: float = 1e-5
+    activation: Activation = "silu"
+    gated: bool = True  # SwiGLU when activation is silu
+    bias: bool = False  # biases on all linear layers (and LayerNorm has its own always)
+    qkv_bias: bool = False  # biases on the q, k and v projections only (Qwen2)
+    qk_layernorm: bool = False  # RMSNorm over each head of q and k (Qwen3)
+    tied_embeddings: bool = False
+    rotary_base: float = 10000.0
+    rotary_percentage: float = 1.0
+    rope_scaling_factor: float | None = None  # Llama-3.1 frequency scaling; None: plain RoPE
+    init_method_std: float = 0.02
+    family: str = "llama"  # the Hugging Face `model_type` written on export
+
+    def __post_init__(self) -> None:
+        if self.kv_channels == 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}; set kv_channels to the size of one head"
+                )
+            object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups {self.num_query_groups}"
+            )
+        for field in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+
+    # ---- NeMo model_config.yaml -------------------------------------------------------------
+
+    @classmethod
+    def from_nemo_config(cls, cfg: Mapping[str, Any]) -> ModelArchitecture:
+        """Read the architecture keys of a NeMo ``model_config.yaml`` (the ``model`` section).
+
+        Raises:
+            KeyError: a size that cannot be defaulted is missing.
+            ValueError: the model has a feature this project does not build.
+        """
+        missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
+        if missing:
+            raise KeyError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
+        activation = cfg.get("activation", "gelu")
+        if activation not in _NEMO_ACTIVATIONS:
+            raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
+        position = cfg.get("position_embedding_type", "rope")
+        if position != "rope":
+            raise ValueError(f"model.position_embedding_type={position!r}: only 'rope' models are supported")
+        normalization = cfg.get("normalization", "layernorm1p")
+        if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
+            raise ValueError(f"model.normalization={normalization!r} is not rmsnorm, layernorm or layernorm1p")
+        act, gated = _NEMO_ACTIVATIONS[activation]
+        scaling = cfg.get("scale_factor") if cfg.get("scale_positional_embedding") else None
+        return cls(
+            num_layers=int(cfg["num_layers"]),
+            hidden_size=int(cfg["hidden_size"]),
+            ffn_hidden_size=int(cfg.get("ffn_hidden_size") or 4 * cfg["hidden_size"]),
+            num_attention_heads=int(cfg["num_attention_heads"]),
+            num_query_groups=int(cfg.get("num_query_groups") or cfg["num_attention_heads"]),
+            vocab_size=int(cfg["vocab_size"]),
+            kv_channels=int(cfg.get("kv_channels") or 0),
+            max_position_embeddings=int(cfg.get("max_position_embeddings") or cfg.get("encoder_seq_length") or 4096),
+            normalization=normalization,
+            layernorm_epsilon=float(cfg.get("layernorm_epsilon", 1e-5)),
+            activation=act,
+            gated=gated,
+            bias=bool(cfg.get("bias", False)),
+            qkv_bias=bool(cfg.get("add_qkv_bias", False)),
+            qk_layernorm=bool(cfg.get("qk_layernorm", False)),
+            tied_embeddings=bool(cfg.get("share_embeddings_and_output_weights", False)),
+            rotary_base=float(cfg.get("rotary_base", 10000.0)),
+            rotary_percentage=float(cfg.get("rotary_percentage", 1.0)),
+            rope_scaling_factor=float(scaling) if scaling else None,
+            init_method_std=float(cfg.get("init_method_std", 0.02)),
+            family=str(cfg.get("hf_model_type", "llama")),
+        )
+
+    def to_nemo_config(self) -> dict[str, Any]:
+        """The keys of ``model_config.yaml`` that describe this architecture (NeMo's names)."""
+        activation = {
+            (act, gated): name for name, (act, gated) in _NEMO_ACTIVATIONS.items() if not name.startswith("fast-")
+        }
+        config: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.num_query_groups,
+            "kv_channels": self.kv_channels,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "normalization": self.normalization,
+            "layernorm_epsilon": self.layernorm_epsilon,
+            "activation": activation[(self.activation, self.gated)],
+            "bias": self.bias,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_layernorm,
+            "share_embeddings_and_output_weights": self.tied_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.rotary_base,
+            "rotary_percentage": self.rotary_percentage,
+            "init_method_std": self.init_method_std,
+            "hf_model_type": self.family,
+        }
+        if self.rope_scaling_factor is not None:
+            config |= {"scale_positional_embedding": True, "scale_factor": self.rope_scaling_factor}
+        return config
+
+    # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameter count, embeddings included once when they are tied."""
+        h, d = self.hidden_size, self.kv_channels
+        qkv_out = d * (self.num_attention_heads + 2 * self.num_query_groups)
+        attention = h * qkv_out + h * d * self.num_attention_heads
+        attention += qkv_out if self.bias or self.qkv_bias else 0
+        attention += h if self.bias else 0
+        attention += 2 * d if self.qk_layernorm else 0
+        fc1_out = self.ffn_hidden_size * (2 if self.gated else 1)
+        mlp = h * fc1_out + h * self.ffn_hidden_size + (fc1_out + h if self.bias else 0)
+        norm = h if self.normalization == "rmsnorm" else 2 * h
+        embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
+        return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
