@@ -1,0 +1,250 @@
+"""Builds megatron-core `GPTModel`s, with a language-model head or a reward head, from the config."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from omegaconf import DictConfig
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
+from nemo_style_aligner.models.layers import block_spec
+from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
+
+logger = logging.getLogger(__name__)
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "squared-relu": squared_relu}
+_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+
+
+def parse_precision(precision: Any) -> torch.dtype:
+    """``trainer.precision`` -> the dtype of the weights: "bf16", "bf16-mixed" or 32.
+
+    Raises:
+        ValueError: any other value (fp16 with loss scaling is not supported: use bf16).
+    """
+    text = str(precision).removesuffix("-mixed").removesuffix("-true")
+    if text == "bf16":
+        return torch.bfloat16
+    if text in ("32", "fp32"):
+        return torch.float32
+    raise ValueError(f"trainer.precision={precision!r}: choose bf16 or 32")
+
+
+@dataclasses.dataclass
+class MegatronModel:
+    """A built model on this rank: this stage's module, wrapped for training or bare.
+
+    Attributes:
+        module: what the pipeline schedule calls (DDP, `Float16Module` or the bare model).
+        gpt: the bare `GPTModel` inside.
+        config: its `TransformerConfig`.
+        architecture: its global shape.
+        layout: the parallel layout it was built for.
+    """
+
+    module: torch.nn.Module
+    gpt: GPTModel
+    config: TransformerConfig
+    architecture: ModelArchitecture
+    layout: ParallelLayout
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""
+        return self.gpt.named_parameters()
+
+    @property
+    def has_reward_head(self) -> bool:
+        """Whether the model ends in a reward head (on the last stage) instead of the vocabulary."""
+        return isinstance(self.gpt, GPTRewardModel)
+
+
+class GPTRewardModel(GPTModel):
+    """A `GPTModel` that ends in a `RewardHead`: ``[b, s, attributes]`` out of ``[b, s]`` tokens."""
+
+    def __init__(self, *args: Any, head: RewardHeadConfig, **kwargs: Any) -> None:
+        # Untied and without an output layer: the head takes its place.
+        super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.rm_head = RewardHead(self.config, head)
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        """[s, b, h] -> head outputs [b, s, attributes] in fp32 on the last stage, else unchanged."""
+        return self.rm_head(hidden_states) if self.post_process else hidden_states
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """As `GPTModel`'s, without the output layer this model does not have."""
+        return super(GPTModel, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def transformer_config(
+    architecture: ModelArchitecture, model_cfg: Mapping[str, Any], dtype: torch.dtype, layout: ParallelLayout
+) -> TransformerConfig:
+    """megatron-core's config for ``architecture`` with the training options of ``model_cfg``.
+
+    Raises:
+        ValueError: the architecture cannot be laid out on this many ranks.
+    """
+    _check_layout(architecture, layout)
+    granularity = model_cfg.get("activations_checkpoint_granularity")
+    recompute: dict[str, Any] = {}
+    if granularity == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": model_cfg.get("activations_checkpoint_method") or "uniform",
+            "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
+        }
+    elif granularity == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif granularity is not None:
+        raise ValueError(f"model.activations_checkpoint_granularity={granularity!r}: choose null, selective or full")
+    bf16 = dtype == torch.bfloat16
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        normalization=_NORMALIZATIONS[architecture.normalization],
+        layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        activation_func=_ACTIVATIONS[architecture.activation],
+        gated_linear_unit=architecture.gated,
+        add_bias_linear=architecture.bias,
+        add_qkv_bias=architecture.qkv_bias or architecture.bias,
+        qk_layernorm=architecture.qk_layernorm,
+        init_method_std=architecture.init_method_std,
+        hidden_dropout=float(model_cfg.get("hidden_dropout") or 0.0),
+        attention_dropout=float(model_cfg.get("attention_dropout") or 0.0),
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        sequence_parallel=bool(model_cfg.get("sequence_parallel", False)) and layout.tp_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=bf16,
+        # Loss functions return sums; gradients are divided by the global count when they are finalised.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        # Initialise whole matrices and cut them up: the same start whatever the tensor-parallel size.
+        use_cpu_initialization=not torch.cuda.is_available(),
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=torch.cuda.is_available(),
+        **recompute,
+    )
+
+
+def _check_layout(architecture: ModelArchitecture, layout: ParallelLayout) -> None:
+    tp, pp = layout.tp_size, layout.pp_size
+    problems = []
+    if architecture.num_attention_heads % tp:
+        problems.append(f"num_attention_heads={architecture.num_attention_heads} is not a multiple of it")
+    if architecture.num_query_groups % tp and tp % architecture.num_query_groups:
+        problems.append(f"num_query_groups={architecture.num_query_groups} neither divides nor is a multiple of it")
+    if architecture.ffn_hidden_size % tp:
+        problems.append(f"ffn_hidden_size={architecture.ffn_hidden_size} is not a multiple of it")
+    if problems:
+        raise ValueError(f"model.tensor_model_parallel_size={tp}: " + "; ".join(problems))
+    if architecture.num_layers % pp:
+        raise ValueError(
+            f"model.pipeline_model_parallel_size={pp}: num_layers={architecture.num_layers} is not a multiple of it"
+        )
+
+
+def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
+    """Rows of the sharded embedding: the next multiple of ``divisor * tp_size``."""
+    multiple = max(1, divisor) * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_model(
+    architecture: ModelArchitecture,
+    model_cfg: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    head: RewardHeadConfig | None = None,
+    trainable: bool = True,
+) -> MegatronModel:
+    """Build this rank's part of a model, on its device.
+
+    Args:
+        architecture: the model's global shape.
+        model_cfg: the ``model`` section of a job's config (parallel layout, recompute, dropout, optimizer).
+        dtype: bfloat16 (fp32 main weights in the optimizer) or float32.
+        head: build a reward model or critic with this head instead of a language model.
+        trainable: wrap in megatron-core's DDP with gradient buffers; without it the model is for inference.
+    """
+    layout = current_layout()
+    config = transformer_config(architecture, model_cfg, dtype, layout)
+    options: dict[str, Any] = {
+        "config": config,
+        "transformer_layer_spec": block_spec(config),
+        "vocab_size": padded_vocab_size(
+            architecture.vocab_size, int(model_cfg.get("make_vocab_size_divisible_by") or 1), layout.tp_size
+        ),
+        "max_sequence_length": architecture.max_position_embeddings,
+        "pre_process": layout.is_first_stage,
+        "post_process": layout.is_last_stage,
+        "position_embedding_type": "rope",
+        "rotary_percent": architecture.rotary_percentage,
+        "rotary_base": architecture.rotary_base,
+        "rope_scaling": architecture.rope_scaling_factor is not None,
+        "rope_scaling_factor": architecture.rope_scaling_factor or 8.0,
+    }
+    if head is None:
+        gpt = GPTModel(share_embeddings_and_output_weights=architecture.tied_embeddings, **options)
+    else:
+        gpt = GPTRewardModel(head=head, **options)
+    for parameter in gpt.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    module: torch.nn.Module = gpt.to(device())
+    if dtype == torch.bfloat16:
+        module = Float16Module(config, module)
+        if layout.is_last_stage and head is not None:
+            gpt.rm_head.to(head.dtype)  # Float16Module casts everything; the head has a dtype of its own
+    if trainable:
+        module = _wrap_for_training(module, config, model_cfg)
+    else:
+        module.eval().requires_grad_(False)
+    return MegatronModel(module=module, gpt=gpt, config=config, architecture=architecture, layout=layout)
+
+
+def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
+    """Whether ``model.optim.name`` asks for optimizer states sharded over data-parallel ranks."""
+    optim = model_cfg.get("optim") or {}
+    return str(optim.get("name", "distributed_fused_adam")).startswith(("distributed", "mcore_distributed"))
+
+
+def _wrap_for_training(
+    module: torch.nn.Module, config: TransformerConfig, model_cfg: Mapping[str, Any]
+) -> DistributedDataParallel:
+    optim: Mapping[str, Any] = model_cfg.get("optim") or DictConfig({})
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)),
+        use_distributed_optimizer=uses_distributed_optimizer(model_cfg),
+        check_for_nan_in_grad=False,
+    )
+    ddp = DistributedDataParallel(config, ddp_config, module)
+    ddp.broadcast_params()
+    config.no_sync_func = ddp.no_sync
+    return ddp

@@ -1,0 +1,127 @@
+"""The head of reward models and critics, and how its outputs become rewards and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPES = {
+    "float32": torch.float32,
+    "32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardHeadConfig:
+    """What the head computes.
+
+    Attributes:
+        num_attributes: outputs per token (1 for a ranking model, one per attribute for regression).
+        pooling: a sequence's reward is the last token's output, or the average over its tokens.
+        dtype: dtype of the head's weights and of its arithmetic.
+        merge_attributes: fold attributes into one number by ``attribute_weights``.
+        attribute_weights: weights of that sum; empty means equal weights.
+        mean, std: standardisation of the reward, ``(r - mean) / std``, when ``std`` is set.
+    """
+
+    num_attributes: int = 1
+    pooling: Literal["last", "average"] = "last"
+    dtype: torch.dtype = torch.float32
+    merge_attributes: bool = False
+    attribute_weights: tuple[float, ...] = ()
+    mean: float = 0.0
+    std: float | None = None
+
+    @classmethod
+    def from_model_config(cls, cfg: Mapping[str, Any], *, merge_attributes: bool | None = None) -> RewardHeadConfig:
+        """Read NeMo-Aligner's keys (`reward_model_type`, `regression`, `use_avg_pool`, `force_head_dtype`, ...).
+
+        Raises:
+            ValueError: a value that does not exist, or weights that do not match the attributes.
+        """
+        kind = cfg.get("reward_model_type", "binary_ranking")
+        if kind not in ("binary_ranking", "regression"):
+            raise ValueError(f"model.reward_model_type={kind!r}: choose binary_ranking or regression")
+        regression = cfg.get("regression") or {}
+        num_attributes = int(regression.get("num_attributes") or 1) if kind == "regression" else 1
+        weights = tuple(float(w) for w in regression.get("attribute_weights") or ())
+        if weights and len(weights) != num_attributes:
+            raise ValueError(
+                f"model.regression.attribute_weights has {len(weights)} entries for num_attributes={num_attributes}"
+            )
+        dtype_name = str(cfg.get("force_head_dtype") or "float32").removeprefix("torch.")
+        if dtype_name not in _DTYPES:
+            raise ValueError(f"model.force_head_dtype={dtype_name!r}: choose float32 or bfloat16")
+        standardization = cfg.get("reward_standardization") or {}
+        enabled = bool(standardization.get("enable", False))
+        if enabled and (standardization.get("mean") is None or not standardization.get("std")):
+            raise ValueError("model.reward_standardization.enable=True needs both mean and std")
+        return cls(
+            num_attributes=num_attributes,
+            pooling="average" if cfg.get("use_avg_pool", False) else "last",
+            dtype=_DTYPES[dtype_name],
+            merge_attributes=bool(regression.get("merge_attributes", False))
+            if merge_attributes is None
+            else merge_attributes,
+            attribute_weights=weights,
+            mean=float(standardization["mean"]) if enabled else 0.0,
+            std=float(standardization["std"]) if enabled else None,
+        )
+
+
+class RewardHead(torch.nn.Module):
+    """A linear layer from each token's hidden state to ``num_attributes`` outputs.
+
+    It is small, so every tensor-parallel rank holds all of it and computes the same outputs.
+    """
+
+    def __init__(self, config: TransformerConfig, head: RewardHeadConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(head.num_attributes, config.hidden_size, dtype=head.dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(head.num_attributes, dtype=head.dtype))
+        config.init_method(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] (s split over the tensor-parallel group under sequence parallelism) -> [b, s, a] fp32."""
+        if self.sequence_parallel:
+            # Every rank goes on with the whole sequence and the same loss, so the way back is a plain split.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        out = torch.nn.functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
+        return out.float().transpose(0, 1).contiguous()
+
+
+def merge_attributes(outputs: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
+    """[..., a] -> [...]: the weighted sum of the attributes (equal weights unless configured)."""
+    weights = head.attribute_weights or (1.0 / head.num_attributes,) * head.num_attributes
+    return outputs @ torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
+
+
+def pool_rewards(outputs: torch.Tensor, lengths: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
+    """A sequence's reward from its tokens' outputs.
+
+    Args:
+        outputs: [b, s, a] fp32.
+        lengths: [b] int64, tokens per sequence, at least 1.
+
+    Returns:
+        [b, 1] when attributes are merged (or there is one), else [b, a]; standardised if configured.
+    """
+    lengths = lengths.to(outputs.device)
+    if head.pooling == "average":
+        # The head is linear, so averaging outputs equals the output of the averaged state.
+        mask = torch.arange(outputs.shape[1], device=outputs.device)[None, :] < lengths[:, None]
+        pooled = (outputs * mask[..., None]).sum(1) / lengths[:, None]
+    else:
+        pooled = outputs[torch.arange(outputs.shape[0], device=outputs.device), lengths - 1]
+    if head.merge_attributes and head.num_attributes > 1:
+        pooled = merge_attributes(pooled, head)[:, None]
+    return pooled if head.std is None else (pooled - head.mean) / head.std

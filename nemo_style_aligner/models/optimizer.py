@@ -1,0 +1,125 @@
+"""megatron-core's optimizer from the ``model.optim`` section, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
+
+from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
+from nemo_style_aligner.models.gpt import MegatronModel, uses_distributed_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a pure function of the number of updates made: nothing to save or restore.
+
+    NeMo's ``CosineAnnealing``: linear warm-up over ``warmup_steps``, cosine from ``lr`` to ``min_lr`` over
+    ``max_steps - warmup_steps - constant_steps``, then ``min_lr``. ``constant`` keeps ``lr`` after the warm-up.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    constant_steps: int = 0
+    max_steps: int = 0
+    name: str = "CosineAnnealing"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("CosineAnnealing", "constant"):
+            raise ValueError(f"model.optim.sched.name={self.name!r}: choose CosineAnnealing or constant")
+        if self.min_lr > self.lr:
+            raise ValueError(f"model.optim.sched.min_lr={self.min_lr} is above model.optim.lr={self.lr}")
+
+    @classmethod
+    def from_config(cls, optim: Mapping[str, Any], max_steps: int) -> Schedule:
+        """Read ``model.optim``; ``max_steps`` is the job's number of optimizer updates."""
+        sched = optim.get("sched") or {"name": "constant"}
+        return cls(
+            lr=float(optim["lr"]),
+            min_lr=float(sched.get("min_lr") or 0.0),
+            warmup_steps=int(sched.get("warmup_steps") or 0),
+            constant_steps=int(sched.get("constant_steps") or 0),
+            max_steps=max_steps,
+            name=str(sched.get("name", "CosineAnnealing")),
+        )
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of update number ``step``, counted from 0."""
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        if self.name == "constant":
+            return self.lr
+        decay_steps = self.max_steps - self.warmup_steps - self.constant_steps
+        progress = step - self.warmup_steps
+        if progress >= decay_steps:
+            return self.min_lr
+        return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress / decay_steps))
+
+
+class Optimizer:
+    """megatron-core's (distributed) Adam with gradient clipping and the schedule.
+
+    Attributes:
+        step_count: updates made so far.
+    """
+
+    def __init__(self, model: MegatronModel, optim: Mapping[str, Any], schedule: Schedule, clip_grad: float) -> None:
+        use_fused_adam_where_megatron_has_none()
+        betas = optim.get("betas") or (0.9, 0.98)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=schedule.lr,
+            min_lr=0.0,
+            weight_decay=float(optim.get("weight_decay") or 0.0),
+            adam_beta1=float(betas[0]),
+            adam_beta2=float(betas[1]),
+            adam_eps=float(optim.get("eps") or 1e-8),
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            clip_grad=float(clip_grad or 0.0),
+            use_distributed_optimizer=uses_distributed_optimizer({"optim": optim}),
+        )
+        self.model = model
+        self.schedule = schedule
+        self.step_count = 0
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            config, [model.module], config_overrides=weight_decay_overrides(config)
+        )
+        model.config.grad_scale_func = self.megatron.scale_loss
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate the next update will use."""
+        return self.schedule(self.step_count)
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers; call before each training step."""
+        self.model.module.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule. Returns ``grad_norm`` (before clipping) and ``lr``."""
+        lr = self.learning_rate
+        for group in self.megatron.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        successful, grad_norm, _ = self.megatron.step()
+        if not successful:
+            raise FloatingPointError("the optimizer found Inf or NaN in the gradients and made no update")
+        self.step_count += 1
+        return {"grad_norm": float(grad_norm) if grad_norm is not None else 0.0, "lr": lr}
+
+    def reload_model_params(self) -> None:
+        """Take the model's weights as the new main weights (after loading a model without its optimizer)."""
+        self.megatron.reload_model_params()
+
+
+def optimizer_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of optimizer state on this rank, for the memory report."""
+    states = optimizer.megatron.state.values() if hasattr(optimizer.megatron, "state") else []
+    return sum(t.numel() * t.element_size() for s in states for t in s.values() if isinstance(t, torch.Tensor))

@@ -1,0 +1,124 @@
+"""Megatron-Core on machines without CUDA.
+
+megatron-core 0.16.1 allocates on ``torch.cuda.current_device()`` in hundreds of places. Where CUDA is
+absent, its source is rewritten *as it is imported*, by the few rules below, and only inside the package
+``megatron.core``: neither torch nor any other module is patched, so no other code can notice. Where CUDA
+is present nothing here does anything.
+
+The rules turn CUDA devices, tensor types, streams' synchronisation and random states into their CPU
+counterparts. `tests/test_cpu_support.py` fails when an upgrade of megatron-core moves one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+# (name, pattern, replacement). Order matters: the first rule's result is what the fourth looks for.
+SOURCE_RULES: list[tuple[str, re.Pattern[str], str]] = [
+    (name, re.compile(pattern), replacement)
+    for name, pattern, replacement in [
+        ("current device", r"torch\.cuda\.current_device\(\)", "torch.device('cpu')"),
+        ("device keyword", r"""(device\s*=\s*)(['"])cuda\2""", r"\1'cpu'"),
+        ("tensor type", r"""'torch\.cuda\.(Float|Half|BFloat16)Tensor'""", r"'torch.\1Tensor'"),
+        ("move to current device", r"\.cuda\(\s*(torch\.device\('cpu'\))?\s*\)", ".cpu()"),
+        ("asynchronous move", r"\.cuda\(non_blocking=True\)", ".cpu()"),
+        ("synchronise", r"torch\.cuda\.(synchronize|empty_cache)\([^()]*\)", "None"),
+        ("seed", r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
+        ("random state", r"torch\.cuda\.(get_rng_state|set_rng_state)\(", r"torch.\1("),
+        ("autocast of custom functions", r"torch\.cuda\.amp\.custom_(fwd|bwd)", r"torch.amp.custom_\1"),
+    ]
+]
+
+# Parts that only make sense with CUDA and are never imported on a CPU.
+_LEFT_ALONE = (
+    "megatron.core.distributed.fsdp",
+    "megatron.core.resharding.nvshmem",
+    "megatron.core.inference.unified_memory",
+)
+
+rule_hits: Counter[str] = Counter()
+"""How often each rule matched in the modules imported so far (for the test that guards upgrades)."""
+
+
+class _RewritingLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module from rewritten source; modules that no rule matches load as ever, with their .pyc."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode("utf-8")
+        changed = False
+        for name, pattern, replacement in SOURCE_RULES:
+            source, count = pattern.subn(replacement, source)
+            rule_hits[name] += count
+            changed |= count > 0
+        if not changed:
+            return super().get_code(fullname)
+        return compile(source, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == "megatron.core.tensor_parallel.random":
+            _use_cpu_random_states(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Claims ``megatron.core`` modules where CUDA is absent. torch is asked once, at the first of them."""
+
+    cuda_is_available: bool | None = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron.core") or name.startswith(_LEFT_ALONE):
+            return None
+        if self.cuda_is_available is None:
+            import torch
+
+            self.cuda_is_available = torch.cuda.is_available()
+        if self.cuda_is_available:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _RewritingLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install_import_hook() -> None:
+    """Make later imports of ``megatron.core`` work where CUDA is absent. Cheap; safe to call twice.
+
+    Raises:
+        ImportError: megatron.core was imported before, in its unchanged form, on a machine without CUDA.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ImportError("import nemo_style_aligner before megatron.core: it prepares megatron.core for the CPU")
+        return
+    sys.meta_path.insert(0, _Finder())
+
+
+def _use_cpu_random_states(module: types.ModuleType) -> None:
+    """Point the tensor-parallel random state tracker at torch's CPU generator."""
+    import torch
+
+    def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        if not hasattr(module, name):
+            raise ImportError(f"megatron.core.tensor_parallel.random has no {name}: unsupported megatron-core version")
+    module._get_cuda_rng_state = get_state  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]

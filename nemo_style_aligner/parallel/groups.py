@@ -1,0 +1,135 @@
+"""Process groups: the model-parallel layout of a job and the few collectives the rest needs.
+
+Ranks are ordered tensor-parallel first, then data-parallel, then pipeline (megatron-core's order
+``tp-cp-ep-dp-pp``), so that a tensor-parallel group sits inside one node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the tensor-, pipeline- and data-parallel groups and this rank's place in them."""
+
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer or the reward head."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def device() -> torch.device:
+    """This rank's device: its GPU, or the CPU where there is no CUDA."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def initialize_model_parallel(tp_size: int, pp_size: int, seed: int) -> ParallelLayout:
+    """Create megatron-core's process groups and seed every random stream.
+
+    torch.distributed must be initialised. Python, numpy and torch are seeded alike on every rank, and the
+    tensor-parallel tracker (dropout) per tensor- and pipeline-parallel rank, as megatron-core does.
+
+    Raises:
+        ValueError: the world size is not a multiple of ``tp_size * pp_size``.
+    """
+    world_size = dist.get_world_size()
+    if tp_size < 1 or pp_size < 1 or world_size % (tp_size * pp_size):
+        raise ValueError(
+            f"{world_size} ranks cannot be split into tensor_model_parallel_size={tp_size} x "
+            f"pipeline_model_parallel_size={pp_size}: start a multiple of {tp_size * pp_size} ranks"
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return current_layout()
+
+
+def current_layout() -> ParallelLayout:
+    """The layout that `initialize_model_parallel` set up."""
+    return ParallelLayout(
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def broadcast_from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Give every pipeline stage the last stage's ``tensor`` (``None`` on the other stages)."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        if tensor is None:
+            raise ValueError("the only pipeline stage has no tensor to hand on")
+        return tensor
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=device())
+    dist.broadcast(
+        tensor.contiguous(),
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return tensor
+
+
+def all_gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Concatenate the ranks' ``tensor``s along dimension 0, in rank order. Rows may differ in number."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return tensor
+    rows = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
+    all_rows = [torch.empty_like(rows) for _ in range(world_size)]
+    dist.all_gather(all_rows, rows, group=group)
+    counts = [int(r.item()) for r in all_rows]
+    # Collectives want equal shapes: pad to the longest, cut after. bool has no gloo support: go through uint8.
+    wire = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    padded = wire.new_zeros((max(counts), *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = wire
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).to(tensor.dtype)
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """The group of ranks that hold the same shard of the model."""
+    return parallel_state.get_data_parallel_group()
+
+
+def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Sum every entry over the group, in float64. All ranks must pass the same keys."""
+    keys = sorted(sums)
+    values = torch.tensor([float(sums[key]) for key in keys], dtype=torch.float64, device=device())
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return dict(zip(keys, values.tolist(), strict=True))
+
+
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only)."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src, device=device())
+    return box[0]
