@@ -1,0 +1,347 @@
+"""The formulas of RLHF as pure tensor functions: no process groups, no configuration, no state.
+
+Shapes: ``b`` sequences, ``s`` tokens, ``v`` vocabulary entries. Everything per token has shape
+``[b, s-1]``: **position t belongs to the prediction of token t+1**, so the log-prob, value, KL and
+advantage of token t+1 sit at index t. A mask is 1 (or True) where a position counts and 0 elsewhere;
+what stands at a masked position, even inf or NaN, never reaches a result or a gradient.
+
+Losses are *sums* over the mask. The caller divides by the count over all micro batches and ranks,
+which makes the loss the same whatever the micro batch or the data-parallel size. No function
+returns NaN for a batch in which everything is masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+KLEstimator = Literal["abs", "k1", "k2", "k3"]
+
+# Rows of logits handled at once, in elements: bounds the fp32 copy to 64 MiB.
+_CHUNK_ELEMENTS = 16 * 2**20
+
+
+def zero_where_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``x`` with exact zeros where ``mask`` is 0; unlike ``x * mask`` this also stops inf and NaN."""
+    if x.shape != mask.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, the tensor it masks {tuple(x.shape)}")
+    return x.masked_fill(mask == 0, 0)
+
+
+# ---- masks and means --------------------------------------------------------------------------
+
+
+def response_mask(prompt_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Positions that predict a response token, the stop token included: 1 at ``p-1 <= t < len-1``.
+
+    Args:
+        prompt_lengths: [b] int64, tokens of the prompt.
+        sequence_lengths: [b] int64, tokens of prompt and response, stop token included.
+        num_positions: s-1, the width of the mask.
+
+    Returns:
+        [b, num_positions] float32.
+    """
+    position = torch.arange(num_positions, device=sequence_lengths.device)[None, :]
+    first = (prompt_lengths.to(position.device) - 1)[:, None]
+    end = (sequence_lengths - 1)[:, None]
+    return ((position >= first) & (position < end)).float()
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean of ``x`` over the positions where ``mask`` is 1 (all dims, or one); 0 where there are none."""
+    total, count = zero_where_masked(x, mask), mask.to(x.dtype)
+    if dim is None:
+        return total.sum() / count.sum().clamp(min=1)
+    return total.sum(dim) / count.sum(dim).clamp(min=1)
+
+
+def whiten(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    unbiased: bool,
+    shift_mean: bool = True,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    epsilon: float = 1e-8,
+) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + epsilon)`` over the mask, two passes; zeros where masked.
+
+    The variance is summed around the mean in a second pass, because ``E[x^2] - E[x]^2`` loses all
+    its digits in fp32 when the mean is large.
+
+    Args:
+        x, mask: [b, s-1].
+        unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
+        shift_mean: False keeps the mean and only scales.
+        sum_over_ranks: sums a small tensor over all data-parallel ranks, for global statistics.
+            Called exactly twice, also where a rank has nothing unmasked.
+    """
+    reduce = sum_over_ranks or (lambda t: t)
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    values = zero_where_masked(x, mask).to(accumulate)
+    total, count = reduce(torch.stack([values.sum(), (mask != 0).sum().to(accumulate)]))
+    mean = total / count.clamp(min=1)
+    squares = reduce(zero_where_masked(values - mean, mask).square().sum().reshape(1))[0]
+    variance = squares / (count - 1 if unbiased else count).clamp(min=1)
+    scaled = (values - mean) * torch.rsqrt(variance + epsilon)
+    if not shift_mean:
+        scaled = scaled + mean
+    return zero_where_masked(scaled, mask).to(x.dtype)
+
+
+# ---- KL penalty, rewards, advantages ----------------------------------------------------------
+
+
+def kl_penalty(
+    logprobs: torch.Tensor, init_logprobs: torch.Tensor, estimator: KLEstimator, clamp: float | None = None
+) -> torch.Tensor:
+    """Per-token estimate of KL(policy || initial policy) from tokens the policy sampled.
+
+    With ``d = logprobs - init_logprobs`` (Schulman, "Approximating KL Divergence",
+    http://joschu.net/blog/kl-approx.html): ``k1 = d`` (unbiased, can be negative), ``k2 = d^2 / 2``,
+    ``k3 = exp(-d) - 1 + d`` (unbiased, never negative), and ``abs = |d|`` (NeMo-Aligner's
+    ``use_absolute_kl``).
+
+    Args:
+        logprobs, init_logprobs: [b, s-1].
+        clamp: limits ``d`` (so that the exponential cannot overflow) and the estimate to [-clamp, clamp].
+
+    Returns:
+        [b, s-1], not masked.
+    """
+    difference = logprobs - init_logprobs
+    if clamp is not None:
+        difference = difference.clamp(-clamp, clamp)
+    if estimator == "k1":
+        kl = difference
+    elif estimator == "abs":
+        kl = difference.abs()
+    elif estimator == "k2":
+        kl = 0.5 * difference.square()
+    elif estimator == "k3":
+        kl = torch.expm1(-difference) + difference
+    else:
+        raise ValueError(f"KL estimator {estimator!r} is not one of 'abs', 'k1', 'k2', 'k3'")
+    return kl if clamp is None else kl.clamp(-clamp, clamp)
+
+
+def token_rewards(rewards: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """``-kl_coef * kl`` at every position, plus the sequence's reward where its last token is predicted.
+
+    Args:
+        rewards: [b] (or [b, 1]), one per sequence.
+        kl: [b, s-1], already zero outside the response.
+        lengths: [b] int64, tokens of prompt and response; the last one, usually the stop token, is
+            predicted at position ``length - 2``.
+
+    Returns:
+        [b, s-1] in kl's dtype.
+    """
+    last = (lengths - 2).clamp(min=0).to(kl.device)[:, None]
+    return (-kl_coef * kl).scatter_add(1, last, rewards.reshape(-1, 1).to(kl))
+
+
+def generalized_advantage_estimation(
+    values: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE(gamma, lambda), arXiv:1506.02438 eq. 16, with V = 0 after the last token.
+
+    ``delta_t = r_t + gamma * V_{t+1} - V_t``; ``A_t = delta_t + gamma * lam * A_{t+1}``;
+    ``returns_t = A_t + V_t``.
+
+    Args:
+        values, rewards, mask: [b, s-1].
+
+    Returns:
+        (advantages, returns), each [b, s-1] and zero where masked.
+    """
+    values, rewards = zero_where_masked(values, mask), zero_where_masked(rewards, mask)
+    deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
+    advantages = torch.empty_like(deltas)
+    running = torch.zeros_like(deltas[:, 0])
+    for position in reversed(range(deltas.shape[1])):
+        running = deltas[:, position] + gamma * lam * running
+        advantages[:, position] = running
+    advantages = zero_where_masked(advantages, mask)
+    return advantages, advantages + values
+
+
+# ---- PPO losses -------------------------------------------------------------------------------
+
+
+class PolicyLossSums(NamedTuple):
+    """Sums over the masked-in tokens, detached scalars; divide by ``tokens`` (both summed over ranks)."""
+
+    ratio: torch.Tensor  # probability ratios, new policy to old
+    clipped_ratio: torch.Tensor  # the same after clamping to [1 - eps, 1 + eps]
+    clipped: torch.Tensor  # tokens whose clipped objective was the one in force
+    approximate_kl: torch.Tensor  # k3 estimate of KL(old policy || new policy)
+    tokens: torch.Tensor  # how many tokens counted
+
+
+def clipped_policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    ratio_eps: float,
+    importance_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, PolicyLossSums]:
+    """PPO's clipped surrogate, arXiv:1707.06347 eq. 7, negated to be minimised, summed over tokens.
+
+    ``sum_t w_t * max(-A_t * rho_t, -A_t * clip(rho_t, 1 - eps, 1 + eps))``, ``rho = exp(new - old)``.
+
+    Args:
+        logprobs: [b, s-1], of the policy in training (the only input that gets a gradient).
+        old_logprobs, advantages, mask: [b, s-1].
+        importance_weights: [b, s-1], see `truncated_importance_weights`; None means 1.
+
+    Returns:
+        (scalar sum, statistics).
+    """
+    log_ratio = zero_where_masked(logprobs - old_logprobs, mask)
+    advantages = zero_where_masked(advantages, mask)
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
+    unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    if importance_weights is not None:
+        loss = loss * importance_weights
+    with torch.no_grad():
+        sums = PolicyLossSums(
+            ratio=zero_where_masked(ratio, mask).sum(),
+            clipped_ratio=zero_where_masked(clipped_ratio, mask).sum(),
+            clipped=zero_where_masked((clipped_loss > unclipped_loss).to(loss.dtype), mask).sum(),
+            approximate_kl=(torch.expm1(log_ratio) - log_ratio).sum(),
+            tokens=(mask != 0).sum().to(loss.dtype),
+        )
+    return zero_where_masked(loss, mask).sum(), sums
+
+
+def truncated_importance_weights(
+    trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """``min(p_trainer / p_engine, cap)`` per token, without gradient; 0 where masked. [b, s-1].
+
+    Corrects for tokens having been sampled by an engine whose numerics differ from the trainer's;
+    truncation bounds the variance (Ionides 2008, "Truncated Importance Sampling").
+    """
+    difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
+    # The cap goes in before the exponential, which therefore cannot overflow.
+    return zero_where_masked(difference.clamp(max=math.log(cap)).exp(), mask)
+
+
+def clipped_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float
+) -> torch.Tensor:
+    """``sum_t 0.5 * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``; clip 0 disables.
+
+    The clipping is that of OpenAI's PPO code (see arXiv:2005.12729); all inputs [b, s-1], result scalar.
+    """
+    values, old_values, returns = (zero_where_masked(x, mask) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    if clip > 0:
+        near_old = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near_old - returns).square())
+    return 0.5 * error.sum()
+
+
+# ---- log-probs and entropy --------------------------------------------------------------------
+
+
+def _logprobs_of_rows(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[n, v], [n] -> [n]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _entropy_of_rows(logits: torch.Tensor) -> torch.Tensor:
+    """[n, v] -> [n]."""
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    probabilities = logprobs.exp()
+    # 0 * -inf would be NaN where a logit is -inf.
+    return -(probabilities * logprobs.masked_fill(probabilities == 0, 0)).sum(-1)
+
+
+def _by_row_chunks(function: Callable[..., torch.Tensor], logits: torch.Tensor, *per_row: torch.Tensor) -> torch.Tensor:
+    """``function`` over chunks of rows; fp32 copies live for one chunk, in the backward pass too."""
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return function(logits, *per_row)
+    # split (not slicing) so that the backward pass writes each chunk's gradient once.
+    chunks = zip(logits.split(rows), *(tensor.split(rows) for tensor in per_row), strict=True)
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return torch.cat([function(*chunk) for chunk in chunks])
+    return torch.cat([checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+
+
+def logprobs_from_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """``log_softmax(logits / temperature)`` at ``targets``, computed in fp32 (fp64 for fp64 logits).
+
+    Works through chunks of rows, recomputed in the backward pass, so that bf16 logits are never
+    copied to fp32 as a whole.
+
+    Args:
+        logits: [..., v], any floating dtype; logits[t] predicts targets[t] (already shifted).
+        targets: [...] int64.
+
+    Returns:
+        [...] fp32 (or fp64).
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, but logits {tuple(logits.shape)} "
+            f"need {tuple(logits.shape[:-1])}"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    flat = _by_row_chunks(
+        lambda rows, ids: _logprobs_of_rows(rows, ids, temperature),
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+    )
+    return flat.view(targets.shape)
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """``-sum_v p log p`` of ``softmax(logits)``: [..., v] -> [...] fp32 (fp64 for fp64 logits), in chunks."""
+    flat = _by_row_chunks(_entropy_of_rows, logits.reshape(-1, logits.shape[-1]))
+    return flat.view(logits.shape[:-1])
+
+
+# ---- reward model losses ----------------------------------------------------------------------
+
+
+def bradley_terry_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``-log sigmoid(r_chosen - r_rejected)`` per pair (arXiv:2203.02155 eq. 1 for K = 2).
+
+    Args:
+        chosen, rejected: [b] or [b, 1] rewards.
+
+    Returns:
+        (per-pair loss, whether the chosen one scored higher), each of the input's shape; the second is bool.
+    """
+    margin = chosen - rejected
+    return -torch.nn.functional.logsigmoid(margin), margin > 0
+
+
+def regression_loss(
+    prediction: torch.Tensor, target: torch.Tensor, ignore_value: float = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared error summed over the attributes that have a label.
+
+    Args:
+        prediction, target: [b, a]; a label equal to ``ignore_value`` is missing and does not count.
+
+    Returns:
+        (scalar sum, scalar count of labels); the caller divides, after summing both over ranks.
+    """
+    labelled = target != ignore_value
+    error = zero_where_masked(prediction - target.to(prediction), labelled)
+    return error.square().sum(), labelled.sum().to(error.dtype)

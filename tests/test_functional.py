@@ -1,0 +1,385 @@
+"""The formulas: against golden figures in float64, against plain Python loops, and at their edges."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_style_aligner import functional as F
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_ppo.json").read_text())
+TOLERANCE = {"rtol": 0, "atol": 1e-12}
+
+
+class Golden:
+    """The inputs of golden_ppo.json, made as its note says: B rows of T response tokens, no prompt."""
+
+    def __init__(self) -> None:
+        spec = GOLDEN["inputs"]
+        self.gamma, self.lam, self.beta = spec["gamma"], spec["lam"], spec["beta"]
+        self.clip, self.vclip = spec["clip"], spec["vclip"]
+        ar = torch.arange(spec["B"] * spec["T"], dtype=torch.float64).reshape(spec["B"], spec["T"])
+        self.values = torch.sin(ar)
+        self.logprobs = -(1 + torch.cos(ar)) / 2 - 0.1
+        self.init_logprobs = -(1 + torch.cos(ar + 1)) / 2 - 0.1
+        self.rewards = torch.tensor([1, -0.5, 2], dtype=torch.float64)
+        self.new_logprobs = self.logprobs + 0.2 * torch.sin(3 * ar)
+        self.predicted_values = self.values + 0.3 * torch.cos(2 * ar)
+        # T positions predict T response tokens after a prompt of one token.
+        self.lengths = torch.tensor(spec["lens"]) + 1
+        self.mask = F.response_mask(torch.ones_like(self.lengths), self.lengths, spec["T"]).double()
+
+    def kl(self, estimator: F.KLEstimator) -> torch.Tensor:
+        return F.zero_where_masked(F.kl_penalty(self.logprobs, self.init_logprobs, estimator, clamp=10.0), self.mask)
+
+    def token_rewards(self) -> torch.Tensor:
+        return F.token_rewards(self.rewards, self.kl("k1"), self.lengths, self.beta)
+
+    def advantages_and_returns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.generalized_advantage_estimation(self.values, self.token_rewards(), self.mask, self.gamma, self.lam)
+
+
+@pytest.fixture
+def golden() -> Golden:
+    return Golden()
+
+
+def expected(name: str) -> torch.Tensor:
+    return torch.tensor(GOLDEN[name], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_golden_kl(golden: Golden, estimator: F.KLEstimator) -> None:
+    torch.testing.assert_close(golden.kl(estimator), expected(estimator), **TOLERANCE)
+
+
+def test_golden_token_rewards(golden: Golden) -> None:
+    torch.testing.assert_close(golden.token_rewards(), expected("token_rewards"), **TOLERANCE)
+
+
+def test_golden_advantages_and_returns(golden: Golden) -> None:
+    advantages, returns = golden.advantages_and_returns()
+    torch.testing.assert_close(advantages, expected("advantages_raw"), **TOLERANCE)
+    torch.testing.assert_close(returns, expected("returns"), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "unbiased, name", [(True, "adv_whitened_trl_unbiased"), (False, "adv_whitened_nemo_aligner_biased")]
+)
+def test_golden_whitening(golden: Golden, unbiased: bool, name: str) -> None:
+    advantages, _ = golden.advantages_and_returns()
+    torch.testing.assert_close(F.whiten(advantages, golden.mask, unbiased), expected(name), **TOLERANCE)
+
+
+def test_golden_policy_loss(golden: Golden) -> None:
+    advantages = F.whiten(golden.advantages_and_returns()[0], golden.mask, unbiased=True)
+    loss, sums = F.clipped_policy_loss(golden.new_logprobs, golden.logprobs, advantages, golden.mask, golden.clip)
+    assert (loss / sums.tokens).item() == pytest.approx(GOLDEN["pg_loss_token_mean"], abs=1e-12)
+
+
+def test_golden_value_loss(golden: Golden) -> None:
+    _, returns = golden.advantages_and_returns()
+    loss = F.clipped_value_loss(golden.predicted_values, golden.values, returns, golden.mask, golden.vclip)
+    assert (loss / golden.mask.sum()).item() == pytest.approx(GOLDEN["value_loss_half_max_token_mean"], abs=1e-12)
+
+
+def test_golden_file_is_covered() -> None:
+    """A figure added to the file must get a test here."""
+    assert set(GOLDEN) == {
+        "inputs", "token_rewards", "advantages_raw", "returns", "adv_whitened_trl_unbiased",
+        "adv_whitened_nemo_aligner_biased", "pg_loss_token_mean", "value_loss_half_max_token_mean",
+        "k1", "k2", "k3",
+    }  # fmt: skip
+
+
+# ---- against plain loops ----------------------------------------------------------------------
+
+
+def random_batch(seed: int = 0, b: int = 5, s: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(prompt lengths, sequence lengths, mask) with ragged prompts and responses."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, 4, (b,), generator=generator)
+    lengths = prompts + torch.randint(1, s - 3, (b,), generator=generator)
+    return prompts, lengths, F.response_mask(prompts, lengths, s - 1)
+
+
+def test_response_mask_marks_the_positions_that_predict_the_response() -> None:
+    prompts, lengths, mask = random_batch()
+    for i in range(len(prompts)):
+        row = [0.0] * mask.shape[1]
+        for t in range(prompts[i] - 1, lengths[i] - 1):
+            row[t] = 1.0
+        assert mask[i].tolist() == row
+
+
+def test_reward_sits_where_the_last_token_is_predicted() -> None:
+    _, lengths, mask = random_batch()
+    rewards = torch.arange(1.0, 6.0)
+    got = F.token_rewards(rewards, torch.zeros_like(mask), lengths, 0.1)
+    for i, length in enumerate(lengths):
+        assert got[i, length - 2] == rewards[i] and mask[i, length - 2] == 1
+        assert got[i].count_nonzero() == 1
+    torch.testing.assert_close(got, F.token_rewards(rewards[:, None], torch.zeros_like(mask), lengths, 0.1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_is_the_sum_of_discounted_deltas(seed: int, gamma: float, lam: float) -> None:
+    prompts, lengths, mask = random_batch(seed)
+    values, rewards = torch.randn(2, *mask.shape, dtype=torch.float64)
+    advantages, returns = F.generalized_advantage_estimation(values, rewards, mask, gamma, lam)
+    for i in range(len(prompts)):
+        first, end = int(prompts[i]) - 1, int(lengths[i]) - 1
+        v = values[i, first:end].tolist() + [0.0]
+        r = rewards[i, first:end].tolist()
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        for t in range(len(r)):
+            want = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+            assert advantages[i, first + t].item() == pytest.approx(want, abs=1e-12)
+            assert returns[i, first + t].item() == pytest.approx(want + v[t], abs=1e-12)
+    assert torch.all(advantages[mask == 0] == 0) and torch.all(returns[mask == 0] == 0)
+
+
+def test_gae_does_not_depend_on_padding() -> None:
+    _, _, mask = random_batch()
+    values, rewards = torch.randn(2, *mask.shape)
+    short = F.generalized_advantage_estimation(values, rewards, mask, 0.99, 0.95)
+    pad = torch.nn.functional.pad
+    long = F.generalized_advantage_estimation(
+        pad(values, (0, 4), value=7.0), pad(rewards, (0, 4), value=7.0), pad(mask, (0, 4)), 0.99, 0.95
+    )
+    for a, b in zip(short, long, strict=True):
+        assert torch.equal(a, b[:, :-4])
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_whitening_equals_torch_var_and_survives_a_large_mean(unbiased: bool) -> None:
+    _, _, mask = random_batch()
+    x = torch.randn(mask.shape) + 1e4
+    got = F.whiten(x, mask, unbiased)
+    kept = x[mask == 1].double()
+    want = (kept - kept.mean()) / torch.sqrt(kept.var(unbiased=unbiased) + 1e-8)
+    torch.testing.assert_close(got[mask == 1].double(), want, rtol=1e-3, atol=2e-3)
+    kept_mean = F.whiten(x, mask, unbiased, shift_mean=False)
+    torch.testing.assert_close(kept_mean[mask == 1].double(), want + kept.mean(), rtol=1e-4, atol=0)
+
+
+def test_whitening_over_ranks_equals_whitening_of_the_whole() -> None:
+    """Two ranks exchanging sums through the callable get what one rank gets with all rows."""
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Barrier
+
+    mask = torch.cat([random_batch(0)[2], torch.zeros(2, 8)])  # the second rank has little, then nothing
+    x = torch.randn(mask.shape, dtype=torch.float64)
+    whole = F.whiten(x, mask, unbiased=True)
+    barrier, shared = Barrier(2, timeout=20), {}
+
+    def rank(index: int, rows: slice) -> torch.Tensor:
+        def total(t: torch.Tensor) -> torch.Tensor:
+            shared[index] = t
+            barrier.wait()
+            result = shared[0] + shared[1]
+            barrier.wait()
+            return result
+
+        return F.whiten(x[rows], mask[rows], unbiased=True, sum_over_ranks=total)
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = [pool.submit(rank, 0, slice(0, 5)), pool.submit(rank, 1, slice(5, 7))]
+        got = torch.cat([part.result(timeout=30) for part in parts])
+    torch.testing.assert_close(got, whole, **TOLERANCE)
+
+
+def test_policy_loss_against_a_loop() -> None:
+    _, _, mask = random_batch()
+    new, old, advantages, weights = torch.randn(4, *mask.shape, dtype=torch.float64) * 0.5
+    weights = weights.exp()
+    loss, sums = F.clipped_policy_loss(new, old, advantages, mask, 0.2, weights)
+    want = ratio_sum = clipped_sum = clipped = tokens = kl = 0.0
+    for i, t in mask.nonzero().tolist():
+        a, rho = advantages[i, t].item(), math.exp(new[i, t] - old[i, t])
+        limited = min(max(rho, 0.8), 1.2)
+        want += weights[i, t].item() * max(-a * rho, -a * limited)
+        ratio_sum, clipped_sum, tokens = ratio_sum + rho, clipped_sum + limited, tokens + 1
+        clipped += -a * limited > -a * rho
+        kl += rho - 1 - math.log(rho)
+    assert loss.item() == pytest.approx(want, abs=1e-10)
+    assert [s.item() for s in sums] == pytest.approx([ratio_sum, clipped_sum, clipped, kl, tokens], abs=1e-10)
+
+
+def test_policy_gradient_at_ratio_one_is_minus_advantage_times_weight() -> None:
+    _, _, mask = random_batch()
+    logprobs = torch.randn(mask.shape, requires_grad=True)
+    advantages, weights = torch.randn(mask.shape), torch.rand(mask.shape)
+    loss, _ = F.clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, weights)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages * weights * mask)
+
+
+def test_losses_are_sums_over_any_micro_batch_split() -> None:
+    _, _, mask = random_batch()
+    new, old, advantages = torch.randn(3, *mask.shape, dtype=torch.float64)
+    whole, _ = F.clipped_policy_loss(new, old, advantages, mask, 0.2)
+    parts = sum(F.clipped_policy_loss(*rows, 0.2)[0] for rows in zip(
+        *(x.split(2) for x in (new, old, advantages, mask)), strict=True))  # fmt: skip
+    torch.testing.assert_close(whole, parts, **TOLERANCE)
+
+
+def test_value_loss_against_a_loop_and_clip_zero_disables() -> None:
+    _, _, mask = random_batch()
+    values, old, returns = torch.randn(3, *mask.shape, dtype=torch.float64)
+    for clip in (0.0, 0.3):
+        want = 0.0
+        for i, t in mask.nonzero().tolist():
+            v, o, r = values[i, t].item(), old[i, t].item(), returns[i, t].item()
+            near = min(max(v, o - clip), o + clip) if clip else v
+            want += 0.5 * max((v - r) ** 2, (near - r) ** 2)
+        assert F.clipped_value_loss(values, old, returns, mask, clip).item() == pytest.approx(want, abs=1e-10)
+
+
+# ---- KL estimators ----------------------------------------------------------------------------
+
+
+def test_k1_and_k3_have_the_expectation_of_the_kl() -> None:
+    p, q = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p.exp() * F.kl_penalty(p, q, estimator)).sum(), kl)
+    assert torch.all(F.kl_penalty(p, q, "k3") >= 0) and torch.all(F.kl_penalty(p, q, "k2") >= 0)
+    torch.testing.assert_close(F.kl_penalty(p, q, "abs"), (p - q).abs())
+
+
+def test_kl_is_clamped_and_finite_for_wild_log_probs() -> None:
+    wild = torch.tensor([[-1000.0, 0.0, -3.0]])
+    for estimator in ("abs", "k1", "k2", "k3"):
+        kl = F.kl_penalty(wild, torch.tensor([[0.0, -1000.0, -3.0]]), estimator, clamp=10.0)
+        assert torch.isfinite(kl).all() and kl.abs().max() <= 10 and kl[0, 2] == 0
+    with pytest.raises(ValueError, match="k4"):
+        F.kl_penalty(wild, wild, "k4")  # type: ignore[arg-type]
+
+
+# ---- logits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 50, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_gradient_equal_log_softmax_whatever_the_chunk(
+    monkeypatch: pytest.MonkeyPatch, chunk_elements: int, temperature: float
+) -> None:
+    monkeypatch.setattr(F, "_CHUNK_ELEMENTS", chunk_elements)
+    logits = torch.randn(3, 4, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (3, 4))
+    want = (logits / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    (want_grad,) = torch.autograd.grad(want.square().sum(), logits)
+    got = F.logprobs_from_logits(logits, targets, temperature)
+    (got_grad,) = torch.autograd.grad(got.square().sum(), logits)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(got_grad, want_grad, **TOLERANCE)
+    with torch.no_grad():
+        torch.testing.assert_close(F.logprobs_from_logits(logits, targets, temperature), want, **TOLERANCE)
+
+
+def test_logprobs_of_bf16_logits_are_computed_in_fp32() -> None:
+    logits = (torch.randn(2, 5, 300) * 10).bfloat16()
+    targets = torch.randint(0, 300, (2, 5))
+    got = F.logprobs_from_logits(logits, targets)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0])
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 10**6])
+def test_entropy(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
+    monkeypatch.setattr(F, "_CHUNK_ELEMENTS", chunk_elements)
+    logits = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    got = F.entropy_from_logits(logits)
+    torch.testing.assert_close(got, torch.distributions.Categorical(logits=logits).entropy(), **TOLERANCE)
+    assert torch.autograd.gradcheck(F.entropy_from_logits, (logits,))
+    assert F.entropy_from_logits(torch.zeros(4)).item() == pytest.approx(math.log(4))
+    barred = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    entropy = F.entropy_from_logits(barred)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(math.log(2)) and torch.isfinite(barred.grad).all()
+
+
+def test_wrong_shapes_and_temperature_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 4\)"):
+        F.logprobs_from_logits(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="temperature"):
+        F.logprobs_from_logits(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), 0.0)
+    with pytest.raises(ValueError, match="mask has shape"):
+        F.masked_mean(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+# ---- masks keep everything out ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("all_masked", [False, True])
+def test_masked_positions_reach_neither_loss_nor_gradient(junk: float, all_masked: bool) -> None:
+    _, _, mask = random_batch()
+    if all_masked:
+        mask = torch.zeros_like(mask)
+    clean = torch.randn(4, *mask.shape).masked_fill(mask == 0, 0.0)
+    dirty = clean.masked_fill(mask == 0, junk)
+
+    def everything(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        new = x[0].clone().requires_grad_()
+        weights = F.truncated_importance_weights(x[1], x[2], mask, 2.0)
+        policy, sums = F.clipped_policy_loss(new, x[1], x[2], mask, 0.2, weights)
+        value = F.clipped_value_loss(new, x[1], x[2], mask, 0.2)
+        outputs = [policy, value, *sums, weights, F.masked_mean(x[0], mask), F.masked_mean(x[0], mask, dim=1)]
+        outputs += [F.whiten(x[3], mask, unbiased) for unbiased in (True, False)]
+        outputs += list(F.generalized_advantage_estimation(x[1], x[2], mask, 1.0, 0.95))
+        (policy + value).backward()
+        return outputs, new.grad
+
+    (got, got_grad), (want, want_grad) = everything(dirty), everything(clean)
+    for a, b in zip(got, want, strict=True):
+        assert torch.isfinite(a).all()
+        torch.testing.assert_close(a, b)
+    assert torch.isfinite(got_grad).all()
+    torch.testing.assert_close(got_grad, want_grad)
+    if all_masked:
+        assert all(torch.all(a == 0) for a in got) and torch.all(got_grad == 0)
+
+
+def test_whitening_one_token_is_finite() -> None:
+    mask = torch.tensor([[0.0, 1.0]])
+    for unbiased in (True, False):
+        assert torch.equal(F.whiten(torch.tensor([[3.0, 4.0]]), mask, unbiased), torch.zeros(1, 2))
+
+
+def test_importance_weights_are_capped_ratios_without_gradient() -> None:
+    trainer = torch.tensor([[0.0, -1.0, 500.0, -2.0]], requires_grad=True)
+    engine = torch.tensor([[0.0, -2.0, 0.0, -1.0]])
+    weights = F.truncated_importance_weights(trainer, engine, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 2.0, 0.0]]))
+    assert not weights.requires_grad
+
+
+# ---- reward model losses ----------------------------------------------------------------------
+
+
+def test_bradley_terry() -> None:
+    chosen = torch.tensor([1.0, 0.0, 0.0, 100.0], requires_grad=True)
+    rejected = torch.tensor([0.0, 1.0, 0.0, -100.0])
+    loss, correct = F.bradley_terry_loss(chosen, rejected)
+    want = [math.log1p(math.exp(-1)), math.log1p(math.exp(1)), math.log(2), 0.0]
+    assert loss.tolist() == pytest.approx(want, abs=1e-6)
+    assert correct.tolist() == [True, False, False, True]
+    loss.sum().backward()
+    assert chosen.grad.tolist() == pytest.approx([-0.26894, -0.73106, -0.5, 0.0], abs=1e-4)
+
+
+def test_regression_ignores_missing_labels() -> None:
+    prediction = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    total, count = F.regression_loss(prediction, torch.tensor([[0.0, -100.0], [1.0, 4.0]]))
+    assert (total.item(), count.item()) == (5.0, 3.0)
+    total.backward()
+    assert prediction.grad.tolist() == [[2.0, 0.0], [4.0, 0.0]]
+    total, count = F.regression_loss(prediction, torch.full((2, 2), -100.0))
+    assert (total.item(), count.item()) == (0.0, 0.0)
