@@ -1,0 +1,212 @@
+"""Where a job's numbers go: TensorBoard, a JSON-lines file and, if asked for, Weights & Biases.
+
+``metrics.jsonl`` holds one object per call of `MetricsLogger.log_metrics`::
+
+    {"step": 12, "time": 1760000000.5, "train/loss": 0.25}
+
+and ``tables.jsonl`` one per table. Both are only ever appended to. A run that resumes from a checkpoint
+repeats the steps since then: readers take the last line of a step (`read_metrics` does).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+METRICS_FILE = "metrics.jsonl"
+TABLES_FILE = "tables.jsonl"
+
+
+class MetricsLogger:
+    """Logs scalars, tables and hyperparameters from rank 0; does nothing on the other ranks.
+
+    Args:
+        log_dir: the job's directory; ``metrics.jsonl``, ``tables.jsonl`` and ``tensorboard/`` are made in it.
+        rank: this process's rank.
+        wandb_kwargs: arguments of ``wandb.init`` (project, name, ...); ``None`` leaves Weights & Biases out.
+
+    Raises:
+        ImportError: ``wandb_kwargs`` is given and wandb is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path, rank: int = 0, wandb_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.log_dir = Path(log_dir)
+        self._enabled = rank == 0
+        if not self._enabled:
+            return
+        # Slow to import, and not needed by the ranks that log nothing.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"))
+        self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
+        self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
+
+    @classmethod
+    def from_config(cls, exp_manager: DictConfig, log_dir: str | Path, rank: int) -> MetricsLogger:
+        """Build it from the config section ``exp_manager`` (``create_wandb_logger``, ``wandb_logger_kwargs``)."""
+        wandb_kwargs: Any = None
+        if exp_manager.create_wandb_logger:
+            wandb_kwargs = OmegaConf.to_container(exp_manager.wandb_logger_kwargs, resolve=True)
+        return cls(log_dir, rank, wandb_kwargs)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
+        """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``)."""
+        if not self._enabled:
+            return
+        scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}
+        _write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**scalars, "step": step})
+
+    def log_table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Log a table, such as prompts with their responses and rewards.
+
+        Raises:
+            ValueError: a row has more or fewer cells than there are columns.
+        """
+        if not self._enabled:
+            return
+        for row in rows:
+            if len(row) != len(columns):
+                raise ValueError(f"table {key!r}: a row has {len(row)} cells for the {len(columns)} columns {columns}")
+        plain_rows = [[_plain_cell(cell) for cell in row] for row in rows]
+        _write_line(
+            self._tables_file,
+            {"step": int(step), "time": time.time(), "key": key, "columns": list(columns), "rows": plain_rows},
+        )
+        self._tensorboard.add_text(key, _markdown_table(columns, plain_rows), step)
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
+
+    def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
+        """Keep the job's whole config: ``hyperparameters.yaml`` and a text in TensorBoard."""
+        if not self._enabled:
+            return
+        container = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+        text = OmegaConf.to_yaml(container, resolve=True)
+        (self.log_dir / "hyperparameters.yaml").write_text(text, encoding="utf-8")
+        self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
+        if self._wandb is not None:
+            self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
+
+    def flush(self) -> None:
+        """Bring everything logged so far to the disk."""
+        if self._enabled:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Write out what is left. Calling it twice does nothing; logging afterwards does nothing."""
+        if not self._enabled:
+            return
+        self._enabled = False
+        self._tensorboard.close()
+        self._metrics_file.close()
+        self._tables_file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """All curves in a job's ``metrics.jsonl``: name -> [(step, value)], by step; the last value of a step counts."""
+    curves: dict[str, dict[int, float]] = {}
+    for record in read_json_lines(Path(log_dir) / METRICS_FILE):
+        step = int(record.pop("step"))
+        record.pop("time", None)
+        for name, value in record.items():
+            curves.setdefault(name, {})[step] = float(value)
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def read_tables(log_dir: str | Path) -> list[dict[str, Any]]:
+    """All tables in a job's ``tables.jsonl``: dicts of step, time, key, columns, rows, in the order written."""
+    return read_json_lines(Path(log_dir) / TABLES_FILE)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; none when it does not exist.
+
+    A last line without its newline is left out: its writer was killed in the middle of it.
+
+    Raises:
+        ValueError: another line is not JSON; names file and line.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); repair or remove the line") from error
+    return records
+
+
+def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            "exp_manager.create_wandb_logger=True needs the package wandb: pip install wandb, "
+            "or set exp_manager.create_wandb_logger=False"
+        ) from error
+    run = wandb.init(dir=str(log_dir), **{key: value for key, value in kwargs.items() if value is not None})
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _open_for_append(path: Path) -> TextIO:
+    """Open for whole lines: flushed line by line; a half line that a killed run left is cut off first."""
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _to_float(name: str, value: Any) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    if hasattr(value, "item") and all(size == 1 for size in value.shape):  # a tensor or an array
+        return float(value.item())
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(f"metric {name!r} is a {type(value).__name__}{shape}, not a number or a one-element tensor")
+
+
+def _json_safe(scalars: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN and no infinity: they become the strings that ``float`` reads back."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
+
+
+def _plain_cell(cell: Any) -> str | float | int | bool | None:
+    if cell is None or isinstance(cell, (str, bool, int)):
+        return cell
+    if isinstance(cell, Real):
+        value = float(cell)
+        return value if math.isfinite(value) else str(value)
+    return str(cell)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    def line(cells: Sequence[Any]) -> str:
+        escaped = (str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+        return "| " + " | ".join(escaped) + " |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *(line(row) for row in rows)])

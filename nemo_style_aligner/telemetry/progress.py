@@ -1,0 +1,100 @@
+"""Progress of a loop: a bar on a terminal, now and then a plain line in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+class ProgressBar:
+    """Shows how far a loop is. Rank 0 only; silent on the other ranks.
+
+    On a terminal this is a tqdm bar. Elsewhere (a batch job's log) it is one plain line per ``interval``
+    seconds and one at the end::
+
+        with ProgressBar(total=100, description="PPO", rank=rank) as progress:
+            for step in range(100):
+                progress.update(1, {"reward": 0.3})
+
+    Args:
+        total: number of units; ``None`` when it is not known.
+        description: what is going on, in one or two words.
+        rank: this process's rank.
+        initial: units done before this run (after resuming).
+        interval: seconds between plain lines.
+        stream: where it is shown; standard error unless told.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        description: str,
+        rank: int = 0,
+        *,
+        initial: int = 0,
+        interval: float = 30.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._description = description
+        self._total = total
+        self._done = initial
+        self._initial = initial
+        self._metrics: dict[str, float] = {}
+        self._interval = interval
+        self._clock = clock
+        self._started = self._last_line = clock()
+        self._shown_done: int | None = None
+        self._enabled = rank == 0
+        self._bar: tqdm | None = None
+        if self._enabled and self._stream.isatty():
+            self._bar = tqdm(
+                total=total, initial=initial, desc=description, file=self._stream, dynamic_ncols=True, leave=True
+            )
+
+    def update(self, units: int = 1, metrics: Mapping[str, float] | None = None) -> None:
+        """Count ``units`` more as done and show ``metrics`` beside the count (the latest values are kept)."""
+        self._done += units
+        self._metrics.update(metrics or {})
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix({k: f"{v:.4g}" for k, v in self._metrics.items()}, refresh=False)
+            self._bar.update(units)
+        elif self._clock() - self._last_line >= self._interval:
+            self._print_line()
+
+    def close(self) -> None:
+        """Show the final state. Calling it twice does nothing."""
+        if not self._enabled:
+            return
+        self._enabled = False
+        if self._bar is not None:
+            self._bar.close()
+        elif self._shown_done != self._done:
+            self._print_line()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _print_line(self) -> None:
+        now = self._clock()
+        self._last_line = now
+        self._shown_done = self._done
+        elapsed = now - self._started
+        count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
+        done_here = self._done - self._initial
+        rate = f", {elapsed / done_here:.3g} s each" if done_here > 0 else ""
+        metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
+        print(f"{self._description}: {count} after {elapsed:.0f} s{rate}{metrics}", file=self._stream, flush=True)

@@ -1,0 +1,227 @@
+"""Metrics, timers, progress and reports."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
+from nemo_style_aligner.telemetry.logging import configure_logging
+from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.report import curve_svg, write_report
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+
+class FakeClock:
+    """A clock that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- metrics ------------------------------------------------------------------------------------
+
+
+def test_metrics_reach_the_file_and_tensorboard(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "run")
+    logger.log_metrics({"loss": 0.5, "grad_norm": torch.tensor([2.0])}, step=3, prefix="train/")
+    logger.log_metrics({"loss": 0.25}, step=4, prefix="train/")
+    logger.close()
+
+    assert read_metrics(tmp_path / "run") == {"train/loss": [(3, 0.5), (4, 0.25)], "train/grad_norm": [(3, 2.0)]}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5), (4, 0.25)]
+
+
+def test_values_that_are_not_finite_survive_as_valid_json(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    logger.log_metrics({"loss": float("nan"), "norm": float("inf")}, step=1)
+    logger.close()
+    strict = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda c: pytest.fail(c))
+    assert strict["step"] == 1
+    curves = read_metrics(tmp_path)
+    assert curves["loss"][0][1] != curves["loss"][0][1]
+    assert curves["norm"] == [(1, float("inf"))]
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "run", rank=1)
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_table("samples", ["a"], [["b"]], step=1)
+    logger.log_hyperparameters({"a": 1})
+    logger.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_continues_the_file_and_repeated_steps_count_once(tmp_path: Path) -> None:
+    first = MetricsLogger(tmp_path)
+    first.log_metrics({"loss": 1.0}, step=1)
+    first.log_metrics({"loss": 2.0}, step=2)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # killed while writing
+    second = MetricsLogger(tmp_path)
+    second.log_metrics({"loss": 7.0}, step=2)
+    second.close()
+    assert read_metrics(tmp_path) == {"loss": [(1, 1.0), (2, 7.0)]}
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    with pytest.raises(TypeError, match=r"train/ratios.*\(3,\)"):
+        logger.log_metrics({"ratios": torch.ones(3)}, step=1, prefix="train/")
+    logger.close()
+
+
+def test_tables_and_hyperparameters(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    logger.log_table("samples", ["prompt", "reward"], [["2 | 3\n", 0.5]], step=2)
+    logger.log_hyperparameters(OmegaConf.create({"a": 1, "b": "${a}"}))
+    with pytest.raises(ValueError, match="samples"):
+        logger.log_table("samples", ["prompt"], [["x", "y"]], step=2)
+    logger.close()
+    (table,) = read_tables(tmp_path)
+    assert table["columns"] == ["prompt", "reward"] and table["rows"] == [["2 | 3\n", 0.5]] and table["step"] == 2
+    assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1, "b": 1}
+
+
+def test_wandb_that_is_not_installed_is_an_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    section = OmegaConf.create({"create_wandb_logger": True, "wandb_logger_kwargs": {"project": "p", "name": "n"}})
+    with pytest.raises(ImportError, match="pip install wandb"):
+        MetricsLogger.from_config(section, tmp_path, rank=0)
+    MetricsLogger.from_config(section, tmp_path, rank=1)  # the other ranks do not need it
+
+
+# ---- timers -------------------------------------------------------------------------------------
+
+
+def test_timers_nest_add_up_and_are_consumed() -> None:
+    clock = FakeClock()
+    timer = ScopedTimer(clock=clock)
+    for _ in range(2):
+        with timer("rollout"):
+            clock.now += 1
+            with timer("generate"):
+                clock.now += 3
+    assert timer.consume_durations() == {"rollout/generate": 6, "rollout": 8}
+    assert timer.consume_durations() == {}
+
+
+def test_a_timer_closes_when_its_body_raises_and_synchronises_at_both_ends() -> None:
+    clock, calls = FakeClock(), []
+    timer = ScopedTimer(synchronize=lambda: calls.append(clock.now), clock=clock)
+    with pytest.raises(RuntimeError), timer("train"):
+        clock.now = 2
+        raise RuntimeError
+    with timer("next"):
+        pass
+    assert timer.consume_durations() == {"train": 2, "next": 0}
+    assert calls == [0, 2, 2, 2]
+
+
+def test_timers_of_another_thread_do_not_nest_in_ours() -> None:
+    timer = ScopedTimer()
+
+    def critic() -> None:
+        with timer("critic"):
+            pass
+
+    with timer("actor"):
+        thread = threading.Thread(target=critic)
+        thread.start()
+        thread.join(timeout=10)
+    assert set(timer.consume_durations()) == {"critic", "actor"}
+
+
+# ---- progress and logging -----------------------------------------------------------------------
+
+
+def test_progress_is_a_line_per_interval_away_from_a_terminal() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with ProgressBar(total=10, description="PPO", interval=30, stream=stream, clock=clock) as progress:
+        for _ in range(10):
+            clock.now += 10
+            progress.update(1, {"reward": 0.5})
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "PPO: 3/10 after 30 s, 10 s each, reward 0.5"
+    assert lines[-1].startswith("PPO: 10/10")
+    assert len(lines) == 4
+
+
+def test_progress_is_silent_on_other_ranks() -> None:
+    stream = io.StringIO()
+    with ProgressBar(total=1, description="PPO", rank=1, interval=0, stream=stream) as progress:
+        progress.update(1)
+    assert stream.getvalue() == ""
+
+
+def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        configure_logging(rank=3)
+        logging.getLogger("job").info("not shown")
+        logging.getLogger("job").warning("shown")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"\[rank 3\] WARNING job: shown$", line)
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_report_holds_curves_tables_and_escaped_responses(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "actor")
+    for step in range(5):
+        logger.log_metrics({"reward": step * 0.1}, step=step, prefix="train/")
+        logger.log_table("responses", ["response", "reward"], [[f"<script>{step}", 0.5]], step=step)
+    logger.close()
+    path = write_report(
+        tmp_path / "out" / "report.html", "Demo", {"PPO actor": tmp_path / "actor"}, [("accuracy", 0.75)]
+    )
+    text = path.read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.tags.count("svg") == 1 and "script" not in page.tags and page.references == []
+    assert "train/reward" in text and "0.75" in text
+    shown = re.findall(r"&lt;script&gt;(\d)", text)
+    assert shown == ["0", "2", "4"]
+
+
+def test_a_curve_with_gaps_or_one_point_is_drawn() -> None:
+    svg = curve_svg([(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.5)])
+    assert svg.count("<polyline") == 1 and svg.count("<circle") == 1
+    assert "no finite values" in curve_svg([(0, float("nan"))])
+    assert "<circle" in curve_svg([(7, 0.0)])
