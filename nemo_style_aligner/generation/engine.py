@@ -1,0 +1,188 @@
+"""The contract between rollout generation and the engines that carry it out.
+
+An engine is built once, refitted with new weights in every step and asked to generate. It never
+sees trainers, process groups or tokenizers, only ids, a stream of named weights and sampling
+parameters. `GenerationEngine` states what each engine promises; the dataclasses are what flows.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+
+FinishReason = Literal["stop", "length"]
+
+WeightStream = Iterable[tuple[str, torch.Tensor]]
+"""(Hugging Face name, full unsharded tensor), in a fixed order, each name once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a response ends; one set for all requests of a `generate`.
+
+    Filters act in the order and with the meaning of `transformers`' logits processors: repetition
+    penalty, minimum length, temperature, top-k, top-p. Greedy decoding ignores the last three.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0  # before the stop token, at least
+    use_greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    repetition_penalty: float = 1.0  # 1: off; over prompt and response
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0  # of the run; combined with each request's own seed
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must lie in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}"
+            )
+        if not self.use_greedy and not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}; for argmax set use_greedy=True")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}; 1 turns it off")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 turns it off")
+        if any(not string for string in self.stop_strings):
+            raise ValueError("stop_strings holds an empty string, which would end every response at once")
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Temperature of the distribution whose log-probs are reported: 1 when greedy."""
+        return 1.0 if self.use_greedy else self.temperature
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt. The same ``prompt_ids``, ``seed``, weights and sampling parameters give the same
+    response, whatever else is in the batch and whichever rank serves it (up to float rounding)."""
+
+    request_id: int
+    prompt_ids: list[int]
+    seed: int = 0
+
+    def check(self, max_new_tokens: int, max_sequence_length: int, vocab_size: int) -> None:
+        """Raise ValueError naming this request if an engine of these limits cannot serve it."""
+        if not self.prompt_ids:
+            raise ValueError(f"request {self.request_id}: the prompt is empty; give it at least one token")
+        total = len(self.prompt_ids) + max_new_tokens
+        if total > max_sequence_length:
+            raise ValueError(
+                f"request {self.request_id}: prompt of {len(self.prompt_ids)} tokens plus max_new_tokens="
+                f"{max_new_tokens} is {total}, above the engine's max_sequence_length={max_sequence_length}; "
+                "drop or shorten the prompt, lower length_params.max_length or build a longer engine"
+            )
+        low, high = min(self.prompt_ids), max(self.prompt_ids)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"request {self.request_id}: prompt holds token id {low if low < 0 else high}, outside the model's "
+                f"vocabulary of {vocab_size}; the tokenizer does not belong to this model"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """One response.
+
+    ``token_ids`` is the response without the prompt, *with* the stop token (or all tokens of the
+    stop string). ``logprobs``, one per token, is log-softmax(logits / temperature) over the model's
+    whole vocabulary at the token chosen, *before* repetition penalty, minimum length, top-k and
+    top-p (temperature 1 when greedy): the quantity the trainer computes for the same tokens, so
+    the two can be compared. ``finish_reason`` is "stop" exactly if the end-of-sequence token or a
+    stop string ended the response.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclasses.dataclass
+class GenerationStatistics:
+    """Counters of one `generate` call, complete once its iterator is exhausted."""
+
+    generated_tokens: int = 0  # sampled, prompts not included
+    prefill_tokens: int = 0  # prompt tokens computed
+    steps: int = 0  # forward passes
+    decode_steps: int = 0  # forward passes that extended at least one response
+    active_slot_steps: int = 0  # occupied slots, summed over steps
+
+    @property
+    def mean_active_slots(self) -> float:
+        """Occupied slots per forward pass."""
+        return self.active_slot_steps / self.steps if self.steps else 0.0
+
+
+class GenerationEngine(abc.ABC):
+    """Generates responses with weights that somebody else trains.
+
+    Life cycle: `build` once; then, as often as wanted, `refit`, `generate`, and `unload` / `reload`
+    in between to lend the memory to training.
+    """
+
+    @abc.abstractmethod
+    def build(self) -> None:
+        """Compile for, and allocate, what the constructor's shapes promise. Once, before all else."""
+
+    @abc.abstractmethod
+    def refit(self, weights: WeightStream, version: int) -> None:
+        """Replace all weights; neither recompiles nor allocates lasting memory.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, given twice or misshapen (named in the text).
+                The engine then refuses to generate until a whole refit has succeeded.
+        """
+
+    @abc.abstractmethod
+    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
+        """Yield each response as it finishes, in order of finishing.
+
+        ``requests`` is pulled lazily, one request whenever a slot is free, so a shared work queue
+        can stand behind it.
+
+        Raises:
+            ValueError: a request is empty, too long or holds ids outside the vocabulary.
+            RuntimeError: the engine has no (whole) weights or is unloaded.
+            FloatingPointError: the model's logits are not finite.
+        """
+
+    @abc.abstractmethod
+    def unload(self) -> None:
+        """Give back the memory of weights and KV cache, keep what was compiled."""
+
+    @abc.abstractmethod
+    def reload(self) -> None:
+        """Take the memory again. The weights are gone: `refit` before the next `generate`."""
+
+    @property
+    @abc.abstractmethod
+    def weight_version(self) -> int:
+        """Version of the last whole refit; -1 while there is none."""
+
+    @property
+    @abc.abstractmethod
+    def num_compilations(self) -> int:
+        """Times anything was compiled or captured; constant after `build`."""
+
+    @property
+    @abc.abstractmethod
+    def num_slots(self) -> int:
+        """Sequences that are generated at the same time."""
+
+    @property
+    @abc.abstractmethod
+    def statistics(self) -> GenerationStatistics:
+        """Counters of the latest `generate`."""

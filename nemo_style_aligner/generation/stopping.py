@@ -1,0 +1,72 @@
+"""When a response is complete: end-of-sequence and stop tokens by id, stop strings by text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nemo_style_aligner.generation.engine import FinishReason, SamplingParams
+
+Detokenize = Callable[[Sequence[int]], str]
+TokenToId = Callable[[str], int | None]
+
+_CONTEXT_TOKENS = 4  # decoded before the shortest window that can hold a stop string
+
+
+class StopCondition:
+    """Decides after each token whether a response ends.
+
+    A stop string that is one token of the vocabulary (``<|im_end|>``, ``<extra_id_1>``) is matched
+    by its id: special tokens leave no text. Every stop string is also looked for in the decoded
+    text, of which only a tail long enough to hold it is decoded.
+
+    Attributes:
+        stop_ids: ids that end a response, the end-of-sequence id first.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_id: int,
+        detokenize: Detokenize | None = None,
+        token_to_id: TokenToId | None = None,
+    ) -> None:
+        """Raises ValueError for a stop string that can be matched neither by id nor by text."""
+        stop_ids = [eos_id]
+        for string in params.stop_strings:
+            token = token_to_id(string) if token_to_id is not None else None
+            if token is not None:
+                stop_ids.append(token)
+            elif detokenize is None:
+                raise ValueError(
+                    f"stop string {string!r} is no single token and the engine was built without `detokenize`; "
+                    "give it the tokenizer's ids_to_text"
+                )
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_ids))
+        self._stop_id_set = frozenset(self.stop_ids)
+        self._strings = params.stop_strings if detokenize is not None else ()
+        self._detokenize = detokenize
+        # A token adds at least one byte of text, so this many tokens hold any stop string.
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._tail_tokens = longest + _CONTEXT_TOKENS
+        self._min_new_tokens = params.min_new_tokens
+        self._max_new_tokens = params.max_new_tokens
+
+    def check(self, token_ids: list[int]) -> FinishReason | None:
+        """Why the response ``token_ids`` (not empty) ends at its last token; None: it goes on."""
+        may_stop = len(token_ids) > self._min_new_tokens
+        if may_stop and (token_ids[-1] in self._stop_id_set or self._text_stops(token_ids)):
+            return "stop"
+        return "length" if len(token_ids) >= self._max_new_tokens else None
+
+    def _text_stops(self, token_ids: list[int]) -> bool:
+        """Whether the last token completes a stop string."""
+        if not self._strings or self._detokenize is None:
+            return False
+        tail = token_ids[-self._tail_tokens :]
+        text = self._detokenize(tail)
+        found = [string for string in self._strings if string in text]
+        if not found:
+            return False
+        # Below the minimum length a stop string may have passed; only a new one counts.
+        before = self._detokenize(tail[:-1]) if len(tail) > 1 else ""
+        return any(text.count(string) > before.count(string) for string in found)
