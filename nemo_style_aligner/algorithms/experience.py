@@ -1,0 +1,119 @@
+"""From scored rollouts to training data: the formulas of PPO in the order in which they apply."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nemo_style_aligner import functional
+from nemo_style_aligner.functional import KLEstimator, masked_mean
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages (config keys of ``trainer.ppo`` in brackets).
+
+    Attributes:
+        kl_coef: weight of the KL penalty [initial_policy_kl_penalty].
+        kl_estimator: [kl_estimator, or use_absolute_kl].
+        kl_clamp: bound of the per-token penalty; None for none [kl_clamp].
+        gamma: discount [discount_factor].
+        lam: [gae_lambda].
+        normalize: whiten advantages over all tokens of the loss [normalize_advantages].
+        unbiased: sample variance in the whitening [advantage_whitening_unbiased].
+        mask_truncated: keep responses without a stop token out of the policy's loss [mask_truncated].
+        importance_weight_cap: truncated importance sampling; None turns it off [importance_weight_cap].
+    """
+
+    kl_coef: float
+    kl_estimator: KLEstimator
+    kl_clamp: float | None
+    gamma: float
+    lam: float
+    normalize: bool
+    unbiased: bool
+    mask_truncated: bool
+    importance_weight_cap: float | None
+
+
+def make_experience(
+    rollouts: RolloutBatch,
+    scores: Scores,
+    logprobs: torch.Tensor,
+    init_logprobs: torch.Tensor | None,
+    settings: AdvantageSettings,
+) -> tuple[Experience, dict[str, float]]:
+    """KL-penalised token rewards, generalised advantages, whitening.
+
+    Args:
+        rollouts, scores: n sequences of s tokens.
+        logprobs: fp32 [n, s-1], of the policy, by the trainer.
+        init_logprobs: fp32 [n, s-1], of the initial policy; None where there is no KL penalty.
+
+    Returns:
+        The experience, and the step's metrics under NeMo-Aligner's names.
+    """
+    num_positions = rollouts.tokens.shape[1] - 1
+    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, num_positions)
+    policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
+
+    if init_logprobs is None:
+        init_logprobs = logprobs
+    kl = functional.kl_penalty(logprobs, init_logprobs, settings.kl_estimator, settings.kl_clamp) * mask
+    rewards = functional.token_rewards(scores.rewards, kl, rollouts.lengths, settings.kl_coef)
+    advantages, returns = functional.generalized_advantage_estimation(
+        scores.values, rewards, mask, settings.gamma, settings.lam
+    )
+    metrics = {
+        "rollout_size": len(rollouts),
+        "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
+        "response_lengths": rollouts.lengths.float().mean().item(),
+        "generation_length": (rollouts.lengths - rollouts.prompt_lengths).float().mean().item(),
+        "fraction_of_samples_properly_ended": rollouts.is_end.float().mean().item(),
+        "rewards": scores.rewards.mean().item(),
+        "rewards_with_kl": masked_mean(rewards, mask, dim=-1).mean().item(),
+        "init_policy_kl": masked_mean(kl, mask, dim=-1).mean().item(),
+    }
+    for name, values in (("advantages", advantages), ("returns", returns), ("values", scores.values)):
+        mean = masked_mean(values, mask)
+        metrics[f"{name}_mean"] = mean.item()
+        metrics[f"{name}_std"] = masked_mean((values - mean).square(), mask).sqrt().item()
+    metrics |= engine_gap(logprobs, rollouts.engine_logprobs, mask)
+
+    if settings.normalize:
+        # Every rank holds all samples, so this is the whitening over all data-parallel ranks.
+        advantages = functional.whiten(advantages, policy_mask, settings.unbiased)
+    if settings.importance_weight_cap is None:
+        importance_weights = torch.ones_like(mask)
+    else:
+        importance_weights = functional.truncated_importance_weights(
+            logprobs, rollouts.engine_logprobs, mask, settings.importance_weight_cap
+        )
+        metrics["importance_weights"] = masked_mean(importance_weights, mask).item()
+    experience = Experience(
+        tokens=rollouts.tokens,
+        mask=mask,
+        policy_mask=policy_mask,
+        logprobs=logprobs,
+        init_logprobs=init_logprobs,
+        values=scores.values,
+        advantages=advantages,
+        returns=returns,
+        importance_weights=importance_weights,
+    )
+    return experience, metrics
+
+
+def engine_gap(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """How far the generation engine's log-probs are from the trainer's, over response tokens.
+
+    ``engine_kl`` is the k3 estimate of KL(engine || trainer).
+    """
+    difference = functional.zero_where_masked(engine_logprobs - trainer_logprobs, mask)
+    return {
+        "engine_logprob_gap_mean": masked_mean(difference.abs(), mask).item(),
+        "engine_logprob_gap_max": difference.abs().max().item(),
+        "engine_kl": masked_mean(functional.kl_penalty(engine_logprobs, trainer_logprobs, "k3"), mask).item(),
+    }

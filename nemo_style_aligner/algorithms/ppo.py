@@ -1,0 +1,307 @@
+"""Proximal policy optimisation (arXiv:1707.06347) of a language model, against a critic in another job."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.experience import AdvantageSettings, make_experience
+from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.pipeline import rows
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.prompts import PromptSource
+from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOSettings:
+    """The loop's settings (config keys of ``trainer.ppo`` unless said otherwise).
+
+    Attributes:
+        max_steps: PPO steps of the whole run, over all restarts.
+        val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
+        critic_warmup_steps: rounds in which only the critic learns, before the first step.
+        num_ppo_epochs: passes over the rollouts in each step.
+        global_batch_size: sequences per policy update [model.global_batch_size].
+        seed: of the order of updates and of sampling [model.seed].
+        num_table_rows: sample responses logged per step.
+        advantages: how rewards become advantages.
+    """
+
+    max_steps: int
+    val_check_interval: int
+    save_interval: int
+    critic_warmup_steps: int
+    num_ppo_epochs: int
+    global_batch_size: int
+    seed: int
+    num_table_rows: int
+    advantages: AdvantageSettings
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
+        """Read a job's config; ``steps_per_epoch`` PPO steps see every prompt once.
+
+        Raises:
+            ValueError: values that contradict each other.
+        """
+        ppo = cfg.trainer.ppo
+        if steps_per_epoch < 1:
+            raise ValueError(
+                f"the training prompts are fewer than model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples}: "
+                "one PPO step needs that many; lower it or add prompts"
+            )
+        if cfg.model.ppo.num_rollout_samples % cfg.model.global_batch_size:
+            raise ValueError(
+                f"model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples} is not a multiple of "
+                f"model.global_batch_size={cfg.model.global_batch_size}"
+            )
+        max_steps = steps_per_epoch * int(ppo.max_epochs)
+        if ppo.max_steps is not None and ppo.max_steps >= 0:
+            max_steps = min(max_steps, int(ppo.max_steps))
+        return cls(
+            max_steps=max_steps,
+            val_check_interval=int(ppo.val_check_interval or 0),
+            save_interval=int(ppo.save_interval or 0),
+            critic_warmup_steps=int(ppo.critic_warmup_steps or 0),
+            num_ppo_epochs=int(ppo.num_ppo_epochs),
+            global_batch_size=int(cfg.model.global_batch_size),
+            seed=int(cfg.model.seed),
+            num_table_rows=int(ppo.num_table_rows),
+            advantages=AdvantageSettings(
+                kl_coef=float(ppo.initial_policy_kl_penalty),
+                kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
+                kl_clamp=ppo.kl_clamp,
+                gamma=float(ppo.discount_factor),
+                lam=float(ppo.gae_lambda),
+                normalize=bool(ppo.normalize_advantages),
+                unbiased=bool(ppo.advantage_whitening_unbiased),
+                mask_truncated=bool(ppo.mask_truncated),
+                importance_weight_cap=ppo.importance_weight_cap,
+            ),
+        )
+
+
+class PPOTrainer:
+    """The PPO loop. Every rank of the actor job runs it in step.
+
+    Attributes:
+        step: PPO steps made.
+        consumed_samples: training prompts used.
+        ppo_optimization_step: policy updates made.
+    """
+
+    def __init__(
+        self,
+        settings: PPOSettings,
+        actor: Actor,
+        collector: RolloutCollector,
+        critic: RemoteCritic,
+        train_prompts: PromptSource,
+        val_prompts: PromptSource | None,
+        checkpoints: CheckpointManager,
+        metrics: MetricsLogger,
+        run_control: RunControl,
+        timer: ScopedTimer,
+    ) -> None:
+        self.settings = settings
+        self.actor = actor
+        self.collector = collector
+        self.critic = critic
+        self.train_prompts = train_prompts
+        self.val_prompts = val_prompts
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.run_control = run_control
+        self.timer = timer
+        self.step = 0
+        self.consumed_samples = 0
+        self.ppo_optimization_step = 0
+        self._last_metrics: dict[str, float] = {}
+
+    def fit(self) -> None:
+        """Run PPO from the present step to ``max_steps``, or until the run's time is up."""
+        with ProgressBar(self.settings.max_steps, "PPO", self.metrics.rank, initial=self.step) as progress:
+            if self.step == 0:
+                self.warm_up_critic()
+            while self.step < self.settings.max_steps:
+                with self.timer("step"):
+                    experience = self.generate_experience()
+                    critic_training = self.critic.start_training(experience)
+                    self.train_policy(experience)
+                    self.wait_for_critic(critic_training)
+                self.step += 1
+                if self.is_due(self.settings.val_check_interval):
+                    self.validate()
+                stopping = self.run_control.should_stop()
+                if stopping or self.is_finished or self.is_due(self.settings.save_interval):
+                    self.save()
+                self.log_step(progress)
+                if stopping:
+                    logger.warning("stopping at step %d: %s", self.step, self.run_control.reason)
+                    return
+
+    # ---- the phases -------------------------------------------------------------------------
+
+    def warm_up_critic(self) -> None:
+        """Let the critic learn the policy's returns before the policy moves.
+
+        The rounds use the first prompts of the training set; training starts over with them.
+        """
+        for round_ in range(self.settings.critic_warmup_steps):
+            offset = round_ * self.train_prompts.batch_size
+            experience = self.generate_experience(offset=offset, stream=round_ + 1)
+            self.wait_for_critic(self.critic.start_training(experience))
+        self.consumed_samples = 0
+
+    def generate_experience(self, offset: int | None = None, stream: int = 0) -> Experience:
+        """Refit, generate, score, log-probs, advantages.
+
+        Args:
+            offset: training samples to skip; as many as were consumed unless given.
+            stream: distinguishes random streams of rounds that belong to the same step.
+        """
+        start = self.consumed_samples if offset is None else offset
+        with self.timer("rollout_time"):
+            rollouts, scores, logprobs, init_logprobs = self._rollouts(self.train_prompts, start, stream, True)
+        self.consumed_samples = start + len(rollouts)
+        experience, metrics = make_experience(rollouts, scores, logprobs, init_logprobs, self.settings.advantages)
+        metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
+        self.metrics.log_metrics(metrics, self.step, "train_rollouts/")
+        self._log_samples("table/train_rollouts", rollouts, scores)
+        self._last_metrics = {f"train_{name}": value for name, value in metrics.items()}
+        return experience
+
+    def _rollouts(
+        self, prompts: PromptSource, start: int, stream: int, is_training: bool
+    ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
+        pending = self.collector.collect(
+            prompts.batch(start), weight_version=self.step, seed=derive_seed(self.settings.seed, "rollouts", self.step, stream)
+        )
+        tokens = pending.rollouts.tokens
+        # Scoring goes on in the critic job while these run.
+        with self.timer("logprobs"):
+            logprobs = self.actor.logprobs(tokens)
+        init_logprobs = None
+        if is_training and self.actor.initial_policy is not None:
+            with self.timer("init_logprobs"):
+                init_logprobs = self.actor.initial_logprobs(tokens)
+        with self.timer("critic_wait"):
+            scores = pending.wait_for_scores()
+        return pending.rollouts, scores, logprobs, init_logprobs
+
+    def train_policy(self, experience: Experience) -> None:
+        """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
+        with self.timer("train_time"):
+            for epoch in range(self.settings.num_ppo_epochs):
+                for index in self._minibatches(len(experience), epoch):
+                    metrics = self.actor.update(self._policy_batch(experience, index))
+                    metrics["optim_step"] = self.ppo_optimization_step
+                    self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
+                    self.ppo_optimization_step += 1
+
+    def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
+        """This data-parallel rank's rows of each global minibatch, int64 [global_batch_size / dp]."""
+        generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
+        order = torch.randperm(num_samples, generator=generator)
+        layout = self.actor.model.layout
+        for minibatch in order.split(self.settings.global_batch_size):
+            yield minibatch.chunk(layout.dp_size)[layout.dp_rank]
+
+    @staticmethod
+    def _policy_batch(experience: Experience, index: torch.Tensor) -> PolicyBatch:
+        chosen = rows(experience, index)
+        return PolicyBatch(
+            tokens=chosen.tokens,
+            mask=chosen.policy_mask,
+            old_logprobs=chosen.logprobs,
+            advantages=chosen.advantages,
+            importance_weights=chosen.importance_weights,
+        )
+
+    def wait_for_critic(self, training: CriticTraining) -> None:
+        """Wait for the critic to finish its update, log its loss."""
+        with self.timer("critic_train_wait"):
+            loss = training.result()
+        self.metrics.log_metrics({"critic_loss": loss}, self.step, "train_critic/")
+
+    def validate(self) -> None:
+        """Generate and score responses to the validation prompts."""
+        if self.val_prompts is None:
+            return
+        with self.timer("validation_time"):
+            rollouts, scores, logprobs, _ = self._rollouts(self.val_prompts, 0, -1, False)
+        _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages)
+        metrics = {k: v for k, v in metrics.items() if not k.startswith(("advantages", "returns", "init_policy"))}
+        self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
+        self._log_samples("table/val_rollouts", rollouts, scores)
+        self._last_metrics |= {f"val_{name}": value for name, value in metrics.items()}
+
+    def save(self) -> None:
+        """Save the critic, then this job: its checkpoint is valid only together with the critic's."""
+        with self.timer("save_time"):
+            self.critic.save()
+            self.checkpoints.save(
+                self.actor.model,
+                self.actor.optimizer,
+                self.state_dict(),
+                self._last_metrics | {"step": self.step},
+                is_train_end=self.is_finished,
+            )
+
+    # ---- counters, logs, state --------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the training prompts completed."""
+        return self.step // self.train_prompts.batches_per_epoch
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run are made."""
+        return self.step >= self.settings.max_steps
+
+    def is_due(self, interval: int) -> bool:
+        """Whether an action with this interval falls on the present step; with an interval, the last step counts."""
+        return interval > 0 and (self.step % interval == 0 or self.is_finished)
+
+    def log_step(self, progress: ProgressBar) -> None:
+        """Log the step's durations and move the progress bar."""
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        shown = ("train_rewards", "train_init_policy_kl", "train_generation_length", "val_rewards")
+        progress.update(1, {name: self._last_metrics[name] for name in shown if name in self._last_metrics})
+
+    def _log_samples(self, key: str, rollouts: RolloutBatch, scores: Scores) -> None:
+        table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
+        self.metrics.log_table(key, ("prompt", "response", "reward"), table, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside weights, optimizer and random states that a resumed run needs."""
+        return {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "ppo_optimization_step": self.ppo_optimization_step,
+            "critic": self.critic.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.step = int(state["step"])
+        self.consumed_samples = int(state["consumed_samples"])
+        self.ppo_optimization_step = int(state["ppo_optimization_step"])
+        self.critic.load_state_dict(state["critic"])
+

@@ -1,0 +1,202 @@
+"""Supervised training: SFT and reward models share this loop and bring their loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.models.pipeline import LossFunction, train_step
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedSettings:
+    """The loop's settings (config keys of ``trainer.sft`` or ``trainer.rm``).
+
+    Attributes:
+        max_steps: updates of the whole run, over all restarts.
+        val_check_interval, save_interval: updates between validations and checkpoints; 0 turns them off.
+        limit_val_batches: global batches per validation.
+        micro_batch_size: examples per forward-backward pass (pairs count as one).
+    """
+
+    max_steps: int
+    val_check_interval: int
+    save_interval: int
+    limit_val_batches: int
+    micro_batch_size: int
+
+    @classmethod
+    def from_config(
+        cls, section: DictConfig, micro_batch_size: int, steps_per_epoch: int, num_val_batches: int
+    ) -> SupervisedSettings:
+        """Read a trainer section. ``limit_val_batches`` may be a number of batches or a fraction (float up to 1.0)."""
+        max_steps = steps_per_epoch * int(section.max_epochs or 1)
+        if section.max_steps is not None and section.max_steps >= 0:
+            max_steps = min(max_steps, int(section.max_steps))
+        limit = section.limit_val_batches
+        if isinstance(limit, float) and 0.0 <= limit <= 1.0:
+            limit = round(limit * num_val_batches)
+        return cls(
+            max_steps=max_steps,
+            val_check_interval=_interval(section.val_check_interval, max_steps),
+            save_interval=_interval(section.save_interval, max_steps),
+            limit_val_batches=min(int(limit), num_val_batches),
+            micro_batch_size=micro_batch_size,
+        )
+
+
+def _interval(value: Any, max_steps: int) -> int:
+    """An interval in updates; a float up to 1.0 is a fraction of the run, null or 0 means never."""
+    if isinstance(value, float) and 0.0 < value <= 1.0:
+        return max(1, round(value * max_steps))
+    return int(value or 0)
+
+
+Batcher = Callable[[Sequence[int]], Any]
+"""Indices of this rank's examples -> a batch for the pipeline (one row per sequence)."""
+
+
+class SupervisedTrainer:
+    """The supervised loop. Every rank runs it in step.
+
+    Args:
+        settings: see `SupervisedSettings`.
+        model, optimizer: what is trained.
+        loss: see `models.pipeline.LossFunction`; its named sums become metrics.
+        train_sampler, val_sampler: yield global batches of example indices.
+        make_train_batch, make_val_batch: turn a rank's indices into a batch.
+        rows_per_example: rows of the batch per example (2 for pairs).
+    """
+
+    def __init__(
+        self,
+        settings: SupervisedSettings,
+        model: MegatronModel,
+        optimizer: Optimizer,
+        loss: LossFunction,
+        train_sampler: EpochSampler,
+        val_sampler: EpochSampler,
+        make_train_batch: Batcher,
+        make_val_batch: Batcher,
+        checkpoints: CheckpointManager,
+        metrics: MetricsLogger,
+        run_control: RunControl,
+        *,
+        rows_per_example: int = 1,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.train_sampler = train_sampler
+        self.val_sampler = val_sampler
+        self.make_train_batch = make_train_batch
+        self.make_val_batch = make_val_batch
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.run_control = run_control
+        self.micro_batch_rows = settings.micro_batch_size * rows_per_example
+        self.timer = ScopedTimer()
+        self.step = 0
+        self._last_metrics: dict[str, float] = {}
+
+    def fit(self) -> None:
+        """Train from the present step to ``max_steps``, or until the run's time is up."""
+        with ProgressBar(self.settings.max_steps, "Training", self.metrics.rank, initial=self.step) as progress:
+            for indices in self.train_sampler.batches_from(self.step):
+                if self.step >= self.settings.max_steps:
+                    break
+                with self.timer("train_step_time"):
+                    metrics = self.update(indices)
+                self.step += 1
+                self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
+                self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
+                if self.is_due(self.settings.val_check_interval):
+                    self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
+                stopping = self.run_control.should_stop()
+                if stopping or self.is_finished or self.is_due(self.settings.save_interval):
+                    self.save()
+                progress.update(1, {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))})
+                if stopping:
+                    logger.warning("stopping at step %d: %s", self.step, self.run_control.reason)
+                    return
+
+    def update(self, indices: Sequence[int]) -> dict[str, float]:
+        """One optimizer update from a global batch of example indices."""
+        self.model.module.train()
+        self.optimizer.zero_grad()
+        batch = self.make_train_batch(self._share(indices))
+        metrics = train_step(self.model, batch, self.micro_batch_rows, self.loss)
+        metrics.pop("num_items")
+        return metrics | self.optimizer.step()
+
+    def validate(self) -> dict[str, float]:
+        """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set."""
+        self.model.module.eval()
+        totals: dict[str, float] = {}
+        with self.timer("validation_time"):
+            for indices in self._first_val_batches():
+                batch = self.make_val_batch(self._share(indices))
+                means = train_step(self.model, batch, self.micro_batch_rows, self.loss, forward_only=True)
+                count = means.pop("num_items")
+                for name, mean in {**means, "num_items": 1.0}.items():
+                    totals[name] = totals.get(name, 0.0) + mean * count
+        count = totals.pop("num_items", 0.0)
+        metrics = {name: total / count for name, total in totals.items()} if count else {}
+        self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
+        return metrics
+
+    def _first_val_batches(self) -> Iterator[Sequence[int]]:
+        for number, indices in enumerate(self.val_sampler.batches_from(0)):
+            if number >= self.settings.limit_val_batches:
+                return
+            yield indices
+
+    def _share(self, indices: Sequence[int]) -> Sequence[int]:
+        """This data-parallel rank's part of a global batch; -1 stands for a missing example (masked out)."""
+        layout = self.model.layout
+        missing = -len(indices) % (self.settings.micro_batch_size * layout.dp_size)
+        filled = [*indices, *[-1] * missing]
+        size = len(filled) // layout.dp_size
+        return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(
+            self.model,
+            self.optimizer,
+            self.state_dict(),
+            self._last_metrics | {"step": self.step},
+            is_train_end=self.is_finished,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run are made."""
+        return self.step >= self.settings.max_steps
+
+    def is_due(self, interval: int) -> bool:
+        """Whether an action with this interval falls on the present step; with an interval, the last step counts."""
+        return interval > 0 and (self.step % interval == 0 or self.is_finished)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside weights, optimizer and random states."""
+        return {"step": self.step, "consumed_samples": self.step * self.train_sampler.global_batch_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.step = int(state["step"])

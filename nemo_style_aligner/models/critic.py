@@ -1,0 +1,151 @@
+"""Critic and reward model in one set of ranks: values, rewards, and the value update."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nemo_style_aligner import functional
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.models.pipeline import Tokens, forward_global, rows, train_step
+
+
+@dataclasses.dataclass
+class ScoringBatch:
+    """Sequences to score: ``tokens`` int64 [n, s], ``lengths`` int64 [n]."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclasses.dataclass
+class ValueBatch:
+    """What one critic update needs: ``tokens`` int64 [n, s]; the others fp32 [n, s-1]."""
+
+    tokens: torch.Tensor
+    returns: torch.Tensor
+    prev_values: torch.Tensor
+    mask: torch.Tensor
+
+
+class RewardModel:
+    """A frozen model that gives each sequence its reward.
+
+    Args:
+        weights: the frozen weights, or a model that is never trained.
+        head: how token outputs become rewards.
+        micro_batch_size: sequences per forward pass.
+    """
+
+    def __init__(self, weights: FrozenWeights | MegatronModel, head: RewardHeadConfig, micro_batch_size: int) -> None:
+        self._weights = weights
+        self.head = head
+        self.micro_batch_size = micro_batch_size
+
+    @property
+    def num_outputs(self) -> int:
+        """Rewards per sequence: 1 unless the attributes stay apart."""
+        return 1 if self.head.merge_attributes else self.head.num_attributes
+
+    def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """int64 [n, s], int64 [n], held by every rank -> fp32 [n, num_outputs] on every rank."""
+        if isinstance(self._weights, MegatronModel):
+            return self._rewards(self._weights, tokens, lengths)
+        with self._weights.active() as model:
+            return self._rewards(model, tokens, lengths)
+
+    def _rewards(self, model: MegatronModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return forward_global(
+            model,
+            ScoringBatch(tokens, lengths),
+            self.micro_batch_size,
+            lambda outputs, batch: pool_rewards(outputs, batch.lengths, self.head),
+            (self.num_outputs,),
+        )
+
+
+class Critic:
+    """The value function and its optimizer.
+
+    Args:
+        model: a trainable model with a reward head.
+        optimizer: of its parameters.
+        head: its head's config (attribute weights turn several outputs into one value).
+        micro_batch_size: sequences per forward-backward pass.
+        global_batch_size: sequences per update, over all ranks.
+        forward_micro_batch_size: sequences per forward pass of inference.
+        loss_clip: clipping range of the value loss; 0 disables it.
+    """
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        optimizer: Optimizer,
+        head: RewardHeadConfig,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        forward_micro_batch_size: int,
+        loss_clip: float,
+    ) -> None:
+        if global_batch_size % (micro_batch_size * model.layout.dp_size):
+            raise ValueError(
+                f"model.global_batch_size={global_batch_size} is not a multiple of model.micro_batch_size="
+                f"{micro_batch_size} x {model.layout.dp_size} data-parallel ranks"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.head = head
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.forward_micro_batch_size = forward_micro_batch_size
+        self.loss_clip = loss_clip
+
+    def values(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [n, s], held by every rank -> fp32 [n, s-1] on every rank: entry t is V(tokens[: t + 1])."""
+        return forward_global(
+            self.model,
+            Tokens(tokens),
+            self.forward_micro_batch_size,
+            lambda outputs, batch: merge_attributes(outputs, self.head)[:, :-1],
+            (tokens.shape[1] - 1,),
+        )
+
+    def train(self, batch: ValueBatch) -> list[dict[str, float]]:
+        """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
+
+        A last, smaller batch is filled up with rows that are masked out.
+        Returns each update's ``loss``, ``grad_norm`` and ``lr``.
+        """
+        self.model.module.train()
+        n = batch.tokens.shape[0]
+        reports = []
+        for start in range(0, n, self.global_batch_size):
+            part = self._share(rows(batch, slice(start, min(start + self.global_batch_size, n))))
+            self.optimizer.zero_grad()
+            metrics = train_step(self.model, part, self.micro_batch_size, self._loss)
+            metrics.pop("num_items")
+            reports.append(metrics | self.optimizer.step())
+        return reports
+
+    def _share(self, batch: ValueBatch) -> ValueBatch:
+        """This data-parallel rank's rows of a global batch, filled up to a multiple of the micro batch."""
+        n = batch.tokens.shape[0]
+        missing = -n % (self.micro_batch_size * self.model.layout.dp_size)
+        if missing:
+            batch = rows(batch, torch.cat([torch.arange(n), torch.zeros(missing, dtype=torch.int64)]))
+            batch.mask = batch.mask.clone()
+            batch.mask[n:] = 0
+        size = batch.tokens.shape[0] // self.model.layout.dp_size
+        return rows(batch, slice(size * self.model.layout.dp_rank, size * (self.model.layout.dp_rank + 1)))
+
+    def _loss(
+        self, outputs: torch.Tensor, batch: ValueBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        values = merge_attributes(outputs, self.head)[:, :-1]
+        loss = functional.clipped_value_loss(values, batch.prev_values, batch.returns, batch.mask, self.loss_clip)
+        return loss, batch.mask.sum(), {}

@@ -1,0 +1,82 @@
+"""From a checkpoint's path and a job's config to a model on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
+from nemo_style_aligner.models.heads import RewardHeadConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseModel:
+    """What a .nemo checkpoint and a job's overrides say about a model, before any weight is read.
+
+    Attributes:
+        path: the archive or directory.
+        architecture: the model's shape.
+        config: the archive's ``model_config.yaml`` with the job's ``model`` section on top.
+        dtype: from ``trainer.precision``.
+        tokenizer: the archive's tokenizer.
+    """
+
+    path: Path
+    architecture: ModelArchitecture
+    config: DictConfig
+    dtype: torch.dtype
+    tokenizer: Tokenizer
+
+    def build(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
+        """An uninitialised model of this shape (see `build_model`)."""
+        return build_model(self.architecture, self.config, self.dtype, head=head, trainable=trainable)
+
+    def load(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
+        """The model with the checkpoint's weights. A head the checkpoint lacks keeps its initial values."""
+        model = self.build(head=head, trainable=trainable)
+        load_nemo_weights(self.path, model)
+        return model
+
+
+def open_base_model(path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path") -> BaseModel:
+    """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
+
+    ``cfg.model`` is replaced by the merged section, so that what the job logs is what it runs with.
+
+    Args:
+        path: a .nemo archive or directory.
+        cfg: the whole config of the job (``model`` and ``trainer.precision`` are read).
+        key: the config key ``path`` came from, for the error message.
+
+    Raises:
+        ValueError: no path was given.
+        FileNotFoundError: there is nothing at ``path``.
+    """
+    if not path:
+        raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo")
+    location = Path(path).expanduser()
+    if not location.exists():
+        raise FileNotFoundError(f"{key}={path} does not exist")
+    base: dict[str, Any] = load_nemo_config(location)
+    # A null in the job's section means "as the checkpoint says" for keys the checkpoint has.
+    overrides = {k: v for k, v in OmegaConf.to_container(cfg.model, resolve=True).items() if v is not None or k not in base}
+    merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
+    OmegaConf.set_struct(cfg, False)
+    cfg.model = merged
+    return BaseModel(
+        path=location,
+        architecture=ModelArchitecture.from_nemo_config(base),
+        config=merged,
+        dtype=parse_precision(cfg.trainer.precision),
+        tokenizer=load_nemo_tokenizer(location),
+    )

@@ -1,0 +1,70 @@
+"""What flows between the phases of a PPO step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass
+class RolloutBatch:
+    """Prompts with their responses, n of s tokens at most, sorted by sample; every rank holds all of them.
+
+    Attributes:
+        sample_ids: int64 [n], 0 .. n-1: the sample's place in the step.
+        prompt_ids: int64 [n], the prompt's index in its dataset.
+        tokens: int64 [n, s], prompt and response, zeros after ``lengths``.
+        prompt_lengths: int64 [n].
+        lengths: int64 [n], prompt and response, stop token included.
+        is_end: bool [n], whether a stop token or stop string ended the response (not the length limit).
+        engine_logprobs: fp32 [n, s-1], the engine's log-probs of the response's tokens, zero elsewhere.
+        weight_versions: int64 [n], version of the weights each response was made with.
+    """
+
+    sample_ids: torch.Tensor
+    prompt_ids: torch.Tensor
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+    is_end: torch.Tensor
+    engine_logprobs: torch.Tensor
+    weight_versions: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+@dataclasses.dataclass
+class Scores:
+    """What the critic and reward service said: ``rewards`` fp32 [n], ``values`` fp32 [n, s-1]."""
+
+    rewards: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclasses.dataclass
+class Experience:
+    """Scored rollouts, ready to train on; n sequences of s tokens, every rank holds all of them.
+
+    Attributes:
+        tokens: int64 [n, s].
+        mask: fp32 [n, s-1], 1 at the predictions of response tokens (the critic trains on these).
+        policy_mask: fp32 [n, s-1], ``mask`` without truncated responses (the policy trains on these).
+        logprobs, init_logprobs: fp32 [n, s-1], of the policy and of the initial policy, by the trainer.
+        values, advantages, returns: fp32 [n, s-1].
+        importance_weights: fp32 [n, s-1].
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    policy_mask: torch.Tensor
+    logprobs: torch.Tensor
+    init_logprobs: torch.Tensor
+    values: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    importance_weights: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
