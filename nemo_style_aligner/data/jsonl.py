@@ -1,0 +1,98 @@
+"""JSON Lines files in and out. Every complaint about a line names the file, the line and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class DataError(ValueError):
+    """A data file does not hold what it should."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a JSONL file: an object, and where it stands."""
+
+    path: Path
+    line: int  # counted from 1
+    fields: Mapping[str, Any]
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise a `DataError` about this line."""
+        raise DataError(f"{self.path}:{self.line}: {problem}")
+
+    def require(self, key: str, kind: type | tuple[type, ...], meaning: str) -> Any:
+        """The value under ``key``; a `DataError` unless it is there and of this kind.
+
+        ``meaning`` completes the complaint, for instance ``"a string"``.
+        """
+        if key not in self.fields:
+            present = ", ".join(map(repr, self.fields)) or "none"
+            self.fail(f"key {key!r} is missing (it should be {meaning}); the keys there are: {present}")
+        value = self.fields[key]
+        # A bool is an int in Python, but `true` is no number in a data file.
+        if not isinstance(value, kind) or isinstance(value, bool):
+            self.fail(f"{key!r} should be {meaning}, not {_excerpt(value)}")
+        return value
+
+    def text(self, key: str) -> str:
+        """The string under ``key``."""
+        return self.require(key, str, "a string")
+
+
+def _excerpt(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_jsonl(path: str | Path) -> list[Record]:
+    """All records of a file, in order. Blank lines are passed over.
+
+    Raises:
+        DataError: the file is missing or empty, or a line is not a JSON object in UTF-8.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    records = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                records.append(_parse(path, number, raw))
+    if not records:
+        raise DataError(f"{path}: the file holds no records")
+    return records
+
+
+def _parse(path: Path, number: int, raw: bytes) -> Record:
+    try:
+        # utf-8-sig: a byte order mark, which some editors put before the first line, is not data.
+        fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(fields, dict):
+        raise DataError(f'{path}:{number}: should be an object such as {{"text": "..."}}, not {_excerpt(fields)}')
+    return Record(path, number, fields)
+
+
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write one object per line, whole or not at all; returns how many."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            for count, row in enumerate(rows, start=1):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count

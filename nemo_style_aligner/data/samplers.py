@@ -1,0 +1,94 @@
+"""Which samples a step gets: one global order, whatever the number of ranks, resumable at any sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class EpochSampler:
+    """Yields global batches of dataset indices, epoch after epoch.
+
+    The order depends on the seed and the epoch only, so every rank computes the same one and takes
+    its share with `data_parallel_slice`. ``for batch in sampler`` yields what is left of the current
+    epoch; iterating again gives the next one. The state is one number, ``consumed_samples``: a
+    sampler built with the saved number goes on where the old one stopped. It counts a batch as
+    consumed when it is handed out, so save it after the batch's step and before the next one's.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        consumed_samples: int = 0,
+    ) -> None:
+        """
+        Args:
+            num_samples: size of the dataset.
+            drop_last: leave out the batch at an epoch's end that is smaller than ``global_batch_size``.
+                With ``shuffle`` other samples are left out in each epoch.
+            consumed_samples: how many samples were handed out before, over all epochs.
+        """
+        if global_batch_size < 1 or consumed_samples < 0:
+            raise ValueError(
+                f"global_batch_size must be at least 1 and consumed_samples not negative, "
+                f"got {global_batch_size} and {consumed_samples}"
+            )
+        if num_samples < (global_batch_size if drop_last else 1):
+            raise ValueError(
+                f"{num_samples} samples do not fill one global batch of {global_batch_size}: lower the "
+                f"global batch size, give more data or set drop_last to False"
+            )
+        self.num_samples = num_samples
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.samples_per_epoch = num_samples - num_samples % global_batch_size if drop_last else num_samples
+        self.consumed_samples = consumed_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, counted from 0."""
+        return self.consumed_samples // self.samples_per_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.samples_per_epoch // self.global_batch_size)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """int64 indices of an epoch, in the order they are handed out."""
+        if not self.shuffle:
+            return np.arange(self.samples_per_epoch)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)[: self.samples_per_epoch]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self.epoch
+        order = self.order(epoch)
+        while self.epoch == epoch:
+            start = self.consumed_samples - epoch * self.samples_per_epoch
+            batch = order[start : start + self.global_batch_size].tolist()
+            self.consumed_samples += len(batch)
+            yield batch
+
+
+def data_parallel_slice(batch: Sequence[T], rank: int, size: int, micro_batch_size: int = 1) -> Sequence[T]:
+    """A data-parallel rank's share of a global batch: consecutive samples, in whole micro batches.
+
+    Together the ranks have every sample exactly once, in order. Shares are equal where the batch is
+    a multiple of ``size * micro_batch_size``, as training batches are. Otherwise (the last batch of
+    a validation set) shares differ by at most one micro batch, the very last micro batch may be
+    smaller, and a rank's share may be empty.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"data-parallel rank {rank} is not below the data-parallel size {size}")
+    num_micro_batches = -(-len(batch) // micro_batch_size)
+    first = num_micro_batches * rank // size
+    end = num_micro_batches * (rank + 1) // size
+    return batch[first * micro_batch_size : end * micro_batch_size]

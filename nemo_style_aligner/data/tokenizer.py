@@ -1,0 +1,253 @@
+"""Tokenizers: text to token ids and back, behind one small interface.
+
+Two backends: a Hugging Face directory (``tokenizer.json`` and friends) through transformers, and a
+sentencepiece ``.model`` file through sentencepiece itself. Everything is read from local files; the
+network is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import sentencepiece
+import tokenizers
+import transformers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+
+# Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
+# back by the same backend and gives the same ids.
+_BACKEND_KEY = "nemo_style_aligner_backend"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be loaded, or lacks what is asked of it."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        eos_id: the stop token, which ends a response.
+        bos_id: None where the tokenizer has none.
+        pad_id: falls back to ``eos_id``.
+        vocab_size: one more than the largest id; the model's embedding may have more rows.
+        special_ids: ids that are markup rather than text; left out by `ids_to_text`.
+        chat_template: Jinja source, or None.
+    """
+
+    eos_id: int
+    bos_id: int | None
+    pad_id: int
+    vocab_size: int
+    special_ids: frozenset[int]
+    chat_template: str | None
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """Ids of ``text``, with no special tokens added. Special tokens spelt out in the text count as such."""
+        return self.texts_to_ids([text])[0]
+
+    @abstractmethod
+    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """`text_to_ids` of many texts, faster than one by one."""
+
+    @abstractmethod
+    def ids_to_text(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, without special tokens."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """Id of exactly this token, or None."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write a directory that `load_tokenizer` (and transformers) can load."""
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
+
+        Raises:
+            TokenizerError: no chat template, or one that refuses these messages.
+        """
+        if self.chat_template is None:
+            raise TokenizerError(
+                "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
+                "or use prompt/response data with a `prompt_template`"
+            )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_variables(),
+            )
+        except jinja2.TemplateError as error:
+            raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+        return rendered[0]
+
+    def _template_variables(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates use for them."""
+        return {}
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Wraps a fast tokenizer of transformers."""
+
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+        if tokenizer.eos_token_id is None:
+            raise TokenizerError(
+                "the tokenizer has no end-of-sequence token, without which no response can end: "
+                'set "eos_token" in its tokenizer_config.json'
+            )
+        self._tokenizer = tokenizer
+        self.eos_id = tokenizer.eos_token_id
+        self.bos_id = tokenizer.bos_token_id
+        self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        # Ids may have gaps, so the number of tokens can be too small a vocabulary.
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
+        template = tokenizer.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template
+
+    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # verbose=False: no warning about a model_max_length that says nothing about our models.
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
+        )
+        return encoded["input_ids"]
+
+    def ids_to_text(self, ids: Sequence[int]) -> str:
+        kept = [int(i) for i in ids if int(i) not in self.special_ids]
+        return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._tokenizer.get_vocab().get(token)
+
+    def save(self, directory: Path) -> None:
+        self._tokenizer.save_pretrained(str(directory))
+
+    def _template_variables(self) -> dict[str, str]:
+        return {name: value for name, value in self._tokenizer.special_tokens_map.items() if isinstance(value, str)}
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Wraps a sentencepiece model, as NeMo archives carry one."""
+
+    def __init__(self, model_file: Path, chat_template: str | None = None) -> None:
+        self._model_file = model_file
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        except (OSError, RuntimeError) as error:
+            raise TokenizerError(f"{model_file} is not a sentencepiece model: {error}") from error
+        model = self._model
+        if model.eos_id() < 0:
+            raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
+        self.eos_id = model.eos_id()
+        self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
+        self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+        self.vocab_size = model.get_piece_size()
+        self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
+        self.chat_template = chat_template
+
+    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts), out_type=int)
+
+    def ids_to_text(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids if int(i) not in self.special_ids])
+
+    def token_to_id(self, token: str) -> int | None:
+        index = self._model.piece_to_id(token)
+        return index if self._model.id_to_piece(index) == token else None
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        target = directory / "tokenizer.model"
+        if target.resolve() != self._model_file.resolve():
+            shutil.copyfile(self._model_file, target)
+        config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False, _BACKEND_KEY: "sentencepiece"}
+        config |= {"unk_token": self._model.id_to_piece(self._model.unk_id())} | self._template_variables()
+        config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self.chat_template is not None:
+            (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+    def _template_variables(self) -> dict[str, str]:
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        return {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer from a Hugging Face directory, a directory with a sentencepiece model, or a ``.model`` file.
+
+    A ``chat_template.jinja`` in the directory is the chat template.
+
+    Raises:
+        TokenizerError: nothing there, or nothing that can be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        if path.suffix != ".model":
+            raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")
+        return SentencePieceTokenizer(path)
+    if not path.is_dir():
+        raise TokenizerError(f"{path}: no such tokenizer directory or .model file (nothing is downloaded)")
+    if (path / "tokenizer.json").is_file() or _foreign_config(path):
+        return _load_hugging_face(path)
+    models = sorted(path.glob("*.model"))
+    if len(models) != 1:
+        found = ", ".join(model.name for model in models) or "neither"
+        raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {found}")
+    template = path / "chat_template.jinja"
+    return SentencePieceTokenizer(models[0], template.read_text(encoding="utf-8") if template.is_file() else None)
+
+
+def _foreign_config(directory: Path) -> bool:
+    """Whether there is a tokenizer_config.json that this module did not write beside a sentencepiece model."""
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get(_BACKEND_KEY) is None
+
+
+def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
+    return HuggingFaceTokenizer(loaded)
+
+
+def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> Tokenizer:
+    """Make a tokenizer with one token per character, for tiny models, and save it as a Hugging Face directory.
+
+    ``chars`` are the characters to know: a string or several, in any order, repeats welcome (a corpus will do).
+    Any text of known characters, spaces and newlines included, makes the exact round trip; an unknown one
+    becomes ``<|unk|>``. Ids: ``<|endoftext|>`` 0 (ends a response), ``<|pad|>`` 1, ``<|unk|>`` 2, then the
+    characters in code point order.
+    """
+    specials = ["<|endoftext|>", "<|pad|>", "<|unk|>"]
+    alphabet = sorted({character for text in chars for character in text})
+    if not alphabet:
+        raise TokenizerError("a character tokenizer needs at least one character")
+    vocabulary = {token: i for i, token in enumerate(specials + alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    every_character = tokenizers.Regex(r"[\s\S]")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(specials)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(str(directory))
+    return load_tokenizer(directory)
