@@ -92,9 +92,11 @@ class CausalAttention(MegatronModule):
         if attention_bias is not None or packed_seq_params is not None:
             raise NotImplementedError("packed sequences and attention biases need Transformer Engine")
         s, b, heads, _ = query.shape
+        if s not in (1, key.shape[0]):
+            raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
         out = F.scaled_dot_product_attention(
             *(t.permute(1, 2, 0, 3) for t in (query, key, value)),
-            is_causal=True,
+            is_causal=s > 1,  # a single new token sees all that went before
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=heads != key.shape[2],
