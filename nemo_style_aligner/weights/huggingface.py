@@ -1,0 +1,388 @@
+"""Hugging Face model directories: read and written tensor by tensor, config.json included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from nemo_style_aligner.architecture import Activation, ModelArchitecture
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
+DEFAULT_SHARD_BYTES = 2 * 2**30
+
+# Files of a model directory that belong to its tokenizer and its use, not to its weights.
+_TOKENIZER_FILES = ("*.model", "*.jinja", "vocab.*", "merges.txt", "*token*.json", GENERATION_CONFIG)
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
+
+# The only constants of Llama-3.1's frequency scaling that megatron-core has; the factor is free.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the models of one Hugging Face ``model_type`` have in common, beyond Llama's tensor names."""
+
+    class_prefix: str
+    gated: bool = True
+    normalization: str = "rmsnorm"
+    norm_eps_key: str = "rms_norm_eps"
+    qkv_bias: bool = False
+    qk_layernorm: bool = False
+    attention_bias_key: bool = False  # has the key attention_bias: biases on q, k, v and o
+    mlp_bias_key: bool = False
+    head_dim_key: bool = True
+    partial_rotary: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", attention_bias_key=True, mlp_bias_key=True),
+    "mistral": Family("Mistral"),
+    "qwen2": Family("Qwen2", qkv_bias=True, head_dim_key=False),
+    "qwen3": Family("Qwen3", qk_layernorm=True, attention_bias_key=True),
+    "nemotron": Family(
+        "Nemotron",
+        gated=False,
+        normalization="layernorm1p",
+        norm_eps_key="norm_eps",
+        attention_bias_key=True,
+        mlp_bias_key=True,
+        partial_rotary=True,
+    ),
+}
+
+
+# ---- config.json ----------------------------------------------------------------------------------
+
+
+def read_architecture(directory: str | Path) -> ModelArchitecture:
+    """The architecture that a directory's ``config.json`` describes.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: a family or feature this project does not build; the message names it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(directory)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
+    model_type = json.loads((path / "config.json").read_text()).get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{path}/config.json: model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
+    config = AutoConfig.from_pretrained(path).to_dict()  # fills in the family's defaults
+    try:
+        return architecture_from_config(config)
+    except ValueError as error:
+        raise ValueError(f"{path}/config.json: {error}") from error
+
+
+def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
+    """As `read_architecture`, of a complete config in transformers' current form (with ``rope_parameters``)."""
+    family = FAMILIES[config["model_type"]]
+    _refuse_sliding_window(config)
+    if config["hidden_act"] not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}")
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if attention_bias != mlp_bias:
+        raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
+    rope = config["rope_parameters"]
+    heads = config["num_attention_heads"]
+    return ModelArchitecture(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        vocab_size=config["vocab_size"],
+        kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+        max_position_embeddings=config["max_position_embeddings"],
+        normalization=family.normalization,  # type: ignore[arg-type]
+        layernorm_epsilon=config[family.norm_eps_key],
+        activation=_ACTIVATIONS[config["hidden_act"]],
+        gated=family.gated,
+        bias=attention_bias,
+        qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_layernorm,
+        tied_embeddings=bool(config["tie_word_embeddings"]),
+        rotary_base=rope["rope_theta"],
+        rotary_percentage=rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0,
+        rope_scaling_factor=_rope_scaling_factor(rope),
+        init_method_std=config["initializer_range"],
+        family=config["model_type"],
+    )
+
+
+def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window")
+    if config.get("layer_types") is not None:
+        used = "sliding_attention" in config["layer_types"]
+    else:
+        used = window is not None and config.get("use_sliding_window", True)
+    if used and window is not None and window < config["max_position_embeddings"]:
+        raise ValueError(
+            f"attention with a sliding window of {window} tokens is not supported. If no sequence of yours is "
+            f"longer, set max_position_embeddings to {window}: then the window makes no difference"
+        )
+
+
+def _rope_scaling_factor(rope: Mapping[str, Any]) -> float | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"rope_type {kind!r} is not supported: only 'default' and 'llama3' (Llama 3.1) are")
+    for key, value in _LLAMA3_ROPE.items():
+        if rope[key] != value:
+            raise ValueError(f"rope scaling with {key}={rope[key]} is not supported: megatron-core has {value}")
+    return float(rope["factor"])
+
+
+def hf_family(architecture: ModelArchitecture) -> str:
+    """The Hugging Face ``model_type`` to write: the architecture's own, or the first that can express it.
+
+    Raises:
+        ValueError: no family can.
+    """
+    for name in dict.fromkeys((architecture.family, *FAMILIES)):
+        if name in FAMILIES and _can_express(FAMILIES[name], architecture):
+            return name
+    raise ValueError(
+        f"no Hugging Face family of {', '.join(FAMILIES)} has this model's normalization="
+        f"{architecture.normalization}, gated={architecture.gated}, bias={architecture.bias}, qkv_bias="
+        f"{architecture.qkv_bias}, qk_layernorm={architecture.qk_layernorm}, rotary_percentage="
+        f"{architecture.rotary_percentage} together"
+    )
+
+
+def _can_express(family: Family, a: ModelArchitecture) -> bool:
+    return (
+        family.gated == a.gated
+        and family.normalization == a.normalization
+        and family.qkv_bias == a.qkv_bias
+        and family.qk_layernorm == a.qk_layernorm
+        and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
+        and (family.head_dim_key or a.kv_channels * a.num_attention_heads == a.hidden_size)
+        and (family.partial_rotary or a.rotary_percentage == 1.0)
+    )
+
+
+def hf_config(
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    *,
+    num_attributes: int = 0,
+    token_ids: Mapping[str, int | None] | None = None,
+) -> dict[str, Any]:
+    """The contents of ``config.json``, in the form that old and new versions of transformers read.
+
+    Args:
+        architecture: the model's shape.
+        dtype: the weights' dtype.
+        num_attributes: outputs of a reward head (written as a sequence classifier); 0 for a language model.
+        token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``.
+    """
+    a = architecture
+    model_type = hf_family(a)
+    family = FAMILIES[model_type]
+    activation = {value: key for key, value in _ACTIVATIONS.items()}[a.activation]
+    config: dict[str, Any] = {
+        "architectures": [family.class_prefix + ("ForSequenceClassification" if num_attributes else "ForCausalLM")],
+        "model_type": model_type,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "num_hidden_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.num_query_groups,
+        "head_dim": a.kv_channels,
+        "vocab_size": a.vocab_size,
+        "max_position_embeddings": a.max_position_embeddings,
+        "hidden_act": activation,
+        family.norm_eps_key: a.layernorm_epsilon,
+        "initializer_range": a.init_method_std,
+        "tie_word_embeddings": a.tied_embeddings,
+        "rope_theta": a.rotary_base,
+        "rope_scaling": None,
+        "use_cache": True,
+        **(token_ids or {}),
+    }
+    if a.rope_scaling_factor is not None:
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": a.rope_scaling_factor, **_LLAMA3_ROPE}
+    if family.attention_bias_key:
+        config["attention_bias"] = a.bias
+    if family.mlp_bias_key:
+        config["mlp_bias"] = a.bias
+    if family.partial_rotary:
+        config["partial_rotary_factor"] = a.rotary_percentage
+    if model_type in ("mistral", "qwen2", "qwen3"):
+        config["sliding_window"] = None
+    if num_attributes:
+        config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_attributes)}
+        config["label2id"] = {f"LABEL_{i}": i for i in range(num_attributes)}
+    return config
+
+
+# ---- weights in -----------------------------------------------------------------------------------
+
+
+class HuggingFaceCheckpoint:
+    """The safetensors of a Hugging Face directory, one file or many, as a `WeightSource`.
+
+    Opening reads headers only; tensors and slices are read when asked for.
+
+    Raises:
+        FileNotFoundError: no safetensors, or a file the index names is not there.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = ["model.safetensors"]
+        missing = [name for name in files if not (self.directory / name).is_file()]
+        if missing:
+            hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
+            raise FileNotFoundError(f"{self.directory} lacks {', '.join(missing)}{hint}")
+        self._files = [safe_open(self.directory / name, framework="pt", device="cpu") for name in files]
+        self._file_of = {
+            name: file
+            for file in self._files
+            for name in file.keys()  # noqa: SIM118 (not a dict)
+            if not name.endswith("rotary_emb.inv_freq")  # a buffer that old Llama checkpoints carry
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's name and shape."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
+    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """A slice of a tensor, in the file's dtype."""
+        lazy = self._file_of[name].get_slice(name)
+        return lazy[start : start + length] if dim == 0 else lazy[:, start : start + length]
+
+    @property
+    def num_attributes(self) -> int:
+        """Outputs of the reward head: 0 for a language model."""
+        shape = self.shapes().get("score.weight")
+        return shape[0] if shape else 0
+
+
+# ---- weights out ----------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    directory: str | Path,
+    architecture: ModelArchitecture,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    num_attributes: int = 0,
+    tokenizer_dir: str | Path | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write a model directory that transformers loads. At most one shard is held in memory.
+
+    It is written under a temporary name beside ``directory`` and renamed when complete. One rank calls this;
+    the others of the model-parallel group must drain their own `export_weights`.
+
+    Args:
+        directory: must not exist, or be empty.
+        architecture: the model's shape.
+        weights: the stream of `export_weights`.
+        num_attributes: outputs of the reward head; 0 for a language model.
+        tokenizer_dir: a Hugging Face tokenizer directory to copy in; it also gives the generation config.
+        max_shard_bytes: size limit of one safetensors file (a larger tensor gets a file of its own).
+
+    Raises:
+        FileExistsError: ``directory`` has something in it.
+        ValueError: no Hugging Face family can express the architecture.
+    """
+    target = Path(directory)
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty: choose another directory or remove it")
+    hf_family(architecture)  # fails before any work
+    work = target.parent / f".{target.name}.incomplete"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    dtype = _write_shards(work, weights, max_shard_bytes)
+    token_ids = copy_tokenizer_files(tokenizer_dir, work) if tokenizer_dir else {}
+    config = hf_config(architecture, dtype, num_attributes=num_attributes, token_ids=token_ids)
+    _write_json(work / "config.json", config)
+    if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():
+        _write_json(work / GENERATION_CONFIG, {k: v for k, v in token_ids.items() if v is not None})
+    if target.exists():
+        target.rmdir()
+    work.rename(target)
+
+
+def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, int | None]:
+    """Copy a directory's tokenizer files and its generation config, if any.
+
+    Returns:
+        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` of the tokenizer; empty if transformers cannot
+        load it (as is so for a bare sentencepiece model).
+    """
+    source, target = Path(source), Path(target)
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    if not (target / "tokenizer_config.json").is_file():
+        return {}
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+
+
+def _write_shards(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> torch.dtype:
+    """Returns the dtype of the first tensor, the embedding."""
+    file_of: dict[str, int] = {}
+    shard: dict[str, torch.Tensor] = {}
+    dtype: torch.dtype | None = None
+    size = total = count = 0
+
+    def flush() -> None:
+        nonlocal shard, size, count
+        save_file(shard, directory / f"{count}.part", metadata={"format": "pt"})
+        shard, size, count = {}, 0, count + 1
+
+    for name, tensor in weights:
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            flush()
+        # A copy: views share memory, which safetensors refuses, and may be of live parameters.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        file_of[name] = count
+        size += tensor.nbytes
+        total += tensor.nbytes
+        dtype = dtype or tensor.dtype
+    if dtype is None:
+        raise ValueError("the stream of weights is empty")
+    flush()
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    for i, name in enumerate(names):
+        (directory / f"{i}.part").rename(directory / name)
+    if count > 1:
+        weight_map = {name: names[i] for name, i in file_of.items()}
+        _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return dtype
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,233 @@
+"""The layout table: which Hugging Face tensors each Megatron parameter is made of, and how ranks split it.
+
+It is the only place that knows. A parameter of the Megatron model is some Hugging Face tensors cut into
+pieces and laid end to end along one dimension; that row of pieces is cut evenly over the tensor-parallel
+ranks. So one description, a list of `Segment`s, covers every case:
+
+- plain column- or row-parallel: one segment;
+- the vocabulary: the embedding's rows, then padding;
+- q, k and v in one matrix: per query group its q heads, then k, then v. With more ranks than groups Megatron
+  still cuts this same matrix evenly (and gathers the activations), so nothing changes here;
+- a gated first MLP layer: per *rank* its share of the gate, then its share of the up projection.
+
+Norm weights are stored as the model stores them: those of ``layernorm1p`` are offsets from one, on the
+Hugging Face side too (as in Nemotron).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from nemo_style_aligner.architecture import ModelArchitecture
+
+Order = Literal["plain", "vocabulary", "query groups", "gated"]
+
+PADDING = -1  # the `part` of a segment that comes from no tensor
+
+
+class HFTensor(NamedTuple):
+    """A tensor of the Hugging Face checkpoint: its name and its full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """``length`` rows (or columns) of tensor number ``part`` from ``start`` on; zeros if ``part`` is `PADDING`."""
+
+    part: int
+    start: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """A segment's share of one rank: where it lies in the rank's shard (``offset``) and in tensor ``part``."""
+
+    rank: int
+    offset: int
+    part: int
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutEntry:
+    """One parameter of the Megatron model.
+
+    Attributes:
+        megatron_names: its name in `GPTModel` (layer numbers global): our own layers' name, then Transformer
+            Engine's where that differs.
+        parts: the Hugging Face tensors it is made of.
+        split_dim: the dimension cut over tensor-parallel ranks; None where every rank holds all of it.
+        order: how the parts are laid out along ``split_dim``.
+        place: the layer it belongs to (0-based), or the end of the model it sits at.
+        total: length of ``split_dim`` over all ranks, padding included.
+        is_copy: the tied embedding's copy on the last pipeline stage; read on import, skipped on export.
+        optional: absent from some checkpoints, which means zero.
+    """
+
+    megatron_names: tuple[str, ...]
+    parts: tuple[HFTensor, ...]
+    split_dim: int | None
+    order: Order
+    place: int | Literal["first", "last"]
+    total: int = 0
+    is_copy: bool = False
+    optional: bool = False
+    group_rows: tuple[int, ...] = ()  # of "query groups": rows of q, k and v in one group
+
+    def shard_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of one rank's shard."""
+        shape = list(self.parts[0].shape)
+        if self.split_dim is not None:
+            shape[self.split_dim] = self.total // tp_size
+        return tuple(shape)
+
+    def stage(self, num_layers: int, pp_size: int) -> int:
+        """The pipeline stage that holds it; layers are spread evenly."""
+        if self.place == "first":
+            return 0
+        return pp_size - 1 if self.place == "last" else self.place // (num_layers // pp_size)
+
+    def segments(self, tp_size: int) -> Iterator[Segment]:
+        """All ranks' shards laid end to end, as segments of the parts."""
+        dim = self.split_dim or 0
+        if self.order == "query groups":
+            for group in range(self.total // sum(self.group_rows)):
+                for part, rows in enumerate(self.group_rows):
+                    yield Segment(part, group * rows, rows)
+        elif self.order == "gated":
+            rows = self.parts[0].shape[dim] // tp_size
+            for rank in range(tp_size):
+                for part in range(len(self.parts)):
+                    yield Segment(part, rank * rows, rows)
+        else:
+            length = self.parts[0].shape[dim]
+            yield Segment(0, 0, length)
+            if self.total > length:
+                yield Segment(PADDING, 0, self.total - length)
+
+    def pieces(self, tp_size: int) -> list[Piece]:
+        """The segments, cut at the boundaries between ranks. A replicated parameter is rank 0's one piece."""
+        if self.split_dim is None:
+            return [Piece(0, 0, 0, 0, self.parts[0].shape[0])]
+        shard = self.total // tp_size
+        pieces = []
+        position = 0
+        for part, start, length in self.segments(tp_size):
+            while length:
+                rank, offset = divmod(position, shard)
+                size = min(length, shard - offset)
+                pieces.append(Piece(rank, offset, part, start, size))
+                position, start, length = position + size, start + size, length - size
+        return pieces
+
+
+def weight_layout(
+    architecture: ModelArchitecture, *, padded_vocab_size: int | None = None, num_attributes: int = 0
+) -> tuple[LayoutEntry, ...]:
+    """The table for a model, in the order in which weights are streamed.
+
+    Args:
+        architecture: the model's shape.
+        padded_vocab_size: rows of the embedding over all ranks; the plain vocabulary where None.
+        num_attributes: outputs of the reward head, for a model that has one in place of the output layer.
+    """
+    vocab = HFTensor("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
+    padded = padded_vocab_size or architecture.vocab_size
+    head: tuple[LayoutEntry, ...]
+    if num_attributes:
+        head = (
+            _replicated(("rm_head.weight",), "score.weight", (num_attributes, architecture.hidden_size), "last"),
+            dataclasses.replace(
+                _replicated(("rm_head.bias",), "score.bias", (num_attributes,), "last"),
+                optional=True,  # Hugging Face's sequence classifiers have none
+            ),
+        )
+    elif architecture.tied_embeddings:
+        head = (LayoutEntry(("output_layer.weight",), (vocab,), 0, "vocabulary", "last", padded, is_copy=True),)
+    else:
+        output = HFTensor("lm_head.weight", vocab.shape)
+        head = (LayoutEntry(("output_layer.weight",), (output,), 0, "vocabulary", "last", padded),)
+    return (
+        LayoutEntry(("embedding.word_embeddings.weight",), (vocab,), 0, "vocabulary", "first", padded),
+        *(entry for layer in range(architecture.num_layers) for entry in _layer(architecture, layer)),
+        *_norm(architecture, ("decoder.final_layernorm.",), "model.norm", "last"),
+        *head,
+    )
+
+
+def hf_tensors(entries: tuple[LayoutEntry, ...]) -> dict[str, HFTensor]:
+    """The Hugging Face tensors of a table by name, in the order in which they are streamed."""
+    return {part.name: part for entry in entries if not entry.is_copy for part in entry.parts}
+
+
+def _layer(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
+    yield from _norm(a, _names(layer, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+                     f"model.layers.{layer}.input_layernorm", layer)  # fmt: skip
+    yield from _attention(a, layer)
+    yield from _norm(a, _names(layer, "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+                     f"model.layers.{layer}.post_attention_layernorm", layer)  # fmt: skip
+    yield from _mlp(a, layer)
+
+
+def _attention(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
+    hf, heads_per_group = f"model.layers.{layer}.self_attn", a.num_attention_heads // a.num_query_groups
+    group_rows = (heads_per_group * a.kv_channels, a.kv_channels, a.kv_channels)
+    for kind in ("weight", "bias") if a.bias or a.qkv_bias else ("weight",):
+        columns = (a.hidden_size,) if kind == "weight" else ()
+        parts = tuple(
+            HFTensor(f"{hf}.{name}_proj.{kind}", (a.num_query_groups * rows, *columns))
+            for name, rows in zip("qkv", group_rows, strict=True)
+        )
+        yield LayoutEntry(
+            _names(layer, f"self_attention.linear_qkv.{kind}"),
+            parts, 0, "query groups", layer, a.num_query_groups * sum(group_rows), group_rows=group_rows,
+        )  # fmt: skip
+    if a.qk_layernorm:
+        for name in "qk":
+            yield from _norm(a, _names(layer, f"self_attention.{name}_layernorm."), f"{hf}.{name}_norm", layer)
+    width = a.num_attention_heads * a.kv_channels
+    yield from _row_parallel(a, layer, "self_attention.linear_proj", f"{hf}.o_proj", width)
+
+
+def _mlp(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
+    hf = f"model.layers.{layer}.mlp"
+    projections = ("gate", "up") if a.gated else ("up",)
+    for kind in ("weight", "bias") if a.bias else ("weight",):
+        shape = (a.ffn_hidden_size, a.hidden_size) if kind == "weight" else (a.ffn_hidden_size,)
+        parts = tuple(HFTensor(f"{hf}.{name}_proj.{kind}", shape) for name in projections)
+        order: Order = "gated" if a.gated else "plain"
+        yield LayoutEntry(
+            _names(layer, f"mlp.linear_fc1.{kind}"), parts, 0, order, layer, len(parts) * a.ffn_hidden_size
+        )
+    yield from _row_parallel(a, layer, "mlp.linear_fc2", f"{hf}.down_proj", a.ffn_hidden_size)
+
+
+def _row_parallel(a: ModelArchitecture, layer: int, megatron: str, hf: str, width: int) -> Iterator[LayoutEntry]:
+    weight = HFTensor(f"{hf}.weight", (a.hidden_size, width))
+    yield LayoutEntry(_names(layer, f"{megatron}.weight"), (weight,), 1, "plain", layer, width)
+    if a.bias:
+        # Added once, after the ranks' partial sums: every rank holds all of it.
+        yield _replicated(_names(layer, f"{megatron}.bias"), f"{hf}.bias", (a.hidden_size,), layer)
+
+
+def _norm(
+    a: ModelArchitecture, megatron: tuple[str, ...], hf: str, place: int | Literal["first", "last"]
+) -> Iterator[LayoutEntry]:
+    """``megatron``: names up to the word weight or bias."""
+    size = a.kv_channels if hf.endswith(("q_norm", "k_norm")) else a.hidden_size
+    for kind in ("weight",) if a.normalization == "rmsnorm" else ("weight", "bias"):
+        yield _replicated(tuple(name + kind for name in megatron), f"{hf}.{kind}", (size,), place)
+
+
+def _replicated(
+    megatron: tuple[str, ...], hf: str, shape: tuple[int, ...], place: int | Literal["first", "last"]
+) -> LayoutEntry:
+    return LayoutEntry(megatron, (HFTensor(hf, shape),), None, "plain", place)
+
+
+def _names(layer: int, *suffixes: str) -> tuple[str, ...]:
+    return tuple(f"decoder.layers.{layer}.{suffix}" for suffix in suffixes)

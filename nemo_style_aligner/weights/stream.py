@@ -1,0 +1,333 @@
+"""Weights in and out of a sharded model, as full tensors under Hugging Face's names.
+
+Both directions follow the table in `layout` and handle a bounded number of bytes at a time. Both are called
+by every rank of the model-parallel group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors, weight_layout
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+_HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ShardedModel(Protocol):
+    """What the stream needs of a model (`models.gpt.MegatronModel` is one)."""
+
+    gpt: Any
+    config: Any
+    architecture: ModelArchitecture
+    layout: ParallelLayout
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under `GPTModel`'s names."""
+
+    @property
+    def has_reward_head(self) -> bool:
+        """Whether the model ends in a reward head."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Tensors under Hugging Face's names that can be read one by one, and in slices."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's name and shape, without reading any."""
+
+    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """``length`` rows (``dim`` 0) or columns (``dim`` 1) from ``start`` on, any dtype, on the CPU or a GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource:
+    """A `WeightSource` of tensors in memory, such as a state dict."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `WeightSource.shapes`."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """See `WeightSource.read`."""
+        return self.tensors[name].narrow(dim, start, length)
+
+
+# ---- export ------------------------------------------------------------------------------------
+
+
+def export_weights(model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (Hugging Face name, full tensor) in the table's order, the same on every rank of the model.
+
+    Collective over the tensor- and pipeline-parallel group: every rank of it must run the iterator to its end.
+    Data-parallel replicas run theirs independently. Tensors have the parameters' dtype, on this rank's device.
+    With one rank per replica nothing is communicated and tensors are views of the live parameters (q, k and v,
+    which Megatron interleaves, are copies): clone what must outlive the next training step.
+
+    Args:
+        model: the model.
+        bucket_bytes: size of what one round of communication gathers. Memory in use is about twice that, or
+            twice the largest parameter if that is larger.
+    """
+    layout = model.layout
+    entries, head_dtype = _table(model)
+    parameters = _local_parameters(model, entries)
+    if layout.tp_size == layout.pp_size == 1:
+        for entry in entries:
+            if not entry.is_copy:
+                yield from _hf_parts(entry, [parameters[entry].detach()])
+        return
+    for stage, dtype, bucket in _buckets(model, entries, head_dtype, bucket_bytes):
+        yield from _exchange(layout, stage, dtype, bucket, parameters)
+
+
+def _buckets(
+    model: ShardedModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[tuple[int, torch.dtype, list[LayoutEntry]]]:
+    """Runs of entries of one stage and dtype that fit into a bucket, or one entry that does not."""
+    tp_size, pp_size = model.layout.tp_size, model.layout.pp_size
+    open_key: tuple[int, torch.dtype] | None = None
+    bucket: list[LayoutEntry] = []
+    size = 0
+    for entry in entries:
+        if entry.is_copy:
+            continue
+        dtype = head_dtype if _is_head(entry) else model.config.params_dtype
+        key = (entry.stage(model.architecture.num_layers, pp_size), dtype)
+        nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
+        if open_key is not None and (key != open_key or size + nbytes > bucket_bytes):
+            yield *open_key, bucket
+            bucket, size = [], 0
+        open_key = key
+        bucket.append(entry)
+        size += nbytes
+    if open_key is not None:
+        yield *open_key, bucket
+
+
+def _exchange(
+    layout: ParallelLayout,
+    stage: int,
+    dtype: torch.dtype,
+    bucket: list[LayoutEntry],
+    parameters: Mapping[LayoutEntry, torch.nn.Parameter],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers."""
+    shapes = [entry.shard_shape(layout.tp_size) for entry in bucket]
+    if stage == layout.pp_rank:
+        flat = torch.cat([parameters[entry].detach().reshape(-1).to(dtype) for entry in bucket])
+    else:
+        flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device())
+    if layout.pp_size > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(flat, src=dist.get_global_rank(group, stage), group=group)
+    gathered = [flat]
+    if layout.tp_size > 1:
+        # Fresh memory each round: what was yielded before stays as it is.
+        gathered = list(flat.new_empty(layout.tp_size, flat.numel()))
+        dist.all_gather(gathered, flat, group=parallel_state.get_tensor_model_parallel_group())
+    offset = 0
+    for entry, shape in zip(bucket, shapes, strict=True):
+        end = offset + math.prod(shape)
+        yield from _hf_parts(entry, [shard[offset:end].view(shape) for shard in gathered])
+        offset = end
+
+
+def _hf_parts(entry: LayoutEntry, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors in a parameter's shards (all ranks'); views where one piece is the whole."""
+    dim = entry.split_dim or 0
+    pieces = sorted(entry.pieces(len(shards)), key=lambda piece: (piece.part, piece.start))
+    for part, tensor in enumerate(entry.parts):
+        views = [shards[p.rank].narrow(dim, p.offset, p.length) for p in pieces if p.part == part]
+        yield tensor.name, views[0] if len(views) == 1 else torch.cat(views, dim)
+
+
+# ---- import ------------------------------------------------------------------------------------
+
+
+def import_weights(
+    model: ShardedModel,
+    source: WeightSource | Iterable[tuple[str, torch.Tensor]],
+    *,
+    new_head: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Copy full tensors into this rank's shards, one tensor at a time, converted to the parameters' dtype.
+
+    Every rank of the model calls it and reads its own slices. Rows of the padded vocabulary become zero. An
+    optimizer that keeps fp32 main weights must be told to reload them afterwards.
+
+    Args:
+        model: the model.
+        source: a `WeightSource`, or a stream of (name, tensor) such as `export_weights`. A source is checked
+            before anything is written; a stream as it arrives.
+        new_head: a reward model starts from a language model: its head keeps its initial values and the
+            source's output layer is not read.
+        progress: called with the name of each tensor this rank has read.
+
+    Raises:
+        ValueError: a tensor is missing, superfluous or of the wrong shape; the message names it.
+    """
+    if new_head and not model.has_reward_head:
+        raise ValueError("new_head=True is for models with a reward head; this one has an output layer")
+    target = _ImportTarget(model, new_head)
+    if isinstance(source, WeightSource):
+        present = dict(source.shapes())
+        target.check(present)
+        for name in target.wanted:
+            if name in present:
+                target.load(name, functools.partial(source.read, name))
+                if progress:
+                    progress(name)
+    else:
+        present = {}
+        for name, tensor in source:
+            present[name] = tuple(tensor.shape)
+            target.check_tensor(name, present[name])
+            target.load(name, tensor.narrow)
+            if progress:
+                progress(name)
+        target.check(present)
+    target.zero_the_rest(present)
+
+
+class _ImportTarget:
+    """This rank's parameters by the Hugging Face tensors they are made of."""
+
+    def __init__(self, model: ShardedModel, new_head: bool) -> None:
+        self.layout = model.layout
+        entries, _ = _table(model)
+        # Tied models' checkpoints may carry the embedding twice.
+        self.ignored = {"lm_head.weight"} if new_head or model.architecture.tied_embeddings else set()
+        if new_head:
+            self.ignored |= {part.name for entry in entries if _is_head(entry) for part in entry.parts}
+            entries = tuple(entry for entry in entries if not _is_head(entry))
+        self.expected = hf_tensors(entries)
+        self.optional = {part.name for entry in entries if entry.optional for part in entry.parts}
+        self.parameters = _local_parameters(model, entries)
+        self.wanted: dict[str, list[tuple[LayoutEntry, int]]] = {}
+        for entry in self.parameters:
+            for index, part in enumerate(entry.parts):
+                self.wanted.setdefault(part.name, []).append((entry, index))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare with the table, whatever stage a tensor belongs to: every rank finds the same fault."""
+        missing = [name for name in self.expected if name not in shapes and name not in self.optional]
+        if missing:
+            raise ValueError(f"the weights lack {_listing(missing)}: not a checkpoint of this architecture")
+        for name, shape in shapes.items():
+            self.check_tensor(name, shape)
+
+    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the model has a place for this tensor."""
+        if name in self.ignored:
+            return
+        if name not in self.expected:
+            raise ValueError(f"the weights have {name}, which the model has no place for")
+        if shape != self.expected[name].shape:
+            raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
+
+    @torch.no_grad()
+    def load(self, name: str, read: Callable[[int, int, int], torch.Tensor]) -> None:
+        """Copy this rank's pieces of tensor ``name``; ``read(dim, start, length)`` gives a slice of it."""
+        for entry, part in self.wanted.get(name, ()):
+            parameter, dim = self.parameters[entry], entry.split_dim or 0
+            for piece in self._my_pieces(entry):
+                if piece.part == part:
+                    values = read(dim, piece.start, piece.length)
+                    parameter.narrow(dim, piece.offset, piece.length).copy_(values)
+
+    @torch.no_grad()
+    def zero_the_rest(self, present: Mapping[str, tuple[int, ...]]) -> None:
+        """Zero the vocabulary's padding and the optional parameters that were not there."""
+        for entry, parameter in self.parameters.items():
+            if entry.optional and entry.parts[0].name not in present:
+                parameter.zero_()
+            for piece in self._my_pieces(entry):
+                if piece.part == PADDING:
+                    parameter[piece.offset : piece.offset + piece.length].zero_()
+
+    def _my_pieces(self, entry: LayoutEntry) -> list[Piece]:
+        rank = 0 if entry.split_dim is None else self.layout.tp_rank
+        return [piece for piece in entry.pieces(self.layout.tp_size) if piece.rank == rank]
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def _table(model: ShardedModel) -> tuple[tuple[LayoutEntry, ...], torch.dtype]:
+    """The model's layout table and the dtype of its head."""
+    attributes, head_dtype = _head_facts(model) if model.has_reward_head else (0, model.config.params_dtype)
+    entries = weight_layout(model.architecture, padded_vocab_size=model.gpt.vocab_size, num_attributes=attributes)
+    return entries, head_dtype
+
+
+def _is_head(entry: LayoutEntry) -> bool:
+    return entry.megatron_names[0].startswith("rm_head.")
+
+
+def _local_parameters(model: ShardedModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
+    """The table's entries that this rank holds, with their parameters.
+
+    Raises:
+        ValueError: the model has a parameter that the table does not know, lacks one or has another shape.
+    """
+    layout, num_layers = model.layout, model.architecture.num_layers
+    first_layer = layout.pp_rank * (num_layers // layout.pp_size)
+    named = {_global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
+    found: dict[LayoutEntry, torch.nn.Parameter] = {}
+    for entry in entries:
+        name = next((name for name in entry.megatron_names if name in named), None)
+        if name is None:
+            if entry.stage(num_layers, layout.pp_size) == layout.pp_rank and not entry.is_copy:
+                raise ValueError(f"the model has no parameter {' or '.join(entry.megatron_names)}")
+            continue
+        parameter = named.pop(name)
+        if tuple(parameter.shape) != entry.shard_shape(layout.tp_size):
+            raise ValueError(
+                f"{name} has shape {list(parameter.shape)} on this rank, the layout table says "
+                f"{list(entry.shard_shape(layout.tp_size))}"
+            )
+        found[entry] = parameter
+    named = {name: p for name, p in named.items() if not name.startswith("rm_head.")}
+    if named:
+        raise ValueError(f"the layout table has no entry for the model's {_listing(list(named))}")
+    return found
+
+
+def _global_name(name: str, first_layer: int) -> str:
+    """Layers are numbered from 0 on every pipeline stage: shift to the model's numbers."""
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
+
+
+def _head_facts(model: ShardedModel) -> tuple[int, torch.dtype]:
+    """The reward head's outputs and dtype, which only the last stage knows."""
+    facts = torch.zeros(2, dtype=torch.int64, device=device())
+    if model.layout.is_last_stage:
+        weight = model.gpt.rm_head.weight
+        facts = torch.tensor([weight.shape[0], _HEAD_DTYPES.index(weight.dtype)], dtype=torch.int64, device=device())
+    if model.layout.pp_size > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(facts, src=dist.get_global_rank(group, model.layout.pp_size - 1), group=group)
+    attributes, dtype = facts.tolist()
+    return attributes, _HEAD_DTYPES[dtype]
+
+
+def _listing(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
