@@ -1,0 +1,126 @@
+"""Run by `test_weights.py` under torch.distributed.run: weights in and out of sharded models.
+
+Reshapes one world of ranks into several tensor x pipeline x data layouts, so that start-up is paid once.
+Prints one line per check; any rank that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.pipeline import Tokens, forward
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights
+
+BASE = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "init_method_std": 0.2,
+}
+ARCHITECTURES = {
+    "llama": ModelArchitecture(**BASE),
+    "tied": ModelArchitecture(**BASE, tied_embeddings=True, kv_channels=8),
+    "qwen": ModelArchitecture(**BASE, qkv_bias=True, qk_layernorm=True),
+    "gpt": ModelArchitecture(**BASE, bias=True, gated=False, activation="gelu", normalization="layernorm"),
+}
+MODEL_CFG = {"make_vocab_size_divisible_by": 8}
+TOKENS = torch.arange(24).reshape(2, 12) * 5 % 101
+
+
+def random_weights(architecture: ModelArchitecture, num_attributes: int = 0) -> dict[str, torch.Tensor]:
+    """The same values on every rank, in bf16's precision so that both dtypes hold them exactly."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = hf_tensors(weight_layout(architecture, num_attributes=num_attributes))
+    return {
+        name: (torch.randn(part.shape, generator=generator) * 0.2).bfloat16().float() for name, part in tensors.items()
+    }
+
+
+def check(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(f"rank {dist.get_rank()}: {what}")
+
+
+def logits(model) -> torch.Tensor:
+    if model.layout.tp_size > 1:
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+    else:
+        gather = torch.nn.Identity()
+    return forward(model, Tokens(TOKENS), 2, lambda out, _: gather(out)[..., :101].float(), (12, 101))
+
+
+def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[str, torch.Tensor]) -> None:
+    architecture = ARCHITECTURES[name]
+    weights = random_weights(architecture)
+    model = build_model(architecture, MODEL_CFG, dtype, trainable=False)
+    import_weights(model, TensorSource(weights))
+    streamed = dict(export_weights(model, bucket_bytes))
+    check(list(streamed) == list(weights), f"{name}: names or order differ")
+    for key, tensor in streamed.items():
+        check(tensor.dtype == dtype, f"{name}: {key} is {tensor.dtype}")
+        check(torch.equal(tensor.float(), weights[key]), f"{name}: {key} differs")
+    other = build_model(architecture, MODEL_CFG, dtype, trainable=False)
+    import_weights(other, export_weights(model, bucket_bytes))  # a stream as source
+    for (key, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        check(torch.equal(a, b), f"{name}: local {key} differs after import from a stream")
+    if dtype == torch.float32:
+        result = logits(model)
+        expected.setdefault(name, result)
+        difference = (result - expected[name]).abs().max().item()
+        check(difference < 2e-5, f"{name}: logits differ by {difference}")
+
+
+def reward_round_trip(dtype: torch.dtype) -> None:
+    architecture = ARCHITECTURES["tied"]
+    head = RewardHeadConfig(num_attributes=3)
+    weights = random_weights(architecture, num_attributes=3)
+    model = build_model(architecture, MODEL_CFG, dtype, head=head, trainable=False)
+    import_weights(model, TensorSource(weights))
+    streamed = dict(export_weights(model, 4096))
+    check(list(streamed) == list(weights), "reward: names or order differ")
+    check(all(torch.equal(streamed[key].float(), weights[key]) for key in weights), "reward: values differ")
+    check(streamed["score.weight"].dtype == torch.float32, "reward: the head's dtype is not kept")
+    language_model = random_weights(ARCHITECTURES["llama"] if dtype == torch.float32 else architecture)
+    if dtype == torch.bfloat16:
+        before = streamed["score.weight"].clone()
+        import_weights(model, TensorSource(language_model), new_head=True)
+        after = dict(export_weights(model))
+        check(torch.equal(after["score.weight"], before), "reward: the new head was overwritten")
+        check(torch.equal(after["model.norm.weight"].float(), language_model["model.norm.weight"]), "reward: body")
+
+
+def main() -> None:
+    from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[1:]]
+    expected: dict[str, torch.Tensor] = {}
+    for tp_size, pp_size in layouts:
+        layout = initialize_model_parallel(tp_size, pp_size, seed=1)
+        for name in ARCHITECTURES:
+            round_trip(name, torch.float32, 10_000, expected)
+        round_trip("tied", torch.bfloat16, 2**20, expected)
+        for dtype in (torch.float32, torch.bfloat16):
+            reward_round_trip(dtype)
+        if dist.get_rank() == 0:
+            print(f"ok tp{tp_size} pp{pp_size} dp{layout.dp_size}", flush=True)
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
