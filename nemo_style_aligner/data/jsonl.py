@@ -90,8 +90,9 @@ def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
     count = 0
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            for count, row in enumerate(rows, start=1):
+            for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,0 +1,392 @@
+"""Prompts, comparisons and labelled texts from JSONL files; and how files are named, blended and padded.
+
+A dataset reads and tokenizes its files when it is built, so that a bad line or an overlong text
+shows up before training starts. ``dataset[i]`` is the same sample on every rank and in every run.
+Supervised fine-tuning data has a module of its own, `sft`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
+
+
+class Dataset(Protocol[T_co]):
+    """What samplers and loops need of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> T_co: ...
+
+
+# ---- which files ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Files of one split, read one after the other, or blended when there are weights."""
+
+    paths: tuple[Path, ...]
+    weights: tuple[float, ...] | None = None  # one per path, any scale
+
+    def build(self, make: Callable[[Sequence[Path]], Dataset[T]]) -> Dataset[T]:
+        """The dataset of all files: ``make(paths)``, or a `BlendedDataset` of ``make([path])`` for each."""
+        if self.weights is None:
+            return make(self.paths)
+        return BlendedDataset([make([path]) for path in self.paths], self.weights)
+
+
+@dataclass(frozen=True)
+class DataPrefix:
+    """``model.data.data_prefix``, read and checked. A split that was not given is None."""
+
+    train: DataSource | None
+    validation: DataSource | None
+    test: DataSource | None
+
+
+def load_data_prefix(data_prefix: Any) -> DataPrefix:
+    """Read ``{train: [...], validation: [...], test: [...]}``; each value is a file or a list.
+
+    A list is either files, ``[a, b]``, which are read one after the other, or weights and files in
+    turn, ``[0.3, a, 0.7, b]``, which are blended.
+
+    Raises:
+        DataError: another shape, an unknown split, or a file that is not there.
+    """
+    expected = "data_prefix should be {train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}"
+    if not isinstance(data_prefix, Mapping):
+        raise DataError(f"{expected}, not {data_prefix!r}")
+    splits = ("train", "validation", "test")
+    unknown = [key for key in data_prefix if key not in splits]
+    if unknown:
+        raise DataError(f"{expected}; it has the unknown split {unknown[0]!r}")
+    sources = {key: None if data_prefix.get(key) is None else data_source(data_prefix[key]) for key in splits}
+    return DataPrefix(**sources)
+
+
+def data_source(entry: Any) -> DataSource:
+    """Read one split of a data_prefix: ``a``, ``[a, b]`` or ``[0.3, a, 0.7, b]``."""
+    entries = [entry] if isinstance(entry, str | Path) else list(entry)
+    numbers = [_as_number(item) for item in entries]
+    weights: tuple[float, ...] | None = None
+    if any(number is not None for number in numbers):
+        weights = tuple(number for number in numbers[::2] if number is not None)
+        files = entries[1::2]
+        alternate = all(number is None for number in numbers[1::2])
+        if len(weights) != len(files) or 2 * len(files) != len(entries) or not alternate:
+            raise DataError(f"a blend should be weights and files in turn, [0.3, a, 0.7, b], not {entries}")
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise DataError(f"the weights of a blend should be positive, got {list(weights)}")
+        entries = files
+    if not entries:
+        raise DataError("a split of data_prefix names no file; leave the split out or give it one")
+    paths = tuple(Path(item).expanduser() for item in entries)
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: no such data file")
+    return DataSource(paths, weights)
+
+
+def _as_number(entry: Any) -> float | None:
+    """A weight may come as a string from the command line."""
+    try:
+        return float(entry)
+    except ValueError:
+        return None
+
+
+class BlendedDataset(Generic[T]):
+    """Samples of several datasets in fixed proportions, spread evenly.
+
+    As many samples as all parts together. At every prefix of the order each part's share is within
+    one sample of its weight; a part that is too small for its weight is gone through again.
+    """
+
+    def __init__(self, parts: Sequence[Dataset[T]], weights: Sequence[float]) -> None:
+        self._parts = list(parts)
+        shares = np.asarray(weights, dtype=np.float64) / sum(weights)
+        size = sum(len(part) for part in parts)
+        self._part = np.empty(size, dtype=np.int32)
+        self._index = np.empty(size, dtype=np.int64)
+        taken = np.zeros(len(self._parts), dtype=np.int64)
+        for position in range(size):
+            # The part that is furthest behind its share goes next.
+            part = int(np.argmax(shares * (position + 1) - taken))
+            self._part[position], self._index[position] = part, taken[part] % len(parts[part])
+            taken[part] += 1
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, index: int) -> T:
+        return self._parts[self._part[index]][int(self._index[index])]
+
+
+# ---- tokens -----------------------------------------------------------------------------------
+
+
+class RaggedInts:
+    """Many short integer lists in one array: 4 bytes per number where Python lists take 36."""
+
+    def __init__(self, typecode: str = "i") -> None:
+        self._values = array(typecode)
+        self._ends = array("q", [0])
+
+    def append(self, numbers: Iterable[int]) -> None:
+        self._values.extend(numbers)
+        self._ends.append(len(self._values))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._values[self._ends[index] : self._ends[index + 1]].tolist()
+
+
+def read_records(paths: Sequence[str | Path]) -> list[Record]:
+    """All records of several files, one file after the other."""
+    return [record for path in paths for record in read_jsonl(path)]
+
+
+def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
+    """Ids of each record's ``text``, the stop token appended if asked for."""
+    for start in range(0, len(records), _TOKENIZE_AT_ONCE):
+        chunk = records[start : start + _TOKENIZE_AT_ONCE]
+        for record, ids in zip(chunk, tokenizer.texts_to_ids([record.text("text") for record in chunk]), strict=True):
+            if not ids:
+                record.fail("'text' is empty")
+            yield [*ids, tokenizer.eos_id] if append_eod else ids
+
+
+def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
+    """Log a count of samples left out; an error if that is all of them."""
+    files = ", ".join(str(path) for path in paths)
+    if dropped == total:
+        raise DataError(f"{files}: all {total} {what} are {limit}; raise the limit or shorten the data")
+    if dropped:
+        logger.warning("%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
+
+
+def pad_tokens(
+    sequences: Sequence[Sequence[int]], pad_value: int, multiple: int = 1, length: int | None = None
+) -> torch.Tensor:
+    """Sequences padded on the right to one length: int64 [b, s].
+
+    Args:
+        multiple: s is rounded up to a multiple of this (sequence parallelism needs the tensor-parallel size).
+        length: s is exactly this instead; it must do for the longest.
+    """
+    longest = max(len(sequence) for sequence in sequences)
+    if length is None:
+        length = -(-longest // multiple) * multiple
+    elif length < longest:
+        raise ValueError(f"a sequence of {longest} tokens does not fit into {length}")
+    tokens = torch.full((len(sequences), length), pad_value, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+    return tokens
+
+
+def lengths_of(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """int64 [b]."""
+    return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+
+
+# ---- prompts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """A prompt to respond to."""
+
+    token_ids: list[int]
+    text: str
+    extra: Mapping[str, Any]  # the line's other fields, such as the right answer
+    origin: str  # "file:line"
+
+
+class PromptDataset:
+    """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys kept as ``extra``.
+
+    Prompts of more than ``max_prompt_length`` tokens are dropped, with a count in the log. An index
+    means the same prompt on every rank and in every run with the same files and limit.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, max_prompt_length: int) -> None:
+        records = read_records(paths)
+        self._tokens, self._records = RaggedInts(), []
+        for record, ids in zip(records, tokenize_texts(records, tokenizer), strict=True):
+            if len(ids) <= max_prompt_length:
+                self._tokens.append(ids)
+                self._records.append(record)
+        self.num_dropped = len(records) - len(self._records)
+        report_dropped(self.num_dropped, len(records), "prompts", f"longer than {max_prompt_length} tokens", paths)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        token_ids, record = self._tokens[index], self._records[index]
+        extra = {key: value for key, value in record.fields.items() if key != "text"}
+        return PromptItem(token_ids, record.fields["text"], extra, f"{record.path}:{record.line}")
+
+
+# ---- comparisons ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComparisonItem:
+    """Two texts, prompt and response each, of which the first is the better one."""
+
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ComparisonBatch:
+    """Pairs, padded to one common length."""
+
+    chosen_tokens: torch.Tensor  # int64 [b, s]
+    rejected_tokens: torch.Tensor  # int64 [b, s]
+    chosen_lengths: torch.Tensor  # int64 [b]
+    rejected_lengths: torch.Tensor  # int64 [b]
+
+
+class ComparisonDataset:
+    """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
+
+    A pair with a text of more than ``seq_length`` tokens is dropped, with a count in the log.
+    ``append_eod`` ends each text with the stop token, as a response that PPO generates ends.
+    """
+
+    def __init__(
+        self, paths: Sequence[str | Path], tokenizer: Tokenizer, seq_length: int, append_eod: bool = False
+    ) -> None:
+        records: list[Record] = []
+        for path in paths:
+            of_file = read_jsonl(path)
+            if len(of_file) % 2:
+                of_file[-1].fail(
+                    f"the file holds {len(of_file)} texts, an odd number; each good response needs "
+                    f"its bad one on the next line, and this last one has none"
+                )
+            records += of_file
+        self._chosen, self._rejected = RaggedInts(), RaggedInts()
+        tokens = tokenize_texts(records, tokenizer, append_eod)
+        for chosen, rejected in zip(tokens, tokens, strict=True):
+            if max(len(chosen), len(rejected)) <= seq_length:
+                self._chosen.append(chosen)
+                self._rejected.append(rejected)
+        pairs = len(records) // 2
+        self.num_dropped = pairs - len(self._chosen)
+        report_dropped(self.num_dropped, pairs, "pairs", f"longer than {seq_length} tokens", paths)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> ComparisonItem:
+        return ComparisonItem(self._chosen[index], self._rejected[index])
+
+
+def collate_comparisons(
+    items: Sequence[ComparisonItem], pad_id: int, multiple: int = 1, length: int | None = None
+) -> ComparisonBatch:
+    """Pad pairs to one length; see `pad_tokens` for ``multiple`` and ``length``."""
+    chosen, rejected = [item.chosen_ids for item in items], [item.rejected_ids for item in items]
+    tokens = pad_tokens(chosen + rejected, pad_id, multiple, length)
+    return ComparisonBatch(tokens[: len(items)], tokens[len(items) :], lengths_of(chosen), lengths_of(rejected))
+
+
+# ---- labelled texts ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RegressionItem:
+    """A text and the value of each of its attributes."""
+
+    token_ids: list[int]
+    labels: list[float]
+
+
+@dataclass(frozen=True)
+class RegressionBatch:
+    tokens: torch.Tensor  # int64 [b, s]
+    lengths: torch.Tensor  # int64 [b]
+    labels: torch.Tensor  # float32 [b, a]
+
+
+class RegressionDataset:
+    """Reward model data with labels: ``{"text": ..., "label": 3.5}`` or ``"label": [4, 2, -100]``.
+
+    All lines have the same number of attributes. A missing one is marked by the loss's ignore value
+    (``model.regression.loss_mask_val``, -100). Texts of more than ``seq_length`` tokens are dropped,
+    with a count in the log.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        append_eod: bool = False,
+        num_attributes: int | None = None,
+    ) -> None:
+        """``num_attributes``: what the model expects; None takes the first line's."""
+        records = read_records(paths)
+        self._tokens = RaggedInts()
+        self._labels: list[list[float]] = []
+        for record, ids in zip(records, tokenize_texts(records, tokenizer, append_eod), strict=True):
+            labels = _labels(record)
+            num_attributes = num_attributes or len(labels)
+            if len(labels) != num_attributes:
+                record.fail(f"'label' has {len(labels)} attributes where {num_attributes} are expected")
+            if len(ids) <= seq_length:
+                self._tokens.append(ids)
+                self._labels.append(labels)
+        self.num_dropped = len(records) - len(self._labels)
+        report_dropped(self.num_dropped, len(records), "texts", f"longer than {seq_length} tokens", paths)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> RegressionItem:
+        return RegressionItem(self._tokens[index], self._labels[index])
+
+
+def _labels(record: Record) -> list[float]:
+    label = record.require("label", (int, float, list), "a number or a list of numbers")
+    values = label if isinstance(label, list) else [label]
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if not values or not numeric or not all(math.isfinite(value) for value in values):
+        record.fail(f"'label' should be a finite number or a list of them, not {label}")
+    return [float(value) for value in values]
+
+
+def collate_regression(
+    items: Sequence[RegressionItem], pad_id: int, multiple: int = 1, length: int | None = None
+) -> RegressionBatch:
+    """Pad labelled texts to one length; see `pad_tokens` for ``multiple`` and ``length``."""
+    ids = [item.token_ids for item in items]
+    labels = torch.tensor([item.labels for item in items], dtype=torch.float32)
+    return RegressionBatch(pad_tokens(ids, pad_id, multiple, length), lengths_of(ids), labels)

@@ -1,0 +1,164 @@
+"""Tokenizers: round trips, special tokens, chat templates, saving; and no network, ever."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import transformers
+
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_character_tokenizer
+
+TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a tokenizer opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def characters(tmp_path: Path) -> Tokenizer:
+    return train_character_tokenizer(TEXT + "é😀", tmp_path / "characters")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama-like model: BPE with byte fallback, white space kept."""
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(f"User: What is {a}+{b}? Assistant: {a + b}" for a in range(30) for b in range(30)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(directory / "tiny"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return directory / "tiny.model"
+
+
+def test_character_tokenizer_round_trip(characters: Tokenizer) -> None:
+    for text in (TEXT, "é😀", " ", "\n", ""):
+        ids = characters.text_to_ids(text)
+        assert len(ids) == len(text) and characters.ids_to_text(ids) == text
+    assert characters.vocab_size == 3 + len(set(TEXT + "é😀"))
+    assert max(characters.text_to_ids(TEXT)) < characters.vocab_size
+
+
+def test_character_tokenizer_special_tokens(characters: Tokenizer) -> None:
+    assert (characters.eos_id, characters.pad_id, characters.bos_id) == (0, 1, None)
+    assert characters.token_to_id("<|endoftext|>") == 0 and characters.token_to_id("no such token") is None
+    assert characters.text_to_ids("<|endoftext|>") == [0]
+    six = characters.text_to_ids("6")
+    assert characters.ids_to_text([*six, 0, 1, 1]) == "6"
+    assert characters.text_to_ids("Z") == [characters.token_to_id("<|unk|>")]
+    assert characters.texts_to_ids(["6", "16"]) == [six, characters.text_to_ids("16")]
+    assert characters.texts_to_ids([]) == []
+
+
+def test_character_tokenizer_does_not_depend_on_the_order_of_its_corpus(tmp_path: Path) -> None:
+    a = train_character_tokenizer(["abc", "cab"], tmp_path / "a")
+    b = train_character_tokenizer("bca", tmp_path / "b")
+    assert a.text_to_ids("abc") == b.text_to_ids("abc") == [3, 4, 5]
+    with pytest.raises(TokenizerError, match="at least one character"):
+        train_character_tokenizer("", tmp_path / "c")
+
+
+def test_saved_tokenizer_is_the_same(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path / "copy")
+    copy = load_tokenizer(str(tmp_path / "copy"))
+    for name in ("eos_id", "bos_id", "pad_id", "vocab_size", "special_ids", "chat_template"):
+        assert getattr(copy, name) == getattr(characters, name)
+    assert copy.text_to_ids(TEXT) == characters.text_to_ids(TEXT)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "copy").encode(TEXT) == copy.text_to_ids(TEXT)
+
+
+def test_chat_template(characters: Tokenizer, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "6+10"}, {"role": "assistant", "content": "16"}]
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
+        characters.apply_chat_template(messages)
+    characters.save(tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(CHATML)
+    chat = load_tokenizer(tmp_path / "chat")
+    assert chat.chat_template == CHATML
+    assert chat.apply_chat_template(messages[:1]) == "<|im_start|>user\n6+10<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.apply_chat_template(messages, add_generation_prompt=False).endswith("assistant\n16<|im_end|>\n")
+    chat.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").chat_template == CHATML
+
+
+def test_chat_template_sees_special_tokens_and_may_refuse(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path / "chat")
+    template = tmp_path / "chat" / "chat_template.jinja"
+    template.write_text("{{ messages[0]['content'] }}{{ eos_token }}")
+    assert load_tokenizer(tmp_path / "chat").apply_chat_template([{"role": "user", "content": "6"}]) == "6<|endoftext|>"
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        load_tokenizer(tmp_path / "chat").apply_chat_template([{"role": "user", "content": "6"}])
+
+
+def test_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece_model)
+    text = "User: What is 6+10?\nAssistant:  é"
+    ids = tokenizer.text_to_ids(text)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    assert ids == reference.encode(text) and tokenizer.texts_to_ids([text, "6"])[0] == ids
+    assert tokenizer.ids_to_text([tokenizer.bos_id or 0, *ids, tokenizer.eos_id]) == text
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 1, 2, 320)
+    assert tokenizer.token_to_id("</s>") == 2 and tokenizer.token_to_id("no such token") is None
+    assert tokenizer.chat_template is None
+
+    tokenizer.save(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved")
+    saved.save(tmp_path / "saved")  # onto itself
+    assert saved.text_to_ids(text) == ids and type(saved) is type(tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode(text, add_special_tokens=False) == ids
+
+
+def test_sentencepiece_model_with_chat_template(sentencepiece_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.model").write_bytes(sentencepiece_model.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}" + CHATML)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "6"}]).startswith("<s><|im_start|>user\n6")
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="nothing is downloaded"):
+        load_tokenizer("gpt2")
+    with pytest.raises(TokenizerError, match=r"found neither"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "broken.model").write_bytes(b"not a model")
+    with pytest.raises(TokenizerError, match=r"broken\.model is not a sentencepiece model"):
+        load_tokenizer(tmp_path / "broken.model")
+    (tmp_path / "vocabulary.txt").write_text("a")
+    with pytest.raises(TokenizerError, match=r"ending in \.model"):
+        load_tokenizer(tmp_path / "vocabulary.txt")
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path / "endless")
+    file = tmp_path / "endless" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["eos_token"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match="end-of-sequence"):
+        load_tokenizer(tmp_path / "endless")
+
+
+def test_pad_falls_back_to_eos(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path / "padless")
+    file = tmp_path / "padless" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["pad_token"]
+    file.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path / "padless")
+    assert tokenizer.pad_id == tokenizer.eos_id == 0
