@@ -109,7 +109,7 @@ def data_source(entry: Any) -> DataSource:
 def _as_number(entry: Any) -> float | None:
     """A weight may come as a string from the command line."""
     try:
-        return float(entry)
+        return float(str(entry))
     except ValueError:
         return None
 

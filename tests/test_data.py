@@ -1,0 +1,509 @@
+"""JSONL files, datasets, batches and samplers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_style_aligner.data.datasets import (
+    BlendedDataset,
+    ComparisonDataset,
+    DataSource,
+    PromptDataset,
+    RegressionDataset,
+    collate_comparisons,
+    collate_regression,
+    load_data_prefix,
+    pad_tokens,
+)
+from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
+from nemo_style_aligner.data.samplers import EpochSampler, data_parallel_slice
+from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per printable ASCII character (so that lengths are easy to see), and ChatML with its markers."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_character_tokenizer([chr(c) for c in range(32, 127)] + ["\n", "\x00", "\x11", "\x12"], directory)
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for token in ("<|im_start|>", "<|im_end|>"):
+        entry = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": token}
+        content["model"]["vocab"][token] = entry["id"]
+        content["added_tokens"].append(entry)
+    file.write_text(json.dumps(content))
+    (directory / "chat_template.jinja").write_text(CHATML)
+    return load_tokenizer(directory)
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+# ---- JSONL ------------------------------------------------------------------------------------
+
+
+def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "é"}, "", {"text": "b", "n": 1})
+    assert [(record.line, record.text("text")) for record in read_jsonl(path)] == [(1, "é"), (3, "b")]
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        ('{"text": "a"', "not valid JSON"),
+        ("plain words", "not valid JSON"),
+        ('["text"]', "should be an object"),
+        ('{"txt": "a"}', "key 'text' is missing .* the keys there are: 'txt'"),
+        ('{"text": 3}', "'text' should be a string, not 3"),
+        ('{"text": null}', "'text' should be a string, not null"),
+        ('{"text": ""}', "'text' is empty"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, complaint: str) -> None:
+    path = jsonl(tmp_path / "bad.jsonl", {"text": "fine"}, "", line)
+    with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{complaint}"):
+        PromptDataset([path], tokenizer, 10)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+        read_jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"empty\.jsonl: the file holds no records"):
+        read_jsonl(jsonl(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    with pytest.raises(DataError, match=r"latin\.jsonl:2: not UTF-8"):
+        read_jsonl(tmp_path / "latin.jsonl")
+
+
+def test_write_jsonl_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    rows = [{"text": "a\nb é"}, {"text": "c"}]
+    assert write_jsonl(path, rows) == 2
+    assert [dict(record.fields) for record in read_jsonl(path)] == rows
+    with pytest.raises(TypeError):
+        write_jsonl(path, [{"text": "d"}, {"text": object()}])
+    assert len(read_jsonl(path)) == 2 and [p.name for p in path.parent.iterdir()] == ["out.jsonl"]
+
+
+# ---- prompts ----------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_dropped_with_one_count(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(
+        tmp_path / "p.jsonl", {"text": "123", "answer": "6"}, {"text": "12345"}, {"text": "1234"}, {"text": "6" * 9}
+    )
+    with caplog.at_level(logging.WARNING):
+        prompts = PromptDataset([path], tokenizer, max_prompt_length=4)
+    assert [prompt.text for prompt in (prompts[0], prompts[1])] == ["123", "1234"]
+    assert len(prompts) == 2 and prompts.num_dropped == 2
+    assert prompts[0].extra == {"answer": "6"} and prompts[1].extra == {}
+    assert prompts[0].token_ids == tokenizer.text_to_ids("123") and prompts[1].origin == f"{path}:3"
+    assert len(caplog.records) == 1 and "dropped 2 of 4 prompts" in caplog.text
+    with pytest.raises(IndexError):
+        prompts[2]
+    with pytest.raises(DataError, match="all 4 prompts are longer than 2 tokens"):
+        PromptDataset([path], tokenizer, max_prompt_length=2)
+
+
+# ---- comparisons ------------------------------------------------------------------------------
+
+
+def test_comparisons_are_consecutive_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a = jsonl(tmp_path / "a.jsonl", *({"text": t} for t in ["good", "bad", "much too long", "x", "y", "longer"]))
+    pairs = ComparisonDataset([a], tokenizer, seq_length=8)
+    assert (len(pairs), pairs.num_dropped) == (2, 1)
+    ids = tokenizer.text_to_ids
+    assert (pairs[0].chosen_ids, pairs[0].rejected_ids) == (ids("good"), ids("bad"))
+    assert (pairs[1].chosen_ids, pairs[1].rejected_ids) == (ids("y"), ids("longer"))
+    ended = ComparisonDataset([a], tokenizer, seq_length=8, append_eod=True)
+    assert ended[0].rejected_ids == [*ids("bad"), tokenizer.eos_id]
+
+    batch = collate_comparisons([pairs[0], pairs[1]], tokenizer.pad_id, multiple=4)
+    assert batch.chosen_tokens.shape == batch.rejected_tokens.shape == (2, 8)
+    assert batch.chosen_tokens.dtype == batch.chosen_lengths.dtype == torch.int64
+    assert batch.chosen_lengths.tolist() == [4, 1] and batch.rejected_lengths.tolist() == [3, 6]
+    assert batch.rejected_tokens[0].tolist() == ids("bad") + [tokenizer.pad_id] * 5
+
+
+def test_an_odd_number_of_comparisons_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    even = jsonl(tmp_path / "even.jsonl", {"text": "a"}, {"text": "b"})
+    odd = jsonl(tmp_path / "odd.jsonl", {"text": "a"}, {"text": "b"}, {"text": "c"})
+    with pytest.raises(DataError, match=r"odd\.jsonl:3: .*odd number"):
+        ComparisonDataset([even, odd, odd], tokenizer, 8)
+
+
+# ---- regression -------------------------------------------------------------------------------
+
+
+def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = jsonl(tmp_path / "r.jsonl", {"text": "abc", "label": [1, -100]}, {"text": "d" * 9, "label": [0, 0]},
+                 {"text": "e", "label": [0.5, 2]})  # fmt: skip
+    data = RegressionDataset([path], tokenizer, seq_length=8)
+    assert (len(data), data.num_dropped) == (2, 1)
+    batch = collate_regression([data[0], data[1]], tokenizer.pad_id)
+    assert batch.labels.tolist() == [[1, -100], [0.5, 2]] and batch.labels.dtype == torch.float32
+    assert batch.lengths.tolist() == [3, 1] and batch.tokens.shape == (2, 3)
+    single = RegressionDataset([jsonl(tmp_path / "s.jsonl", {"text": "a", "label": 3})], tokenizer, 8)
+    assert single[0].labels == [3.0]
+    with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' has 2 attributes where 1 are expected"):
+        RegressionDataset([path], tokenizer, 8, num_attributes=1)
+
+
+@pytest.mark.parametrize("label", ['"good"', "[]", '[1, "a"]', "true", "[NaN]", "null"])
+def test_bad_labels_are_named(tmp_path: Path, tokenizer: Tokenizer, label: str) -> None:
+    path = jsonl(tmp_path / "r.jsonl", f'{{"text": "a", "label": {label}}}')
+    with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' should be"):
+        RegressionDataset([path], tokenizer, 8)
+
+
+# ---- SFT: pairs -------------------------------------------------------------------------------
+
+
+def sft_format(**changes: Any) -> SFTFormat:
+    options: dict[str, Any] = {
+        "max_seq_length": 64, "min_seq_length": 1, "prompt_template": "{input} {output}", "label_key": "output",
+        "truncation_field": "input", "truncation_method": "right", "add_bos": False, "add_eos": True,
+        "add_sep": False, "answer_only_loss": True,
+    }  # fmt: skip
+    return SFTFormat(**(options | changes))
+
+
+def sft(tmp_path: Path, tokenizer: Tokenizer, *rows: Any, **changes: Any) -> SFTDataset:
+    return SFTDataset([jsonl(tmp_path / "sft.jsonl", *rows)], tokenizer, sft_format(**changes))
+
+
+def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Tokens as text, special ones visible."""
+    special = {
+        tokenizer.eos_id: "$",
+        tokenizer.token_to_id("<|im_start|>"): "[",
+        tokenizer.token_to_id("<|im_end|>"): "]",
+    }
+    return "".join(special[i] if i in special else tokenizer.ids_to_text([i]) for i in ids)
+
+
+def learnt(tokenizer: Tokenizer, item: SFTItem) -> str:
+    """The sample as text, with `_` for tokens that are not learnt."""
+    marks = [i if target else None for i, target in zip(item.token_ids, item.targets, strict=True)]
+    return "".join("_" if i is None else spell(tokenizer, [i]) for i in marks)
+
+
+def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"input": "User: 6+10?", "output": "16", "category": "sums"}
+    item = sft(tmp_path, tokenizer, row)[0]
+    assert spell(tokenizer, item.token_ids) == "User: 6+10? 16$"
+    assert learnt(tokenizer, item) == "___________ 16$"
+    assert sum(sft(tmp_path, tokenizer, row, answer_only_loss=False)[0].targets) == 15
+    assert spell(tokenizer, sft(tmp_path, tokenizer, row, add_eos=False)[0].token_ids) == "User: 6+10? 16"
+    separated = sft(tmp_path, tokenizer, row, add_sep=True, sep_id=tokenizer.text_to_ids("#")[0])[0]
+    assert learnt(tokenizer, separated) == "____________ 16$" and spell(tokenizer, separated.token_ids)[11] == "#"
+    with pytest.raises(DataError, match="add_bos is on"):
+        sft(tmp_path, tokenizer, row, add_bos=True)
+
+
+def test_template_with_several_fields(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"context": "c", "question": "q", "answer": "a"}
+    options = {
+        "prompt_template": "C: {context} Q: {question}\nA:{answer}",
+        "label_key": "answer",
+        "truncation_field": "",
+    }
+    item = sft(tmp_path, tokenizer, row, **options)[0]
+    assert spell(tokenizer, item.token_ids) == "C: c Q: q\nA:a$" and learnt(tokenizer, item).lstrip("_") == "a$"
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: key 'context' is missing"):
+        sft(tmp_path, tokenizer, {"question": "q", "answer": "a"}, **options)
+
+
+@pytest.mark.parametrize(
+    "changes, want",
+    [
+        ({"max_seq_length": 12}, "abcdefgh XY$"),
+        ({"max_seq_length": 8}, "abcd XY$"),
+        ({"max_seq_length": 8, "truncation_method": "left"}, "efgh XY$"),
+        ({"max_seq_length": 8, "truncation_field": "output"}, "abcdefgh"),  # no room for any response: dropped
+        ({"max_seq_length": 10, "truncation_field": "output,input"}, "abcdefgh $"),
+        ({"max_seq_length": 11, "truncation_field": ""}, "abcdefgh XY"),  # the response's end is cut
+    ],
+)
+def test_truncation(tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any], want: str) -> None:
+    rows = [{"input": "abcdefgh", "output": "XY"}, {"input": "i", "output": "o"}]
+    data = sft(tmp_path, tokenizer, *rows, **changes)
+    if want == "abcdefgh":
+        assert data.num_dropped == 1
+    else:
+        assert spell(tokenizer, data[0].token_ids) == want and data.num_dropped == 0
+
+
+def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"input": "a", "output": "b"}, {"input": "abcdef", "output": "b"}]
+    data = sft(tmp_path, tokenizer, *rows, min_seq_length=5)
+    assert len(data) == data.num_dropped == 1
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"prompt_template": "{output} {input}"}, r"should end with \{output\}"),
+        ({"label_key": "answer"}, r"should end with \{answer\}"),
+        ({"truncation_field": "context"}, "'context' is not in prompt_template"),
+        ({"truncation_method": "random"}, "'left' or 'right'"),
+    ],
+)
+def test_bad_formats_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        sft_format(**changes)
+
+
+def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    data = sft(tmp_path, tokenizer, {"input": "ab", "output": "c"}, {"input": "abcd", "output": "efg"})
+    batch = collate_sft([data[0], data[1]], tokenizer.pad_id, multiple=4)
+    assert batch.tokens.shape == (2, 12) and batch.loss_mask.shape == (2, 11)
+    assert batch.lengths.tolist() == [5, 9]
+    assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.float32
+    for row, text in enumerate([" c$", " efg$"]):
+        predicted = batch.tokens[row, 1:][batch.loss_mask[row] == 1]
+        assert spell(tokenizer, predicted.tolist()) == text
+    assert torch.all(batch.tokens[0, 5:] == tokenizer.pad_id)
+    assert collate_sft([data[0]], tokenizer.pad_id, length=20).loss_mask.shape == (1, 19)
+    with pytest.raises(ValueError, match="9 tokens does not fit into 8"):
+        collate_sft([data[1]], tokenizer.pad_id, length=8)
+
+
+# ---- SFT: chats -------------------------------------------------------------------------------
+
+MESSAGES = {
+    "messages": [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "u1"},
+        {"role": "assistant", "content": "a1"},
+        {"role": "user", "content": "u2"},
+        {"role": "assistant", "content": "a2"},
+    ]
+}
+CONVERSATIONS = {
+    "system": "S",
+    "mask": "User",
+    "conversations": [
+        {"from": "User", "value": "u1"},
+        {"from": "Assistant", "value": "a1", "label": None},
+        {"from": "User", "value": "u2"},
+        {"from": "Assistant", "value": "a2"},
+    ],
+}
+MARKUP = ChatPromptTokens(
+    system_turn_start="\x00", turn_start="\x11", label_start="\x12", end_of_turn="\n", end_of_name="\n"
+)
+
+
+@pytest.mark.parametrize("row", [MESSAGES, CONVERSATIONS], ids=["openai", "nemo"])
+def test_chat_template_has_loss_on_each_response_and_its_end_token(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any]
+) -> None:
+    item = sft(tmp_path, tokenizer, row, max_seq_length=200)[0]
+    whole = "[system\nS]\n[user\nu1]\n[assistant\na1]\n[user\nu2]\n[assistant\na2]\n"
+    assert spell(tokenizer, item.token_ids) == whole
+    want = "".join("_" for _ in whole)
+    for response in ("a1]", "a2]"):
+        at = whole.index(response)
+        want = want[:at] + response + want[at + 3 :]
+    assert learnt(tokenizer, item) == want
+
+
+@pytest.mark.parametrize("row", [MESSAGES, CONVERSATIONS], ids=["openai", "nemo"])
+def test_nemo_markup_learns_responses_and_where_they_stop(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any]
+) -> None:
+    item = sft(tmp_path, tokenizer, row, max_seq_length=200, chat_prompt_tokens=MARKUP)[0]
+    whole = "\x00System\nS\n\x11User\nu1\n\x11Assistant\na1\n\x11User\nu2\n\x11Assistant\na2\n\x11"
+    assert spell(tokenizer, item.token_ids) == whole
+    parts = ["\x00System\nS\n\x11User\nu1\n\x11Assistant\n", "User\nu2\n\x11Assistant\n"]
+    assert learnt(tokenizer, item) == "_" * len(parts[0]) + "a1\n\x11" + "_" * len(parts[1]) + "a2\n\x11"
+
+
+def test_nemo_labels_and_other_masks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {
+        "mask": "Bot",
+        "conversations": [{"from": "Bot", "value": "b"}, {"from": "Guest", "value": "g", "label": "quality:4"}],
+    }
+    item = sft(tmp_path, tokenizer, row, chat_prompt_tokens=MARKUP)[0]
+    assert spell(tokenizer, item.token_ids) == "\x00System\n\n\x11Bot\nb\n\x11Guest\n\x12quality:4\ng\n\x11"
+    assert learnt(tokenizer, item).strip("_") == "g\n\x11"
+
+
+def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    short = {"messages": MESSAGES["messages"][1:3]}
+    rows = [MESSAGES, {"messages": [{"role": "user", "content": "u" * 80}, {"role": "assistant", "content": "a"}]}]
+    data = sft(tmp_path, tokenizer, *rows, short, max_seq_length=40)
+    assert (len(data), data.num_dropped) == (2, 1)
+    assert len(data[0].token_ids) == 40 and learnt(tokenizer, data[0]).strip("_") == "a1]"
+
+
+@pytest.mark.parametrize(
+    "row, changes, complaint",
+    [
+        ({"messages": []}, {}, "list of objects"),
+        ({"messages": "hello"}, {}, "'messages' should be a list of turns"),
+        ({"messages": [{"role": "user"}]}, {}, "key 'content' is missing"),
+        ({"conversations": [{"from": "User"}]}, {}, "key 'value' is missing"),
+        ({"input": "a", "output": "b"}, {"chat": True}, "data.chat is on"),
+        (MESSAGES, {"chat": False}, "data.chat is off"),
+    ],
+)
+def test_bad_chats_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(DataError, match=rf"sft\.jsonl:1: .*{complaint}"):
+        sft(tmp_path, tokenizer, row, **changes)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As reasoning models' templates do, which leave the thoughts out of earlier turns."""
+    tokenizer.save(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 in another way"):
+        sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
+
+
+# ---- sources and blends -----------------------------------------------------------------------
+
+
+def test_data_prefix(tmp_path: Path) -> None:
+    a, b = jsonl(tmp_path / "a.jsonl", {"text": "a"}), jsonl(tmp_path / "b.jsonl", {"text": "b"})
+    prefix = load_data_prefix({"train": [str(a), str(b)], "validation": str(b), "test": ["0.3", str(a), 0.7, str(b)]})
+    assert prefix.train == DataSource((a, b)) and prefix.validation == DataSource((b,))
+    assert prefix.test == DataSource((a, b), (0.3, 0.7))
+    assert load_data_prefix({"train": [a]}).test is None
+
+
+@pytest.mark.parametrize(
+    "value, complaint",
+    [
+        (None, "data_prefix should be"),
+        (["a.jsonl"], "data_prefix should be"),
+        ({"train": ["a.jsonl"], "valid": []}, "unknown split 'valid'"),
+        ({"train": []}, "names no file"),
+        ({"train": ["nowhere.jsonl"]}, r"nowhere\.jsonl: no such data file"),
+        ({"train": [0.3, "a.jsonl", "b.jsonl"]}, "weights and files in turn"),
+        ({"train": ["a.jsonl", 0.3]}, "weights and files in turn"),
+        ({"train": [0.3, 0.4]}, "weights and files in turn"),
+        ({"train": [-1, "a.jsonl"]}, "positive"),
+    ],
+)
+def test_bad_data_prefixes_are_refused(value: Any, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        load_data_prefix(value)
+
+
+def test_omegaconf_data_prefix(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    a = jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    config = omegaconf.OmegaConf.create({"train": [0.5, str(a), 0.5, str(a)], "validation": [str(a)]})
+    assert load_data_prefix(config).train == DataSource((a, a), (0.5, 0.5))
+
+
+def test_blend_keeps_its_proportions_everywhere(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    blend = BlendedDataset([[f"a{i}" for i in range(90)], [f"b{i}" for i in range(10)]], [1, 3])
+    assert len(blend) == 100
+    names = [blend[i] for i in range(100)]
+    for end in range(1, 101):
+        assert abs(sum(name[0] == "b" for name in names[:end]) - 0.75 * end) <= 1
+    assert [name for name in names if name[0] == "a"] == [f"a{i}" for i in range(25)]
+    assert [name for name in names if name[0] == "b"] == [f"b{i % 10}" for i in range(75)]
+
+    files = tuple(jsonl(tmp_path / f"{c}.jsonl", *({"text": f"{c}{i}"} for i in range(4))) for c in "ab")
+    joined = DataSource(files).build(lambda paths: PromptDataset(paths, tokenizer, 9))
+    assert [joined[i].text for i in range(len(joined))] == ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]
+    mixed = DataSource(files, (0.5, 0.5)).build(lambda paths: PromptDataset(paths, tokenizer, 9))
+    assert [mixed[i].text for i in range(len(mixed))] == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+
+
+def test_pad_tokens() -> None:
+    assert pad_tokens([[1, 2, 3], [4]], 0).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert pad_tokens([[1, 2, 3], [4]], 9, multiple=2).tolist() == [[1, 2, 3, 9], [4, 9, 9, 9]]
+
+
+# ---- samplers ---------------------------------------------------------------------------------
+
+
+def test_each_epoch_has_every_sample_once_in_a_new_order() -> None:
+    sampler = EpochSampler(10, 4, seed=1, shuffle=True, drop_last=False)
+    epochs = [list(sampler) for _ in range(3)]
+    assert [len(batch) for batch in epochs[0]] == [4, 4, 2] and sampler.batches_per_epoch == 3
+    flat = [[index for batch in epoch for index in batch] for epoch in epochs]
+    assert all(sorted(order) == list(range(10)) for order in flat)
+    assert flat[0] != flat[1] != flat[2]
+    assert sampler.epoch == 3 and sampler.consumed_samples == 30
+
+
+def test_drop_last_and_no_shuffle() -> None:
+    sampler = EpochSampler(10, 4, seed=1, shuffle=False, drop_last=True)
+    assert list(sampler) == list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    shuffled = EpochSampler(10, 4, seed=1, shuffle=True, drop_last=True)
+    seen = {index for _ in range(20) for batch in shuffled for index in batch}
+    assert seen == set(range(10))  # not always the same two are left out
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_resuming_gives_exactly_the_rest(drop_last: bool, stop: int) -> None:
+    def stream(sampler: EpochSampler, batches: int) -> list[list[int]]:
+        out: list[list[int]] = []
+        while len(out) < batches:
+            for batch in sampler:
+                out.append(batch)
+                if len(out) == batches:
+                    break
+        return out
+
+    whole = stream(EpochSampler(10, 4, 7, shuffle=True, drop_last=drop_last), 9)
+    first = EpochSampler(10, 4, 7, shuffle=True, drop_last=drop_last)
+    head = stream(first, stop)
+    second = EpochSampler(10, 4, 7, shuffle=True, drop_last=drop_last, consumed_samples=first.consumed_samples)
+    assert head + stream(second, 9 - stop) == whole
+
+
+def test_seed_decides_the_order() -> None:
+    orders = [EpochSampler(50, 50, seed, shuffle=True, drop_last=True).order(0).tolist() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_too_little_data_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match="3 samples do not fill one global batch of 4"):
+        EpochSampler(3, 4, 0, shuffle=True, drop_last=True)
+    assert list(EpochSampler(3, 4, 0, shuffle=False, drop_last=False)) == [[0, 1, 2]]
+    with pytest.raises(ValueError, match="at least 1"):
+        EpochSampler(3, 0, 0, shuffle=False, drop_last=False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("n", [12, 24, 1, 7, 11])
+def test_ranks_share_a_batch(size: int, micro: int, n: int) -> None:
+    batch = list(range(n))
+    shares = [list(data_parallel_slice(batch, rank, size, micro)) for rank in range(size)]
+    assert [index for share in shares for index in share] == batch
+    if n % (size * micro) == 0:
+        assert {len(share) for share in shares} == {n // size}
+    counts = [-(-len(share) // micro) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    with pytest.raises(ValueError, match="data-parallel rank"):
+        data_parallel_slice(batch, size, size)
