@@ -1,0 +1,120 @@
+"""Commands from rank 0 to all other ranks of a service: an op code, plain metadata and tensors.
+
+Works on any `torch.distributed` backend (tensors are moved to ``device`` for the wire), and without
+torch.distributed at all in a world of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+ERROR_EXCHANGE_SECONDS = 5.0
+_DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32)}
+
+
+class OpCode(enum.IntEnum):
+    """What all ranks are to do next."""
+
+    NOOP = 0  # heartbeat: no collective on the waiting ranks grows old
+    INFER = 1
+    TRAIN = 2
+    SAVE = 3
+    SHUTDOWN = 4  # end in good order
+    ABORT = 5  # rank 0 has failed outside of a command: end with an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """``tensors``: int64 or float32, on the CPU; the same on every rank after `CommandChannel.receive`."""
+
+    op: OpCode
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class CommandChannel:
+    """Broadcasts from rank 0 of ``group``, and the exchange of success after each command.
+
+    ``group`` None is the default group, or a world of one where torch.distributed is not initialised.
+    Use a gloo group where there is a choice: waiting in a gloo broadcast costs no GPU time, and its
+    errors name the peer. The group's timeout must exceed the time by which ranks may differ in
+    finishing one command (a long save).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
+        self._group = group
+        self._device = torch.device(device)
+        distributed = dist.is_available() and dist.is_initialized()
+        if group is not None and not distributed:
+            raise ValueError("a process group was given, but torch.distributed is not initialised")
+        self.world_size = dist.get_world_size(group) if distributed else 1
+        self.rank = dist.get_rank(group) if distributed else 0
+        self._source = dist.get_global_rank(group, 0) if group is not None else 0
+
+    def send(self, command: Command) -> None:
+        """Rank 0: hand the command to all other ranks."""
+        if self.world_size == 1:
+            return
+        shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in command.tensors.items()]
+        text = json.dumps({"metadata": command.metadata, "tensors": shapes}).encode()
+        self._broadcast(torch.tensor([int(command.op), len(text)], dtype=torch.int64))
+        self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        for tensor in command.tensors.values():
+            self._broadcast(tensor)
+
+    def receive(self) -> Command:
+        """Other ranks: wait for the next command. Raises RuntimeError when rank 0 is gone."""
+        op, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        text = self._broadcast(torch.zeros(size, dtype=torch.uint8))
+        head = json.loads(bytes(text.numpy()))
+        tensors = {
+            name: self._broadcast(torch.empty(shape, dtype=_DTYPES[dtype])) for name, dtype, shape in head["tensors"]
+        }
+        return Command(OpCode(op), head["metadata"], tensors)
+
+    def failed_ranks(self) -> list[int]:
+        """Collective, after a command that went well here: the ranks on which it did not."""
+        if self.world_size == 1:
+            return []
+        flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        return torch.nonzero(flags.cpu()).flatten().tolist()
+
+    def report_failure(self) -> None:
+        """Take part in `failed_ranks` of the others, to tell them that the command failed here.
+
+        Waits a few seconds only: the others may be held up inside the command itself, and then learn of
+        the failure when this process ends.
+        """
+        if self.world_size == 1:
+            return
+        flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        flags[self.rank] = 1
+        try:
+            work = dist.all_reduce(flags, group=self._group, async_op=True)
+            work.wait(timeout=datetime.timedelta(seconds=ERROR_EXCHANGE_SECONDS))
+        except RuntimeError as error:
+            logger.warning("rank %d could not tell the other ranks of its failure: %s", self.rank, error)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0:  # some backends refuse empty tensors
+            return tensor
+        on_device = tensor.to(self._device).contiguous()
+        dist.broadcast(on_device, src=self._source, group=self._group)
+        return on_device.cpu()
+
+
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copy numpy arrays (which may be read-only views of a request body) to tensors."""
+    return {name: torch.tensor(array) for name, array in arrays.items()}

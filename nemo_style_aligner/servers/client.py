@@ -1,0 +1,290 @@
+"""The actor job's client of the critic and reward service.
+
+It knows nothing of process groups: call it on the ranks that own the data (model-parallel sources for
+inference, rank 0 for training and saving) and hand the results round there.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.servers.ledger import EXPECTED_SEQUENCE_HEADER
+from nemo_style_aligner.servers.protocol import (
+    HEADER_LENGTH_FIELD,
+    ProtocolError,
+    decode_error,
+    decode_infer_response,
+    encode_infer_request,
+)
+
+logger = logging.getLogger(__name__)
+
+TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
+_PROGRESS_SECONDS = 10.0
+
+
+class SequenceConflictError(RuntimeError):
+    """The critic expects another training request than the one sent. ``expected``: its number."""
+
+    def __init__(self, message: str, expected: int) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+
+class TrainingStateUnknownError(RuntimeError):
+    """An earlier training request failed, so that a further one could train the critic on the wrong batches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """rewards: float32 [b] ([b, n] with several attributes); values: float32 [b, s-1]. CPU tensors.
+
+    Unpacks as ``rewards, values = future.result()``.
+    """
+
+    rewards: torch.Tensor
+    values: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.rewards, self.values))
+
+
+class CriticClient:
+    """Built from the config section ``remote_critic_rm`` (its keys are NeMo-Aligner's).
+
+    ``run_id`` names this run to the critic: keep it, and `next_sequence_number`, in the actor's
+    checkpoint. Training requests and saves go out one after the other, in the order of the calls;
+    inference requests up to ``max_parallel`` at once.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        token: str | None = None,
+        run_id: str | None = None,
+        next_sequence_number: int = 1,
+        max_parallel: int = 8,
+        infer_limits: ClientLimits | None = None,
+        train_limits: ClientLimits | None = None,
+    ) -> None:
+        critic, names = config["critic"], config["critic"]["name"]
+        self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
+        self._combined = bool(config["combine_rm_and_critic_server"])
+        self._pad_to_length: int | None = config.get("pad_to_length")
+        self._critic = _http_client(critic, token)
+        self._reward: HttpClient | None = None
+        self._reward_model = ""
+        if not self._combined:
+            self._reward = _http_client(config["reward_model"], token)
+            self._reward_model = config["reward_model"]["name"]
+        self.run_id = run_id or uuid.uuid4().hex
+        self._next_sequence_number = next_sequence_number
+        self._broken: str | None = None
+        self._infer_limits = infer_limits or ClientLimits()
+        self._train_limits = train_limits or TRAIN_LIMITS
+        self._inference = concurrent.futures.ThreadPoolExecutor(max_parallel, "critic-infer")
+        self._rewards = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
+        self._commands = concurrent.futures.ThreadPoolExecutor(1, "critic-command")  # one thread keeps the order
+
+    @property
+    def next_sequence_number(self) -> int:
+        """The number of the next training request; read it when no training is under way."""
+        return self._next_sequence_number
+
+    # -------------------------------------------------------------- requests
+
+    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+        """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
+
+        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on.
+        """
+        width = tokens.shape[1]
+        if self._pad_to_length is not None:
+            if width > self._pad_to_length:
+                raise ValueError(
+                    f"sequences of {width} tokens are longer than remote_critic_rm.pad_to_length="
+                    f"{self._pad_to_length}: raise it, or set it to null"
+                )
+            tokens = torch.nn.functional.pad(tokens, (0, self._pad_to_length - width))
+        inputs = {
+            "tokens": _numpy(tokens, torch.int64),
+            "sequence_lengths": _numpy(lengths, torch.int64).reshape(-1, 1),
+        }
+        rewards = None
+        if self._reward is not None:
+            rewards = self._rewards.submit(self._call, self._reward, self._reward_model, inputs, self._infer_limits)
+        return self._inference.submit(self._score, inputs, width, rewards)
+
+    def train_async(
+        self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
+    ) -> concurrent.futures.Future[float]:
+        """Train the critic on one batch, exactly once. tokens: int64 [b, s]; the others: float32 [b, s-1].
+
+        The future gives the mean loss. It raises `SequenceConflictError` when the critic has lost or
+        gained training requests (it was restarted from an older checkpoint, say).
+        """
+        inputs = {"tokens": _numpy(tokens, torch.int64)}
+        for name, tensor in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
+            inputs[name] = _numpy(tensor, torch.float32)
+        return self._commands.submit(self._train, inputs)
+
+    def save_async(self) -> concurrent.futures.Future[None]:
+        """Have the critic write a checkpoint, after all training asked for before."""
+        return self._commands.submit(self._save)
+
+    def save(self) -> None:
+        """Have the critic write a checkpoint; returns when it is on disk."""
+        self.save_async().result()
+
+    def resume_training(self, next_sequence_number: int) -> None:
+        """Set the next training request's number, after a `SequenceConflictError` or a failed request."""
+        self._next_sequence_number = next_sequence_number
+        self._broken = None
+
+    # -------------------------------------------------------------- readiness
+
+    def wait_until_ready(self, timeout_s: float, progress: Callable[[str], None] | None = None) -> None:
+        """Wait until every server is ready, and check that it is the one the config describes.
+
+        ``progress`` gets a line every ten seconds (default: the log). Raises `ServerUnavailableError`
+        after ``timeout_s``, and ValueError when a server does not have the models and outputs needed.
+        """
+        say = progress or logger.info
+        deadline = time.monotonic() + timeout_s
+        infer_outputs = {"values", "rewards"} if self._combined else {"values"}
+        needed = [(self._critic, {self._infer_model: infer_outputs, self._train_model: set(), self._save_model: set()})]
+        if self._reward is not None:
+            needed.append((self._reward, {self._reward_model: {"rewards"}}))
+        for server, models in needed:
+            _wait_for(server, deadline, timeout_s, say)
+            for model, outputs in models.items():
+                _check_model(server, model, outputs, max(deadline - time.monotonic(), 5.0))
+
+    def close(self) -> None:
+        """Give up what waits, and close the connections."""
+        for http in (self._critic, self._reward):
+            if http is not None:
+                http.close()
+        for pool in (self._inference, self._rewards, self._commands):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # -------------------------------------------------------------- in the pool's threads
+
+    def _score(self, inputs: dict[str, np.ndarray], width: int, rewards: concurrent.futures.Future | None) -> Scores:
+        answer = self._call(self._critic, self._infer_model, inputs, self._infer_limits)
+        if rewards is not None:
+            answer["rewards"] = _output(rewards.result(self._infer_limits.total_s), "rewards", self._reward_model)
+        scores = torch.tensor(_output(answer, "rewards", self._infer_model), dtype=torch.float32)
+        if scores.shape[1] == 1:
+            scores = scores[:, 0]
+        values = torch.tensor(_output(answer, "values", self._infer_model)[:, : width - 1], dtype=torch.float32)
+        return Scores(scores, values)
+
+    def _train(self, inputs: dict[str, np.ndarray]) -> float:
+        if self._broken is not None:
+            raise TrainingStateUnknownError(
+                f"no critic training is sent since a request failed ({self._broken}): call resume_training() with "
+                "the number to go on from, or start again from the last checkpoint"
+            )
+        number = self._next_sequence_number
+        parameters = {"run_id": self.run_id, "sequence_number": number}
+        try:
+            answer = self._call(self._critic, self._train_model, inputs, self._train_limits, parameters)
+            loss = float(_output(answer, "loss_mean", self._train_model)[0])
+        except RequestRefusedError as error:
+            self._broken = str(error)
+            expected = error.headers.get(EXPECTED_SEQUENCE_HEADER)
+            if error.status == 409 and expected is not None:
+                raise SequenceConflictError(str(error), int(expected)) from error
+            raise
+        except (ServerUnavailableError, ProtocolError) as error:
+            self._broken = str(error)
+            raise
+        self._next_sequence_number = number + 1
+        return loss
+
+    def _save(self) -> None:
+        inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        answer = self._call(self._critic, self._save_model, inputs, self._train_limits)
+        status = int(_output(answer, "status", self._save_model)[0])
+        if status != 0:
+            raise RuntimeError(f"the critic at {self._critic.base_url} could not save: status {status}, see its log")
+
+    def _call(
+        self,
+        server: HttpClient,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        limits: ClientLimits,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> dict[str, np.ndarray]:
+        body, headers = encode_infer_request(inputs, parameters=parameters)
+        response = server.request("POST", f"/v2/models/{model}/infer", limits=limits, body=body, headers=headers)
+        answer = decode_infer_response(response.content, response.headers.get(HEADER_LENGTH_FIELD))
+        return {name: tensor.array for name, tensor in answer.outputs.items()}
+
+
+def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
+    return HttpClient(f"http://{section['ip']}:{section['port']}", token=token, error_text=decode_error)
+
+
+def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return tensor.detach().to("cpu", dtype).contiguous().numpy()
+
+
+def _output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarray:
+    if name not in answer:
+        raise ProtocolError(500, f"the answer of '{model}' has no output '{name}', only {', '.join(answer)}")
+    return answer[name]
+
+
+def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callable[[str], None]) -> None:
+    started = last_line = time.monotonic()
+    say(f"waiting for the server at {server.base_url} (at most {timeout_s:g} s)")
+    while True:
+        try:
+            server.request("GET", "/v2/health/ready", limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
+        except (ServerUnavailableError, RequestRefusedError) as error:
+            now = time.monotonic()
+            if now >= deadline:
+                raise ServerUnavailableError(
+                    f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
+                ) from error
+            if now - last_line >= _PROGRESS_SECONDS:
+                say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
+                last_line = now
+        else:
+            say(f"the server at {server.base_url} is ready after {time.monotonic() - started:.1f} s")
+            return
+
+
+def _check_model(server: HttpClient, model: str, outputs: set[str], total_s: float) -> None:
+    limits = ClientLimits(read_s=10.0, total_s=total_s)
+    try:
+        metadata = server.request("GET", f"/v2/models/{model}", limits=limits).json()
+    except RequestRefusedError as error:
+        if error.status == 401:
+            raise ValueError(f"the server at {server.base_url} does not accept this run's token: {error}") from error
+        raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
+    missing = outputs - {output["name"] for output in metadata["outputs"]}
+    if missing:
+        raise ValueError(
+            f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
+            "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
+        )

@@ -1,0 +1,323 @@
+"""The loop that does a service's work on all ranks of its job.
+
+Rank 0 takes jobs from the queue that the HTTP threads fill, merges inference jobs, and tells all other
+ranks what to do; every rank then calls the same method of its `ModelBackend` with the same arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.servers import batching
+from nemo_style_aligner.servers.channel import Command, CommandChannel, OpCode, as_tensors
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.metrics import ServiceMetrics
+from nemo_style_aligner.servers.protocol import ProtocolError
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_POLL_SECONDS = 0.25  # how soon a stop request is noticed
+
+
+class ModelBackend(Protocol):
+    """What the service serves. Collective: called on every rank, in the same order, with equal arguments."""
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Score a batch.
+
+        ``tokens`` int64 [b, s] and ``lengths`` int64 [b] are on the CPU; b is a multiple of
+        `DispatchSettings.row_multiple`, s of ``sequence_multiple``. Returns ``values`` [b, s-1],
+        ``rewards`` [b, n] or both; only rank 0's answer is used.
+        """
+        ...
+
+    def train(
+        self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
+    ) -> float:
+        """Train on one batch: ``tokens`` int64 [b, s], the others float32 [b, s-1]. Returns the mean loss.
+
+        The loss must be the same on every rank: each keeps it in its ledger.
+        """
+        ...
+
+    def save(self) -> None:
+        """Write a checkpoint; return when it is whole."""
+        ...
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed in a command that went well on this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchSettings:
+    """How inference requests are merged. Sizes in rows are over all data-parallel ranks together."""
+
+    preferred_batch_rows: tuple[int, ...]
+    max_queue_delay_microseconds: int = 2000
+    strip_sequence_length_to_multiple: int | None = None
+    sequence_multiple: int = 1  # what the model needs, e.g. the tensor-parallel size for sequence parallelism
+    row_multiple: int = 1  # what the model needs, e.g. the data-parallel size
+    max_sequence_length: int | None = None  # rounding up does not go beyond it
+    heartbeat_seconds: float = 5.0
+    drain_seconds: float = 60.0  # on SIGTERM: what has not begun by then is refused
+
+    def __post_init__(self) -> None:
+        if not self.preferred_batch_rows or min(self.preferred_batch_rows) < 1:
+            raise ValueError(f"preferred batch sizes must be at least 1, got {list(self.preferred_batch_rows)}")
+
+    @property
+    def max_batch_rows(self) -> int:
+        return max(self.preferred_batch_rows)
+
+
+def preferred_batch_rows(inference_micro_batch_size: int | Sequence[int], data_parallel_size: int) -> tuple[int, ...]:
+    """The preferred batch sizes in rows, from the config's ``inference_micro_batch_size`` (one or a list)."""
+    sizes = inference_micro_batch_size
+    if isinstance(sizes, int):
+        sizes = [sizes]
+    return tuple(int(size) * data_parallel_size for size in sizes)
+
+
+class Dispatcher:
+    """Runs a service's backend. Made on every rank; `run` returns on every rank after a graceful stop."""
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        settings: DispatchSettings,
+        *,
+        channel: CommandChannel,
+        queue: JobQueue | None = None,
+        ledger: TrainingLedger | None = None,
+        metrics: ServiceMetrics | None = None,
+    ) -> None:
+        if channel.rank == 0 and queue is None:
+            raise ValueError("rank 0 needs the job queue")
+        self._backend = backend
+        self._settings = settings
+        self._channel = channel
+        self._queue = queue or JobQueue(1)
+        self._ledger = ledger or TrainingLedger()
+        self._metrics = metrics or ServiceMetrics()
+        self._last_contact = time.monotonic()
+        self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
+        self._peers_listen = True  # whether the other ranks wait for a command right now
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to keep: the training ledger."""
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ledger.load_state_dict(state)
+
+    def request_stop(self) -> None:
+        """Rank 0: finish what was taken, then return from `run` on all ranks. From any thread or a handler."""
+        self._stop_requested = True
+
+    def run(self) -> None:
+        """Serve until a stop is requested (SIGTERM and SIGINT do, in the main thread).
+
+        Raises what the backend raised, on the rank where it did, and `RankFailedError` on the others.
+        """
+        with _stop_on_signals(self._on_signal):
+            if self._channel.rank == 0:
+                self._lead()
+            else:
+                self._follow()
+
+    def _on_signal(self) -> None:
+        if self._channel.rank == 0:
+            self.request_stop()  # the other ranks end when rank 0 tells them
+
+    # -------------------------------------------------------------- rank 0
+
+    def _lead(self) -> None:
+        self._queue.set_state(QueueState.SERVING)
+        try:
+            self._serve_until_stopped()
+            self._drain()
+            self._channel.send(Command(OpCode.SHUTDOWN))
+        except BaseException as error:
+            self._queue.set_state(QueueState.FAILED)
+            self._queue.refuse_waiting(ProtocolError(500, f"the service failed: {_describe(error)}"))
+            if self._peers_listen and not isinstance(error, RankFailedError):
+                self._abort_peers()
+            raise
+
+    def _serve_until_stopped(self) -> None:
+        while not self._stop_requested:
+            if not self._work():
+                self._heartbeat()
+
+    def _drain(self) -> None:
+        logger.info("shutting down: finishing %d jobs", self._queue.waiting)
+        self._queue.set_state(QueueState.DRAINING)
+        deadline = time.monotonic() + self._settings.drain_seconds
+        while self._queue.waiting and time.monotonic() < deadline:
+            self._work()
+        self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
+
+    def _work(self) -> bool:
+        """Take and do the next jobs; False when there were none."""
+        settings = self._settings
+        jobs = self._queue.take(
+            _POLL_SECONDS,
+            settings.max_batch_rows,
+            settings.preferred_batch_rows,
+            settings.max_queue_delay_microseconds / 1e6,
+        )
+        if not jobs:
+            return False
+        now = time.monotonic()
+        for job in jobs:
+            self._metrics.queue_time.observe(now - job.arrived)
+        try:
+            self._do(jobs)
+        except BaseException as error:
+            failure = ProtocolError(500, f"the service failed: {_describe(error)}")
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(failure)
+            raise
+        self._last_contact = time.monotonic()
+        return True
+
+    def _do(self, jobs: list[Job]) -> None:
+        first = jobs[0]
+        if isinstance(first, TrainJob):
+            self._train(first)
+        elif isinstance(first, SaveJob):
+            self._command(Command(OpCode.SAVE), self._backend.save)
+            first.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+        else:
+            self._infer([job for job in jobs if isinstance(job, InferJob)])
+
+    def _infer(self, jobs: list[InferJob]) -> None:
+        settings = self._settings
+        batch = batching.merge(
+            jobs,
+            length_multiple=batching.length_multiple(
+                settings.strip_sequence_length_to_multiple, settings.sequence_multiple
+            ),
+            row_multiple=settings.row_multiple,
+            max_length=settings.max_sequence_length,
+        )
+        self._metrics.batch_rows.observe(sum(job.rows for job in jobs))
+        command = Command(OpCode.INFER, tensors={"tokens": batch.tokens, "lengths": batch.lengths})
+        outputs = self._command(command, lambda: self._backend.infer(batch.tokens, batch.lengths))
+        for job, result in zip(jobs, batching.split(jobs, batch, outputs), strict=True):
+            job.future.set_result(result)
+
+    def _train(self, job: TrainJob) -> None:
+        loss: float | None = None
+        if job.run_id is not None:
+            try:
+                loss = self._ledger.stored_answer(job.run_id, job.sequence_number)
+            except ProtocolError as refusal:
+                job.future.set_exception(refusal)
+                return
+        if loss is None:
+            arrays = {name: getattr(job, name) for name in ("tokens", "returns", "prev_values", "mask")}
+            command = Command(
+                OpCode.TRAIN, {"run_id": job.run_id, "sequence_number": job.sequence_number}, as_tensors(arrays)
+            )
+            loss = self._command(command, lambda: self._train_here(command))
+            self._metrics.training_steps.inc()
+        else:
+            self._metrics.training_repeats.inc()
+        job.future.set_result({"loss_mean": np.array([loss], dtype=np.float32)})
+
+    def _command(self, command: Command, act: Callable[[], Result]) -> Result:
+        """Do one command on all ranks; returns this rank's result when all have succeeded."""
+        started = time.monotonic()
+        self._channel.send(command)
+        result = self._together(command.op, act)
+        self._metrics.command_time.labels(command.op.name.lower()).observe(time.monotonic() - started)
+        return result
+
+    def _heartbeat(self) -> None:
+        if time.monotonic() - self._last_contact >= self._settings.heartbeat_seconds:
+            self._channel.send(Command(OpCode.NOOP))
+            self._last_contact = time.monotonic()
+
+    def _abort_peers(self) -> None:
+        try:
+            self._channel.send(Command(OpCode.ABORT))
+        except RuntimeError as error:  # a lost peer is often why we are here
+            logger.warning("the other ranks could not be told to abort: %s", error)
+
+    # -------------------------------------------------------------- other ranks
+
+    def _follow(self) -> None:
+        while True:
+            command = self._channel.receive()
+            if command.op is OpCode.NOOP:
+                continue
+            if command.op is OpCode.SHUTDOWN:
+                return
+            if command.op is OpCode.ABORT:
+                raise RankFailedError("rank 0 of the service has failed: see its log")
+            self._together(command.op, functools.partial(self._act, command))
+
+    def _act(self, command: Command) -> None:
+        if command.op is OpCode.INFER:
+            self._backend.infer(**command.tensors)
+        elif command.op is OpCode.TRAIN:
+            self._train_here(command)
+        elif command.op is OpCode.SAVE:
+            self._backend.save()
+
+    # -------------------------------------------------------------- all ranks
+
+    def _train_here(self, command: Command) -> float:
+        loss = float(self._backend.train(**command.tensors))
+        self._ledger.record(command.metadata["run_id"], command.metadata["sequence_number"], loss)
+        return loss
+
+    def _together(self, op: OpCode, act: Callable[[], Result]) -> Result:
+        """Act, and learn whether every other rank succeeded too."""
+        self._peers_listen = False
+        try:
+            result = act()
+        except BaseException:
+            logger.error("rank %d failed in %s", self._channel.rank, op.name, exc_info=True)
+            self._channel.report_failure()
+            raise
+        failed = self._channel.failed_ranks()
+        self._peers_listen = True
+        if failed:
+            raise RankFailedError(f"rank {', '.join(map(str, failed))} failed in {op.name}: see its log")
+        return result
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _stop_on_signals(handler: Callable[[], None]) -> Iterator[None]:
+    """Call ``handler`` on SIGTERM and SIGINT while inside; outside of the main thread it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda *_: handler()) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

@@ -1,0 +1,294 @@
+"""The models on the wire: their tensors, the checks on a request, and the job a request becomes.
+
+Names and tensors are NeMo-Aligner's: ``critic_infer``, ``critic_train``, ``critic_save`` and
+``reward_model``. Every check happens here, before a job is queued, so that a bad request never
+reaches the batch it would share with others.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_style_aligner.servers.jobs import InferJob, Job, SaveJob, TrainJob
+from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
+
+MODEL_VERSION = "1"
+MAX_RUN_ID_LENGTH = 128
+# What Triton clients are told as the largest batch; the model cuts a batch into micro batches itself.
+MAX_BATCH_SIZE = 9999999
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor on the wire. ``dims`` are without the batch dimension where the endpoint has one."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...] = (-1,)
+    optional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLimits:
+    """What the model behind an endpoint can take; None: not checked."""
+
+    max_sequence_length: int | None = None
+    vocab_size: int | None = None
+    max_rows: int | None = None
+
+
+class Endpoint(abc.ABC):
+    """One named model of the service."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        batched: bool,
+        limits: ModelLimits,
+    ) -> None:
+        self.name = name
+        self.inputs = {spec.name: spec for spec in inputs}
+        self.outputs = {spec.name: spec for spec in outputs}
+        self.batched = batched
+        self.limits = limits
+
+    @abc.abstractmethod
+    def make_job(self, request: InferRequest) -> Job:
+        """Check the request and turn it into a job. Raises `ProtocolError` (400)."""
+
+    def metadata(self) -> dict[str, Any]:
+        """The protocol's model metadata; shapes with the batch dimension."""
+
+        def describe(spec: TensorSpec) -> dict[str, Any]:
+            return {"name": spec.name, "datatype": spec.datatype, "shape": self._full_shape(spec)}
+
+        return {
+            "name": self.name,
+            "versions": [MODEL_VERSION],
+            "platform": "nemo_style_aligner",
+            "inputs": [describe(spec) for spec in self.inputs.values()],
+            "outputs": [describe(spec) for spec in self.outputs.values()],
+        }
+
+    def config(self) -> dict[str, Any]:
+        """Triton's model configuration, which Triton's and PyTriton's clients ask for."""
+
+        def describe(spec: TensorSpec) -> dict[str, Any]:
+            data_type = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+            return {"name": spec.name, "data_type": data_type, "dims": list(spec.dims)}
+
+        return {
+            "name": self.name,
+            "platform": "",
+            "backend": "python",
+            "max_batch_size": MAX_BATCH_SIZE if self.batched else 0,
+            "input": [{**describe(spec), "optional": spec.optional} for spec in self.inputs.values()],
+            "output": [describe(spec) for spec in self.outputs.values()],
+            "instance_group": [],
+            "parameters": {},
+        }
+
+    def _full_shape(self, spec: TensorSpec) -> list[int]:
+        return [-1, *spec.dims] if self.batched else list(spec.dims)
+
+    def _arrays(self, request: InferRequest) -> dict[str, np.ndarray]:
+        """The request's tensors, checked for name, datatype and shape against the endpoint's."""
+        for name in request.inputs:
+            if name not in self.inputs:
+                raise self._refuse(f"unknown input '{name}', known are {', '.join(self.inputs)}")
+        for output in request.outputs or ():
+            if output.name not in self.outputs:
+                raise self._refuse(f"unknown output '{output.name}', known are {', '.join(self.outputs)}")
+        arrays: dict[str, np.ndarray] = {}
+        for spec in self.inputs.values():
+            tensor = request.inputs.get(spec.name)
+            if tensor is None:
+                if spec.optional:
+                    continue
+                raise self._refuse(f"input '{spec.name}' is missing")
+            if tensor.datatype != spec.datatype:
+                raise self._refuse(f"input '{spec.name}' must be {spec.datatype}, got {tensor.datatype}")
+            expected, shape = self._full_shape(spec), tensor.array.shape
+            if len(shape) != len(expected) or any(e not in (-1, size) for e, size in zip(expected, shape, strict=True)):
+                raise self._refuse(f"input '{spec.name}' must be of shape {expected}, got {list(shape)}")
+            if tensor.array.size == 0 and tensor.array.shape[0] == 0:
+                raise self._refuse(f"input '{spec.name}' has no rows")
+            arrays[spec.name] = tensor.array
+        return arrays
+
+    def _check_tokens(self, tokens: np.ndarray, name: str = "tokens") -> None:
+        """Refuse ids outside the vocabulary: they would crash the embedding for a whole batch."""
+        if tokens.size == 0:
+            raise self._refuse(f"input '{name}' is empty")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or (self.limits.vocab_size is not None and high >= self.limits.vocab_size):
+            raise self._refuse(
+                f"input '{name}' has a token id outside the vocabulary: ids from {low} to {high}, "
+                f"{self.limits.vocab_size} are known"
+            )
+
+    def _check_size(self, rows: int, longest: int) -> None:
+        limit = self.limits.max_sequence_length
+        if limit is not None and longest > limit:
+            raise self._refuse(f"a sequence of {longest} tokens is longer than the model's {limit}")
+        if self.limits.max_rows is not None and rows > self.limits.max_rows:
+            raise self._refuse(f"{rows} rows in one request, the limit is {self.limits.max_rows}: send several")
+
+    def _refuse(self, message: str) -> ProtocolError:
+        return ProtocolError(400, f"{self.name}: {message}")
+
+
+class InferEndpoint(Endpoint):
+    """Values, rewards or both for a batch of sequences, given as token ids or as text."""
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[TensorSpec],
+        limits: ModelLimits,
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        inputs = [
+            TensorSpec("tokens", "INT64", (-1,), optional=True),
+            TensorSpec("sequence_lengths", "INT64", (1,), optional=True),
+        ]
+        if tokenize is not None:
+            inputs.insert(0, TensorSpec("sentences", "BYTES", (1,), optional=True))
+        super().__init__(name, inputs, outputs, batched=True, limits=limits)
+        self._tokenize = tokenize
+
+    def make_job(self, request: InferRequest) -> InferJob:
+        arrays = self._arrays(request)
+        if "sentences" in arrays:
+            if "tokens" in arrays or "sequence_lengths" in arrays:
+                raise self._refuse("give either 'sentences', or 'tokens' and 'sequence_lengths'")
+            tokens, lengths = self._from_sentences(arrays["sentences"])
+        elif "tokens" in arrays and "sequence_lengths" in arrays:
+            tokens, lengths = arrays["tokens"], arrays["sequence_lengths"][:, 0]
+        else:
+            raise self._refuse(
+                "both 'tokens' and 'sequence_lengths' are needed" + (" (or 'sentences')" if self._tokenize else "")
+            )
+        rows, width = tokens.shape
+        if len(lengths) != rows:
+            raise self._refuse(f"{rows} rows of 'tokens', but {len(lengths)} of 'sequence_lengths'")
+        if lengths.min() < 1 or lengths.max() > width:
+            raise self._refuse(f"'sequence_lengths' must be from 1 to {width}, the width of 'tokens'")
+        self._check_size(rows, int(lengths.max()))
+        # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
+        self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
+        return InferJob(tokens=tokens, lengths=lengths)
+
+    def _from_sentences(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert self._tokenize is not None  # the input exists only with a tokenizer
+        rows: list[Sequence[int]] = []
+        for index, item in enumerate(sentences[:, 0]):
+            try:
+                text = item.decode()
+            except UnicodeDecodeError as error:
+                raise self._refuse(f"'sentences' row {index} is not UTF-8") from error
+            rows.append(self._tokenize(text))
+            if not rows[-1]:
+                raise self._refuse(f"'sentences' row {index} has no tokens")
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        tokens = np.zeros((len(rows), int(lengths.max())), dtype=np.int64)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        return tokens, lengths
+
+
+class TrainEndpoint(Endpoint):
+    """One training batch of the critic, applied once however often it is sent (see `ledger`)."""
+
+    def __init__(self, name: str, limits: ModelLimits) -> None:
+        inputs = [TensorSpec("tokens", "INT64", (-1, -1))]
+        inputs += [TensorSpec(other, "FP32", (-1, -1)) for other in ("returns", "prev_values", "mask")]
+        super().__init__(name, inputs, [TensorSpec("loss_mean", "FP32", (1,))], batched=False, limits=limits)
+
+    def make_job(self, request: InferRequest) -> TrainJob:
+        arrays = self._arrays(request)
+        rows, width = arrays["tokens"].shape
+        self._check_size(rows, width)
+        self._check_tokens(arrays["tokens"])
+        for name in ("returns", "prev_values", "mask"):
+            if arrays[name].shape != (rows, width - 1):
+                raise self._refuse(
+                    f"'{name}' must be of shape {[rows, width - 1]}, one less than 'tokens', "
+                    f"got {list(arrays[name].shape)}"
+                )
+            if not np.isfinite(arrays[name]).all():
+                raise self._refuse(f"'{name}' holds NaN or infinity")
+        run_id, number = self._run(request.parameters)
+        return TrainJob(
+            tokens=arrays["tokens"],
+            returns=arrays["returns"],
+            prev_values=arrays["prev_values"],
+            mask=arrays["mask"],
+            run_id=run_id,
+            sequence_number=number,
+        )
+
+    def _run(self, parameters: Mapping[str, Any]) -> tuple[str | None, int]:
+        run_id, number = parameters.get("run_id"), parameters.get("sequence_number")
+        if run_id is None and number is None:
+            return None, 0
+        if not isinstance(run_id, str) or not 0 < len(run_id) <= MAX_RUN_ID_LENGTH:
+            raise self._refuse(f"parameter 'run_id' must be a string of 1 to {MAX_RUN_ID_LENGTH} characters")
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**63:
+            raise self._refuse("parameter 'sequence_number' must be a whole number from 1 on")
+        return run_id, number
+
+
+class SaveEndpoint(Endpoint):
+    """Writes a checkpoint; answers status 0 when it is on disk."""
+
+    def __init__(self, name: str) -> None:
+        inputs, outputs = [TensorSpec("dummy_var", "INT64", (1,))], [TensorSpec("status", "INT64", (1,))]
+        super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
+
+    def make_job(self, request: InferRequest) -> SaveJob:
+        self._arrays(request)
+        return SaveJob()
+
+
+VALUES = TensorSpec("values", "FP32", (-1,))
+
+
+def rewards_spec(num_attributes: int = 1) -> TensorSpec:
+    """``rewards`` float32 [b, num_attributes]; 1 unless a regression model's attributes are kept apart."""
+    return TensorSpec("rewards", "FP32", (num_attributes,))
+
+
+def critic_endpoints(
+    limits: ModelLimits,
+    *,
+    combined: bool,
+    num_attributes: int = 1,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+) -> list[Endpoint]:
+    """``critic_infer`` (with ``rewards`` too when ``combined``), ``critic_train`` and ``critic_save``."""
+    outputs = [VALUES, rewards_spec(num_attributes)] if combined else [VALUES]
+    return [
+        InferEndpoint("critic_infer", outputs, limits, tokenize),
+        TrainEndpoint("critic_train", limits),
+        SaveEndpoint("critic_save"),
+    ]
+
+
+def reward_endpoint(
+    limits: ModelLimits,
+    *,
+    name: str = "reward_model",
+    num_attributes: int = 1,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+) -> list[Endpoint]:
+    """The endpoint of a separate reward model service."""
+    return [InferEndpoint(name, [rewards_spec(num_attributes)], limits, tokenize)]

@@ -1,0 +1,110 @@
+"""What every HTTP service of the project shares: bearer-token check, and a WSGI server in a thread."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import waitress
+import waitress.wasyncore
+from flask import Flask, Response, request
+
+logger = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+
+
+def require_token(
+    app: Flask, token: str | None, is_open: Callable[[str], bool], error_body: Callable[[str], bytes]
+) -> None:
+    """Refuse requests without ``Authorization: Bearer <token>`` with 401.
+
+    ``is_open(path)`` names the routes that need none (health). Without a token everything is open.
+    """
+    if token is None:
+        return
+    if not token:
+        raise ValueError("the token is empty: give a secret, or None for no authentication")
+    expected = f"Bearer {token}".encode()
+
+    def check() -> Response | None:
+        given = request.headers.get("Authorization", "").encode()
+        if is_open(request.path) or hmac.compare_digest(given, expected):
+            return None
+        body = error_body("authorization is needed: send the header 'Authorization: Bearer <token of this run>'")
+        return Response(body, 401, {"WWW-Authenticate": "Bearer"}, content_type=JSON_TYPE)
+
+    app.before_request(check)
+
+
+class WsgiServer:
+    """A waitress server in a daemon thread, started by the constructor, bound before it returns.
+
+    ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
+    address cannot be bound.
+    """
+
+    def __init__(self, app: Any, host: str, port: int, *, threads: int, max_body_bytes: int, name: str) -> None:
+        self._socket = _bind(host, port, name)
+        self.host: str = host
+        self.port: int = self._socket.getsockname()[1]
+        self._map: dict[int, Any] = {}
+        self._server = waitress.create_server(
+            app,
+            map=self._map,
+            sockets=[self._socket],
+            threads=threads,
+            max_request_body_size=max_body_bytes,
+            connection_limit=4096,
+            channel_timeout=600,
+            asyncore_use_poll=True,
+            ident=None,
+        )
+        self._stopping = threading.Event()
+        self._flush_deadline = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self, flush_seconds: float = 5.0) -> None:
+        """Stop accepting, let requests in progress be answered for ``flush_seconds``, close everything."""
+        self._flush_deadline = time.monotonic() + flush_seconds
+        self._stopping.set()
+        self._server.pull_trigger()
+        self._thread.join(flush_seconds + 10.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            waitress.wasyncore.loop(timeout=1.0, map=self._map, use_poll=True, count=1)
+        self._server.accepting = False
+        while time.monotonic() < self._flush_deadline and self._busy():
+            waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)
+        self._server.task_dispatcher.shutdown(timeout=1)
+        waitress.wasyncore.close_all(self._map)
+
+    def _busy(self) -> bool:
+        channels = list(self._server.active_channels.values())
+        return any(channel.requests or channel.total_outbufs_len for channel in channels)
+
+
+def _bind(host: str, port: int, name: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{name} cannot bind to {host}:{port} ({error.strerror}): choose a free port or another host"
+        ) from error
+    return listener

@@ -1,0 +1,170 @@
+"""Work that HTTP threads hand to the dispatcher: the jobs, and the bounded queue between the two."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import enum
+import threading
+import time
+from collections.abc import Collection
+
+import numpy as np
+
+from nemo_style_aligner.servers.protocol import ProtocolError
+
+ResultFuture = concurrent.futures.Future  # of dict[str, np.ndarray]: the outputs by name
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """Something the dispatcher has to do. ``future`` resolves to the outputs by name."""
+
+    future: ResultFuture = dataclasses.field(default_factory=ResultFuture)
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class InferJob(Job):
+    """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TrainJob(Job):
+    """tokens: int64 [b, s]; returns, prev_values, mask: float32 [b, s-1]. run_id None: not numbered."""
+
+    tokens: np.ndarray
+    returns: np.ndarray
+    prev_values: np.ndarray
+    mask: np.ndarray
+    run_id: str | None = None
+    sequence_number: int = 0
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SaveJob(Job):
+    """Write a checkpoint."""
+
+
+class QueueState(enum.Enum):
+    """What the queue does with a new job."""
+
+    STARTING = "the models are still being loaded"
+    SERVING = "serving"
+    DRAINING = "the service is shutting down"
+    FAILED = "the service has failed and is shutting down"
+
+
+class JobQueue:
+    """Jobs in order of arrival, at most ``limit`` accepted and not yet answered.
+
+    The limit counts jobs from `put` to `release`, not only those waiting: each holds an HTTP thread,
+    and the server has just enough of these that health routes are always answered.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"the queue limit must be at least 1, got {limit}")
+        self.limit = limit
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._outstanding = 0
+        self._state = QueueState.STARTING
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> QueueState:
+        return self._state
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs accepted and not yet released."""
+        return self._outstanding
+
+    @property
+    def waiting(self) -> int:
+        """Jobs accepted and not yet taken by the dispatcher."""
+        return len(self._jobs)
+
+    def set_state(self, state: QueueState) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+    def put(self, job: Job) -> None:
+        """Accept a job. Raises `ProtocolError`: 503 when not serving, 429 when full."""
+        with self._changed:
+            if self._state is not QueueState.SERVING:
+                raise ProtocolError(503, self._state.value, {"Retry-After": "1"})
+            if self._outstanding >= self.limit:
+                raise ProtocolError(
+                    429, f"{self.limit} requests are waiting already, the limit: try again later", {"Retry-After": "1"}
+                )
+            self._outstanding += 1
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Say that one accepted job has been answered or given up by its HTTP thread."""
+        with self._changed:
+            self._outstanding -= 1
+
+    def take(self, timeout_s: float, max_rows: int, preferred_rows: Collection[int], max_delay_s: float) -> list[Job]:
+        """Take the next job, merged with the inference jobs right behind it; empty after ``timeout_s`` without any.
+
+        Inference jobs are merged up to ``max_rows`` rows, and no further than the next training or save
+        job, so that these keep their place. While there are fewer rows, and not one of the
+        ``preferred_rows`` either, it waits for more until the first job is ``max_delay_s`` old. A job
+        with more than ``max_rows`` rows is taken alone.
+        """
+        with self._changed:
+            first = self._pop(timeout_s)
+            if first is None:
+                return []
+            taken = [first]
+            if not isinstance(first, InferJob):
+                return taken
+            rows = first.rows
+            while rows < max_rows:
+                if self._jobs:
+                    head = self._jobs[0]
+                    if not isinstance(head, InferJob) or rows + head.rows > max_rows:
+                        break
+                    self._jobs.popleft()
+                    if head.future.set_running_or_notify_cancel():
+                        taken.append(head)
+                        rows += head.rows
+                    continue
+                remaining = first.arrived + max_delay_s - time.monotonic()
+                if rows in preferred_rows or remaining <= 0 or self._state is not QueueState.SERVING:
+                    break
+                self._changed.wait(remaining)
+            return taken
+
+    def _pop(self, timeout_s: float) -> Job | None:
+        """The first job that its caller has not given up, marked as running."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            while self._jobs:
+                job = self._jobs.popleft()
+                if job.future.set_running_or_notify_cancel():
+                    return job
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            self._changed.wait(remaining)
+
+    def refuse_waiting(self, error: ProtocolError) -> None:
+        """Answer every job that was not taken yet with ``error``."""
+        with self._changed:
+            jobs, self._jobs = list(self._jobs), collections.deque()
+        for job in jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)

@@ -1,0 +1,227 @@
+"""The HTTP half of a service: Open Inference Protocol v2 routes that queue work and wait for the answer.
+
+`create_app` builds the Flask app, `start_http_server` serves it with waitress in threads of rank 0. What
+does the work is `dispatcher.Dispatcher`; the two share a `jobs.JobQueue`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import logging
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+
+import nemo_style_aligner
+from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
+from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
+from nemo_style_aligner.servers.metrics import ServiceMetrics
+from nemo_style_aligner.servers.protocol import (
+    HEADER_LENGTH_FIELD,
+    InferRequest,
+    ProtocolError,
+    decode_infer_request,
+    encode_infer_response,
+)
+
+logger = logging.getLogger(__name__)
+
+SERVER_NAME = "nemo_style_aligner"
+EXTENSIONS = ["binary_tensor_data", "model_configuration"]
+SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
+_WSGI_BODY_MARGIN = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpSettings:
+    """Where the service listens and what it lets in."""
+
+    port: int
+    host: str = "127.0.0.1"
+    token: str | None = None  # shared secret for `Authorization: Bearer`; None: no authentication
+    max_body_bytes: int = 2**30
+    max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
+    infer_timeout_s: float = 600.0  # an inference request that outwaits it is answered 504
+    command_timeout_s: float = 3600.0  # the same for training and saving
+    preferred_batch_rows: tuple[int, ...] = ()  # shown in the model configuration
+    max_queue_delay_microseconds: int = 0  # shown in the model configuration
+
+
+def create_app(
+    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+) -> Flask:
+    """The Flask app of a service with these endpoints."""
+    app = Flask("nemo_style_aligner.service")
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
+    require_token(app, settings.token, _is_health_route, lambda message: ProtocolError(401, message).body())
+    app.register_error_handler(ProtocolError, _protocol_error)
+    app.register_error_handler(HTTPException, _http_error)
+
+    app.add_url_rule("/v2", view_func=routes.server_metadata)
+    app.add_url_rule("/v2/health/live", view_func=routes.live)
+    app.add_url_rule("/v2/health/ready", view_func=routes.ready)
+    app.add_url_rule("/metrics", view_func=routes.metrics)
+    for prefix in ("/v2/models/<model>", "/v2/models/<model>/versions/<version>"):
+        app.add_url_rule(prefix, view_func=routes.model_metadata)
+        app.add_url_rule(f"{prefix}/ready", view_func=routes.model_ready)
+        app.add_url_rule(f"{prefix}/config", view_func=routes.model_config)
+        app.add_url_rule(f"{prefix}/infer", view_func=routes.infer, methods=["POST"])
+    return app
+
+
+def start_http_server(
+    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+) -> WsgiServer:
+    """Serve in threads of this process; returns at once, listening. Answers 503 until the queue is serving."""
+    server = WsgiServer(
+        create_app(endpoints, queue, settings, metrics),
+        settings.host,
+        settings.port,
+        threads=settings.max_outstanding_requests + SPARE_HTTP_THREADS,
+        # Flask enforces the limit proper and answers in the protocol's form.
+        max_body_bytes=settings.max_body_bytes + _WSGI_BODY_MARGIN,
+        name="inference service",
+    )
+    logger.info(
+        "serving %s on http://%s:%d", ", ".join(endpoint.name for endpoint in endpoints), server.host, server.port
+    )
+    return server
+
+
+def _is_health_route(path: str) -> bool:
+    return path in ("/v2/health/live", "/v2/health/ready")
+
+
+def _protocol_error(error: ProtocolError) -> Response:
+    return Response(error.body(), error.status, error.headers, content_type=JSON_TYPE)
+
+
+def _http_error(error: HTTPException) -> Response:
+    """Flask's own errors (404, 405, 413, and 500 for a bug here, which Flask logs) in the protocol's form."""
+    message = f"{error.name}: {error.description}"
+    headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
+    return Response(ProtocolError(error.code or 500, message).body(), error.code, headers, content_type=JSON_TYPE)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), content_type=JSON_TYPE)
+
+
+class _Routes:
+    """The view functions."""
+
+    def __init__(
+        self, endpoints: dict[str, Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+    ) -> None:
+        self._endpoints = endpoints
+        self._queue = queue
+        self._settings = settings
+        self._metrics = metrics
+
+    def server_metadata(self) -> Response:
+        return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
+
+    def live(self) -> Response:
+        return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
+
+    def ready(self) -> Response:
+        return Response(status=200 if self._queue.state is QueueState.SERVING else 503)
+
+    def metrics(self) -> Response:
+        self._metrics.outstanding.set(self._queue.outstanding)
+        text, content_type = self._metrics.exposition()
+        return Response(text, content_type=content_type)
+
+    def model_metadata(self, model: str, version: str = MODEL_VERSION) -> Response:
+        return _json(self._endpoint(model, version).metadata())
+
+    def model_ready(self, model: str, version: str = MODEL_VERSION) -> Response:
+        self._endpoint(model, version)
+        return self.ready()
+
+    def model_config(self, model: str, version: str = MODEL_VERSION) -> Response:
+        endpoint = self._endpoint(model, version)
+        config = endpoint.config()
+        if endpoint.batched:
+            config["dynamic_batching"] = {
+                "preferred_batch_size": list(self._settings.preferred_batch_rows),
+                "max_queue_delay_microseconds": self._settings.max_queue_delay_microseconds,
+            }
+        return _json(config)
+
+    def infer(self, model: str, version: str = MODEL_VERSION) -> Response:
+        endpoint = self._endpoint(model, version)
+        started = time.monotonic()
+        status = 500
+        try:
+            decoded = decode_infer_request(self._body(), request.headers.get(HEADER_LENGTH_FIELD))
+            job = endpoint.make_job(decoded)
+            outputs = self._wait(job, endpoint, decoded)
+            body, headers = encode_infer_response(model, MODEL_VERSION, outputs, decoded)
+            status = 200
+        except (ProtocolError, HTTPException) as error:
+            status = error.status if isinstance(error, ProtocolError) else error.code or 500
+            raise
+        finally:
+            self._metrics.requests.labels(model, str(status)).inc()
+            self._metrics.latency.labels(model).observe(time.monotonic() - started)
+        return Response(body, 200, headers)
+
+    def _endpoint(self, model: str, version: str) -> Endpoint:
+        endpoint = self._endpoints.get(model)
+        if endpoint is None:
+            raise ProtocolError(404, f"unknown model '{model}', this service has {', '.join(self._endpoints)}")
+        if version != MODEL_VERSION:
+            raise ProtocolError(404, f"model '{model}' has only version {MODEL_VERSION}, not '{version}'")
+        return endpoint
+
+    def _body(self) -> bytes:
+        body = request.get_data(cache=False)
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
+        if encoding == "identity":
+            return body
+        if encoding not in ("gzip", "deflate"):
+            raise ProtocolError(415, f"Content-Encoding '{encoding[:40]}' is not supported: use gzip or deflate")
+        return _decompress(body, self._settings.max_body_bytes)
+
+    def _wait(self, job: Job, endpoint: Endpoint, decoded: InferRequest) -> dict[str, np.ndarray]:
+        """Queue the job and wait for its outputs, no longer than its limit."""
+        limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
+        asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
+        if asked is not None:
+            if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+                raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds")
+            limit = min(limit, asked / 1e6) if asked else limit
+        self._queue.put(job)
+        try:
+            return job.future.result(timeout=limit)
+        except concurrent.futures.TimeoutError as error:
+            job.future.cancel()
+            raise ProtocolError(
+                504, f"{endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
+            ) from error
+        finally:
+            self._queue.release()
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    """Undo gzip or deflate (zlib), refusing what would grow beyond the body limit."""
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # recognises both
+    try:
+        plain = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ProtocolError(400, f"the compressed body cannot be read: {error}") from error
+    if len(plain) > limit:
+        raise ProtocolError(413, f"the body is larger than {limit} bytes when decompressed")
+    if not decompressor.eof or decompressor.unused_data:
+        raise ProtocolError(400, "the compressed body is truncated, or followed by other data")
+    return plain

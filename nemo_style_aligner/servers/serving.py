@@ -1,0 +1,92 @@
+"""Serve a model on all ranks of a job: HTTP on rank 0 and the dispatcher everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.servers.channel import CommandChannel
+from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, ModelBackend
+from nemo_style_aligner.servers.endpoints import Endpoint
+from nemo_style_aligner.servers.http_server import WsgiServer
+from nemo_style_aligner.servers.jobs import JobQueue
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.metrics import ServiceMetrics
+from nemo_style_aligner.servers.service import HttpSettings, start_http_server
+
+logger = logging.getLogger(__name__)
+
+
+class ModelServer:
+    """A service on all ranks. Made on every rank, early: rank 0 listens from here on, not ready yet.
+
+    ``group``: a process group of all the service's ranks (gloo preferred), None for the default group or
+    a world of one. ``ledger``: hand in the one that the backend keeps in its checkpoints.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        http: HttpSettings,
+        dispatch: DispatchSettings,
+        *,
+        ledger: TrainingLedger | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.ledger = ledger or TrainingLedger()
+        self._dispatch = dispatch
+        self._channel = CommandChannel(group, device)
+        self._metrics = ServiceMetrics()
+        self._queue = JobQueue(http.max_outstanding_requests)
+        self._http: WsgiServer | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._stop_requested = False
+        if self._channel.rank == 0:
+            http = dataclasses.replace(
+                http,
+                preferred_batch_rows=dispatch.preferred_batch_rows,
+                max_queue_delay_microseconds=dispatch.max_queue_delay_microseconds,
+            )
+            self._http = start_http_server(endpoints, self._queue, http, self._metrics)
+
+    @property
+    def port(self) -> int:
+        """The port that rank 0 listens on; 0 on other ranks."""
+        return self._http.port if self._http is not None else 0
+
+    def request_stop(self) -> None:
+        """Rank 0: end `run` on all ranks as SIGTERM does."""
+        self._stop_requested = True
+        if self._dispatcher is not None:
+            self._dispatcher.request_stop()
+
+    def run(self, backend: ModelBackend) -> None:
+        """Serve ``backend`` until SIGTERM, SIGINT or `request_stop`; returns after a graceful end.
+
+        Raises when a rank fails, on all ranks, after the waiting clients were answered.
+        """
+        self._dispatcher = Dispatcher(
+            backend,
+            self._dispatch,
+            channel=self._channel,
+            queue=self._queue,
+            ledger=self.ledger,
+            metrics=self._metrics,
+        )
+        if self._stop_requested:
+            self._dispatcher.request_stop()
+        try:
+            self._dispatcher.run()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop listening, after open answers were sent. `run` does it itself."""
+        if self._http is not None:
+            self._http.stop()
+            self._http = None

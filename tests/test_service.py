@@ -1,0 +1,799 @@
+"""The critic and reward service over real HTTP: batching, training once, faults, shutdown, several ranks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import torch
+
+from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError, TrainingStateUnknownError
+from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.service import HttpSettings
+from nemo_style_aligner.servers.serving import ModelServer
+
+pytestmark = pytest.mark.timeout(120)
+VOCAB = 1000
+
+
+class CountingBackend:
+    """values[i, t] = sum of tokens[i, :t+1]; reward = sum of the row's true tokens. Causal, like a model."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []
+        self.trained: list[float] = []
+        self.saves = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail = False
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert self.gate.wait(30)
+        if self.fail:
+            raise RuntimeError("the model broke")
+        self.batches.append(tuple(tokens.shape))
+        sums = tokens.cumsum(1)
+        rewards = sums.gather(1, lengths[:, None] - 1)
+        return {"values": sums[:, :-1].double(), "rewards": rewards}
+
+    def train(self, tokens, returns, prev_values, mask) -> float:
+        assert self.gate.wait(30)
+        self.trained.append(float(returns.sum()))
+        return float((returns * mask).sum())
+
+    def save(self) -> None:
+        self.saves += 1
+
+
+@contextlib.contextmanager
+def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None, ledger=None, **dispatch):
+    endpoints = endpoints or critic_endpoints(
+        ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()]
+    )
+    server = ModelServer(
+        endpoints,
+        HttpSettings(port=0, **(http or {})),
+        DispatchSettings(preferred, delay_us, **dispatch),
+        ledger=ledger,
+    )
+    server.outcome = None
+
+    def run() -> None:
+        try:
+            server.run(backend)
+            server.outcome = "ended"
+        except RuntimeError as error:
+            server.outcome = error
+
+    port = server.port
+    thread = threading.Thread(target=run)
+    thread.start()
+    server.url, server.thread, server.number = f"http://127.0.0.1:{port}", thread, port
+    try:
+        wait_for(lambda: get(server, "/v2/health/ready").status_code == 200)
+        yield server
+    finally:
+        backend.gate.set()
+        server.request_stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def get(server, path, **options):
+    return requests.get(server.url + path, timeout=20, **options)
+
+
+def post(server, model, body, **options):
+    return requests.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=30, **options)
+
+
+def tensor(name, array, datatype=None) -> dict:
+    array = np.asarray(array)
+    datatype = datatype or {"i": "INT64", "f": "FP32"}[array.dtype.kind]
+    return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
+
+
+def infer_body(tokens, lengths, **more) -> dict:
+    return {"inputs": [tensor("tokens", tokens), tensor("sequence_lengths", np.reshape(lengths, (-1, 1)))], **more}
+
+
+def train_body(value=1.0, rows=2, width=4, **parameters) -> dict:
+    tokens = np.ones((rows, width), dtype=np.int64)
+    rest = np.full((rows, width - 1), value, dtype=np.float32)
+    inputs = [tensor("tokens", tokens)] + [tensor(name, rest) for name in ("returns", "prev_values", "mask")]
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def outputs(response) -> dict[str, np.ndarray]:
+    assert response.status_code == 200, response.text
+    return {o["name"]: np.reshape(o["data"], o["shape"]) for o in response.json()["outputs"]}
+
+
+def client_config(port: int, combined: bool = True, reward_port: int = 1, pad_to_length=None) -> dict:
+    return {
+        "pad_to_length": pad_to_length,
+        "combine_rm_and_critic_server": combined,
+        "reward_model": {"name": "reward_model", "ip": "127.0.0.1", "port": reward_port},
+        "critic": {
+            "name": {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"},
+            "ip": "127.0.0.1",
+            "port": port,
+        },
+    }
+
+
+@contextlib.contextmanager
+def critic_client(*args, limits=ClientLimits(total_s=20.0, read_s=20.0), **options) -> Iterator[CriticClient]:
+    config = {name: options.pop(name) for name in ("combined", "reward_port", "pad_to_length") if name in options}
+    client = CriticClient(client_config(*args, **config), infer_limits=limits, train_limits=limits, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def expected(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `CountingBackend` answers: rewards [b] and values [b, s-1], zero where no token follows."""
+    steps, lengths = np.arange(tokens.shape[1]), np.asarray(lengths)[:, None]
+    sums = np.where(steps < lengths, tokens, 0).cumsum(1)
+    return sums[:, -1], np.where(steps < lengths - 1, sums, 0)[:, :-1]
+
+
+# ------------------------------------------------------------------ protocol and clients
+
+
+def test_json_request_gets_values_and_rewards() -> None:
+    tokens, lengths = np.array([[1, 2, 3, 999], [5, 6, 7, 8]]), np.array([2, 4])
+    with serve(CountingBackend()) as server:
+        answer = outputs(post(server, "critic_infer", infer_body(tokens, lengths, id="abc")))
+    rewards, values = expected(tokens, lengths)
+    np.testing.assert_array_equal(answer["values"], values)
+    np.testing.assert_array_equal(answer["rewards"], rewards[:, None])
+
+
+def test_sentences_are_tokenized() -> None:
+    body = {"inputs": [{"name": "sentences", "datatype": "BYTES", "shape": [2, 1], "data": ["ab", "é"]}]}
+    with serve(CountingBackend()) as server:
+        answer = outputs(post(server, "critic_infer", body))
+    np.testing.assert_array_equal(answer["rewards"], [[97 + 98], [0xC3 + 0xA9]])
+
+
+def test_only_chosen_outputs_are_sent() -> None:
+    with serve(CountingBackend()) as server:
+        answer = outputs(post(server, "critic_infer", infer_body([[1, 2]], [2], outputs=[{"name": "rewards"}])))
+    assert list(answer) == ["rewards"]
+
+
+def test_metadata_health_config_and_metrics() -> None:
+    with serve(CountingBackend(), preferred=(2, 4), delay_us=7) as server:
+        assert get(server, "/v2/health/live").status_code == 200
+        assert "binary_tensor_data" in get(server, "/v2").json()["extensions"]
+        metadata = get(server, "/v2/models/critic_infer").json()
+        assert {entry["name"]: entry["shape"] for entry in metadata["inputs"]} == {
+            "sentences": [-1, 1],
+            "tokens": [-1, -1],
+            "sequence_lengths": [-1, 1],
+        }
+        assert get(server, "/v2/models/critic_infer/versions/1/ready").status_code == 200
+        config = get(server, "/v2/models/critic_infer/config").json()
+        assert config["dynamic_batching"] == {"preferred_batch_size": [2, 4], "max_queue_delay_microseconds": 7}
+        assert get(server, "/v2/models/critic_train/config").json()["max_batch_size"] == 0
+        outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
+        assert 'aligner_server_requests_total{model="critic_infer",status="200"} 1.0' in get(server, "/metrics").text
+
+
+def test_tritonclient_sync_async_binary_and_json() -> None:
+    triton = pytest.importorskip("tritonclient.http", reason="the tritonclient package is not installed")
+    tokens, lengths = np.array([[1, 2, 3]]), np.array([[3]])
+    with serve(CountingBackend()) as server:
+        client = triton.InferenceServerClient(f"127.0.0.1:{server.number}", concurrency=4)
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("critic_infer")
+        assert client.get_model_metadata("critic_infer")["name"] == "critic_infer"
+        assert client.get_model_config("critic_save")["name"] == "critic_save"
+
+        def inputs(binary: bool):
+            made = [
+                triton.InferInput("tokens", tokens.shape, "INT64"),
+                triton.InferInput("sequence_lengths", (1, 1), "INT64"),
+            ]
+            made[0].set_data_from_numpy(tokens, binary_data=binary)
+            made[1].set_data_from_numpy(lengths, binary_data=binary)
+            return made
+
+        for binary in (True, False):
+            chosen = [triton.InferRequestedOutput(name, binary_data=not binary) for name in ("values", "rewards")]
+            for wanted in (None, chosen):
+                result = client.infer("critic_infer", inputs(binary), outputs=wanted, request_id="7")
+                np.testing.assert_array_equal(result.as_numpy("values"), [[1.0, 3.0]])
+                np.testing.assert_array_equal(result.as_numpy("rewards"), [[6.0]])
+                assert result.get_response()["id"] == "7"
+        for compression in ("gzip", "deflate"):
+            result = client.infer("critic_infer", inputs(True), request_compression_algorithm=compression)
+            np.testing.assert_array_equal(result.as_numpy("rewards"), [[6.0]])
+        pending = [client.async_infer("critic_infer", inputs(True)) for _ in range(8)]
+        for request in pending:
+            np.testing.assert_array_equal(request.get_result(timeout=20).as_numpy("rewards"), [[6.0]])
+        with pytest.raises(triton.InferenceServerException, match="sequence_lengths"):
+            client.infer("critic_infer", inputs(True)[:1])
+        client.close()
+
+
+# ------------------------------------------------------------------ batching
+
+
+def test_concurrent_clients_of_different_lengths_get_their_own_answers() -> None:
+    backend = CountingBackend()
+    generator = np.random.default_rng(0)
+    cases = []
+    for _ in range(60):
+        rows, width = int(generator.integers(1, 5)), int(generator.integers(1, 30))
+        cases.append((generator.integers(0, VOCAB, (rows, width)), generator.integers(1, width + 1, rows)))
+    with serve(backend, preferred=(4, 16), sequence_multiple=4, row_multiple=2) as server:
+        with critic_client(server.number, max_parallel=16) as client:
+            futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
+            for future, (tokens, lengths) in zip(futures, cases, strict=True):
+                rewards, values = future.result(30)
+                wanted_rewards, wanted_values = expected(tokens, lengths)
+                np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
+                np.testing.assert_array_equal(values.numpy(), wanted_values)
+                assert rewards.dtype == values.dtype == torch.float32
+    assert len(backend.batches) < len(cases), "no requests were merged"
+    assert all(rows % 2 == 0 and rows <= 16 and width % 4 == 0 for rows, width in backend.batches)
+
+
+def test_batches_are_stripped_to_the_longest_true_length() -> None:
+    backend = CountingBackend()
+    with serve(backend, strip_sequence_length_to_multiple=8, max_sequence_length=20, delay_us=0) as server:
+        for length in (3, 9, 19):
+            answer = outputs(post(server, "critic_infer", infer_body(np.ones((1, 50), dtype=np.int64), [length])))
+            assert answer["values"].shape == (1, 49)
+            assert answer["values"].max() == length - 1
+    assert backend.batches == [(1, 8), (1, 16), (1, 20)]
+
+
+def test_padding_does_not_reach_the_model() -> None:
+    with serve(CountingBackend()) as server:
+        answer = outputs(post(server, "critic_infer", infer_body([[4, 1, 7, -1, 10**12]], [3])))
+    np.testing.assert_array_equal(answer["values"], [[4.0, 5.0, 0.0, 0.0]])
+
+
+def test_client_pads_to_length_and_cuts_back() -> None:
+    backend = CountingBackend()
+    with serve(backend, delay_us=0) as server, critic_client(server.number, pad_to_length=32) as client:
+        scores = client.infer_async(torch.ones(1, 5, dtype=torch.int64), torch.tensor([5])).result(20)
+        assert scores.values.shape == (1, 4)
+        with pytest.raises(ValueError, match="pad_to_length"):
+            client.infer_async(torch.ones(1, 33, dtype=torch.int64), torch.tensor([5]))
+
+
+def test_preferred_batch_rows_from_the_config() -> None:
+    assert preferred_batch_rows(4, 2) == (8,)
+    assert preferred_batch_rows([1, 4], 2) == (2, 8)
+
+
+# ------------------------------------------------------------------ bad requests and limits
+
+
+BAD_REQUESTS = {
+    "no lengths": ({"inputs": [tensor("tokens", [[1]])]}, "sequence_lengths"),
+    "unknown input": ({"inputs": [tensor("tokenz", [[1]])]}, "tokenz"),
+    "wrong dtype": ({"inputs": [tensor("tokens", [[1]], "INT32"), tensor("sequence_lengths", [[1]])]}, "INT64"),
+    "wrong rank": (infer_body([1, 2], [2]), "shape"),
+    "too few lengths": (infer_body([[1], [2]], [1]), "rows"),
+    "length of zero": (infer_body([[1]], [0]), "sequence_lengths"),
+    "length beyond the width": (infer_body([[1]], [2]), "sequence_lengths"),
+    "token out of the vocabulary": (infer_body([[VOCAB]], [1]), "vocabulary"),
+    "negative token": (infer_body([[-1]], [1]), "vocabulary"),
+    "too long": (infer_body(np.ones((1, 65), dtype=np.int64), [65]), "longer"),
+    "no rows": (infer_body(np.ones((0, 3), dtype=np.int64), []), "no rows"),
+    "no columns": (infer_body(np.ones((1, 0), dtype=np.int64), [1]), "sequence_lengths"),
+    "unknown output": (infer_body([[1]], [1], outputs=[{"name": "nothing"}]), "nothing"),
+    "bad timeout": (infer_body([[1]], [1], parameters={"timeout": "soon"}), "timeout"),
+}
+
+
+def test_bad_requests_are_refused_and_neighbours_are_served() -> None:
+    good = infer_body([[1, 2, 3]], [3])
+    with serve(CountingBackend()) as server, concurrent.futures.ThreadPoolExecutor(32) as pool:
+        bad = {name: pool.submit(post, server, "critic_infer", body) for name, (body, _) in BAD_REQUESTS.items()}
+        neighbours = [pool.submit(post, server, "critic_infer", good) for _ in range(16)]
+        for name, (_, word) in BAD_REQUESTS.items():
+            response = bad[name].result(30)
+            assert response.status_code == 400, (name, response.text)
+            assert word in response.json()["error"], (name, response.text)
+        for future in neighbours:
+            assert outputs(future.result(30))["rewards"] == [[6.0]]
+
+
+def test_errors_have_the_protocols_form() -> None:
+    with serve(CountingBackend(), http={"max_body_bytes": 5000}) as server:
+        cases = [
+            (post(server, "nothing", {}), 404),
+            (get(server, "/v2/models/critic_infer/versions/9"), 404),
+            (get(server, "/elsewhere"), 404),
+            (get(server, "/v2/models/critic_infer/infer"), 405),
+            (post(server, "critic_infer", {"inputs": "x" * 6000}), 413),
+            (requests.post(f"{server.url}/v2/models/critic_infer/infer", data=b"{", timeout=20), 400),
+            (post(server, "critic_infer", {}, headers={"Inference-Header-Content-Length": "99999"}), 400),
+            (post(server, "critic_infer", {}, headers={"Content-Encoding": "zstd"}), 415),
+            (post(server, "critic_infer", {}, headers={"Content-Encoding": "gzip"}), 400),
+        ]
+        bomb = gzip.compress(b" " * 100000)
+        headers = {"Content-Encoding": "gzip"}
+        url = f"{server.url}/v2/models/critic_infer/infer"
+        cases.append((requests.post(url, data=bomb, headers=headers, timeout=20), 413))
+        for response, status in cases:
+            assert response.status_code == status, response.text
+            assert isinstance(response.json()["error"], str)
+        outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
+
+
+def test_a_full_queue_answers_429_and_health_stays_open() -> None:
+    backend = CountingBackend()
+    body = infer_body([[1, 2]], [2])
+    with (
+        serve(backend, http={"max_outstanding_requests": 3}) as server,
+        concurrent.futures.ThreadPoolExecutor(3) as pool,
+    ):
+        backend.gate.clear()
+        held = [pool.submit(post, server, "critic_infer", body) for _ in range(3)]
+        wait_for(lambda: "outstanding_requests 3.0" in get(server, "/metrics").text)
+        response = post(server, "critic_infer", body)
+        assert response.status_code == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert get(server, "/v2/health/ready").status_code == 200
+        with critic_client(server.number) as client:  # the client tries again until there is room
+            later = client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2]))
+            time.sleep(0.3)
+            backend.gate.set()
+            assert later.result(20).rewards.tolist() == [3.0]
+        for future in held:
+            outputs(future.result(20))
+
+
+def test_a_request_that_outwaits_its_limit_gets_504() -> None:
+    backend = CountingBackend()
+    with serve(backend, http={"infer_timeout_s": 0.3}) as server:
+        backend.gate.clear()
+        response = post(server, "critic_infer", infer_body([[1, 2]], [2]))
+        assert response.status_code == 504
+        assert "0.3 s" in response.json()["error"]
+        assert post(server, "critic_infer", infer_body([[1, 2]], [2], parameters={"timeout": 1000})).status_code == 504
+        backend.gate.set()
+        outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
+
+
+def test_token_is_needed_everywhere_but_for_health() -> None:
+    body = infer_body([[1, 2]], [2])
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"Authorization": "é"}):
+            encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+            response = post(server, "critic_infer", body, headers=encoded)
+            assert response.status_code == 401
+            assert "error" in response.json()
+        assert get(server, "/metrics").status_code == get(server, "/v2").status_code == 401
+        assert get(server, "/v2/health/live").status_code == get(server, "/v2/health/ready").status_code == 200
+        outputs(post(server, "critic_infer", body, headers={"Authorization": "Bearer s3cret"}))
+        with critic_client(server.number, token="s3cret") as client:
+            client.wait_until_ready(10)
+        with critic_client(server.number, token="wrong") as client:
+            with pytest.raises(ValueError, match="token"):
+                client.wait_until_ready(10)
+            with pytest.raises(RequestRefusedError, match="401"):
+                client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2])).result(20)
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_training_is_applied_exactly_once() -> None:
+    backend, ledger = CountingBackend(), TrainingLedger()
+    with serve(backend, ledger=ledger) as server:
+
+        def train(value: float, number: int, run: str = "a"):
+            return post(server, "critic_train", train_body(value, run_id=run, sequence_number=number))
+
+        first = outputs(train(1.0, 1))["loss_mean"]
+        for _ in range(3):
+            np.testing.assert_array_equal(outputs(train(1.0, 1))["loss_mean"], first)
+        outputs(train(2.0, 2))
+        for number in (1, 4):
+            refused = train(3.0, number)
+            assert refused.status_code == 409
+            assert "expected 3" in refused.json()["error"]
+            assert refused.headers["X-Expected-Sequence-Number"] == "3"
+        outputs(train(5.0, 1, run="b"))
+        outputs(train(6.0, 3))
+        outputs(post(server, "critic_train", train_body(7.0)))
+    assert backend.trained == [6.0 * value for value in (1, 2, 5, 6, 7)]
+
+    restored = TrainingLedger()
+    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert restored.expected("a") == 4 and restored.expected("b") == 2 and restored.steps == 5
+
+
+def test_repeats_sent_at_once_train_once() -> None:
+    backend = CountingBackend()
+    body = train_body(1.0, run_id="a", sequence_number=1)
+    with serve(backend) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [outputs(f.result(20)) for f in [pool.submit(post, server, "critic_train", body) for _ in range(8)]]
+    assert len(backend.trained) == 1
+    assert {float(answer["loss_mean"][0]) for answer in answers} == {6.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parameters": {"run_id": "a"}},
+        {"parameters": {"run_id": "a", "sequence_number": 0}},
+        {"parameters": {"run_id": "a", "sequence_number": True}},
+        {"parameters": {"run_id": 3, "sequence_number": 1}},
+        {"drop": "mask"},
+        {"replace": tensor("mask", np.ones((2, 4), dtype=np.float32))},
+        {"replace": tensor("tokens", np.full((2, 4), VOCAB))},
+    ],
+)
+def test_malformed_training_is_refused(change) -> None:
+    backend = CountingBackend()
+    body = train_body()
+    body["parameters"] = change.get("parameters", {})
+    if "drop" in change:
+        body["inputs"] = [entry for entry in body["inputs"] if entry["name"] != change["drop"]]
+    if "replace" in change:
+        body["inputs"] = [change["replace"] if e["name"] == change["replace"]["name"] else e for e in body["inputs"]]
+    with serve(backend) as server:
+        assert post(server, "critic_train", body).status_code == 400
+    assert backend.trained == []
+
+
+def test_non_finite_training_data_is_refused() -> None:
+    backend = CountingBackend()
+    with serve(backend) as server, critic_client(server.number) as client:
+        bad = torch.full((1, 3), float("nan"))
+        good = torch.ones(1, 3)
+        with pytest.raises(RequestRefusedError, match="NaN"):
+            client.train_async(torch.ones(1, 4, dtype=torch.int64), bad, good, good).result(20)
+        with pytest.raises(TrainingStateUnknownError):
+            client.train_async(torch.ones(1, 4, dtype=torch.int64), good, good, good).result(20)
+        client.resume_training(1)
+        assert client.train_async(torch.ones(1, 4, dtype=torch.int64), good, good, good).result(20) == 3.0
+
+
+def test_training_keeps_its_place_among_inference() -> None:
+    order: list[str] = []
+
+    class Ordered(CountingBackend):
+        def infer(self, tokens, lengths):
+            order.append(f"infer {tokens.shape[0]}")
+            return super().infer(tokens, lengths)
+
+        def train(self, **batch) -> float:
+            order.append("train")
+            return super().train(**batch)
+
+        def save(self) -> None:
+            order.append("save")
+
+    backend = Ordered()
+    one = infer_body([[1, 2]], [2])
+    save = {"inputs": [tensor("dummy_var", [0])]}
+    steps = [("critic_infer", one)] * 3 + [("critic_train", train_body())] + [("critic_infer", one)] * 2
+    steps += [("critic_save", save), ("critic_infer", one)]
+    with serve(backend, preferred=(8,), delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
+        backend.gate.clear()
+        held = [pool.submit(post, server, "critic_infer", one)]
+        wait_for(lambda: order == ["infer 1"])
+        for count, (model, body) in enumerate(steps, start=2):
+            held.append(pool.submit(post, server, model, body))
+            wait_for(lambda count=count: f"outstanding_requests {count}.0" in get(server, "/metrics").text)
+        backend.gate.set()
+        for future in held:
+            outputs(future.result(20))
+    assert order == ["infer 1", "infer 3", "train", "infer 2", "save", "infer 1"]
+
+
+def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
+    backend = CountingBackend()
+    tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
+    with serve(backend) as server:
+        with critic_client(server.number, run_id="run") as client:
+            futures = [client.train_async(tokens, ones * k, ones, ones) for k in range(1, 6)]
+            assert [future.result(20) for future in futures] == [3.0 * k for k in range(1, 6)]
+            client.save()
+            assert client.next_sequence_number == 6
+        assert backend.saves == 1
+        with critic_client(server.number, run_id="run", next_sequence_number=9) as client:
+            with pytest.raises(SequenceConflictError) as conflict:
+                client.train_async(tokens, ones, ones, ones).result(20)
+            assert conflict.value.expected == 6
+            client.resume_training(conflict.value.expected)
+            client.train_async(tokens, ones * 6, ones, ones).result(20)
+    assert backend.trained == [3.0 * k for k in range(1, 7)]
+
+
+def test_lost_answers_are_retried_without_training_twice() -> None:
+    """A proxy that cuts the connection after the server has worked, on every second request."""
+    backend = CountingBackend()
+    tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
+    with serve(backend) as server, cutting_proxy(server.number) as (port, cuts), critic_client(port) as client:
+        futures = [client.train_async(tokens, ones * k, ones, ones) for k in range(1, 9)]
+        assert [future.result(20) for future in futures] == [3.0 * k for k in range(1, 9)]
+        scores = [client.infer_async(tokens, torch.tensor([4])) for _ in range(6)]
+        assert all(future.result(20).rewards.tolist() == [4.0] for future in scores)
+    assert backend.trained == [3.0 * k for k in range(1, 9)]
+    assert cuts[0] >= 6
+
+
+@contextlib.contextmanager
+def cutting_proxy(target: int):
+    listener = socket.create_server(("127.0.0.1", 0))
+    cuts, connections, stop = [0], [0], threading.Event()
+
+    def handle(client: socket.socket, cut: bool) -> None:
+        with client, socket.create_connection(("127.0.0.1", target)) as upstream:
+            client.settimeout(20)
+            upstream.settimeout(20)
+            with contextlib.suppress(OSError):
+                data = b""
+                while b"\r\n\r\n" not in data:
+                    data += client.recv(65536)
+                size = int(re.search(rb"(?i)content-length: (\d+)", data)[1])
+                while len(data) < data.index(b"\r\n\r\n") + 4 + size:
+                    data += client.recv(65536)
+                upstream.sendall(data.replace(b"keep-alive", b"close"))
+                answer = b""
+                while part := upstream.recv(65536):
+                    answer += part
+                if cut:
+                    cuts[0] += 1
+                    client.sendall(answer[: len(answer) // 2])
+                else:
+                    client.sendall(answer)
+
+    def accept() -> None:
+        while not stop.is_set():
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            connections[0] += 1
+            threading.Thread(target=handle, args=(client, connections[0] % 2 == 1), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1], cuts
+    finally:
+        stop.set()
+        listener.close()
+
+
+# ------------------------------------------------------------------ readiness and failure
+
+
+def test_separate_reward_server() -> None:
+    critic = critic_endpoints(ModelLimits(), combined=False)
+    with (
+        serve(CountingBackend(), endpoints=critic) as server,
+        serve(CountingBackend(), endpoints=reward_endpoint(ModelLimits())) as reward,
+        critic_client(server.number, combined=False, reward_port=reward.number) as client,
+    ):
+        client.wait_until_ready(10)
+        rewards, values = client.infer_async(torch.tensor([[1, 2, 3]]), torch.tensor([3])).result(20)
+        assert rewards.tolist() == [6.0] and values.tolist() == [[1.0, 3.0]]
+        with critic_client(server.number) as wrong, pytest.raises(ValueError, match="combine_rm_and_critic_server"):
+            wrong.wait_until_ready(10)
+
+
+def test_several_attributes() -> None:
+    class Attributes(CountingBackend):
+        def infer(self, tokens, lengths):
+            return {"rewards": torch.stack([lengths, -lengths, 2 * lengths], 1)}
+
+    endpoints = reward_endpoint(ModelLimits(), num_attributes=3)
+    with serve(Attributes(), endpoints=endpoints) as server:
+        answer = outputs(post(server, "reward_model", infer_body([[1, 2]], [2])))
+    np.testing.assert_array_equal(answer["rewards"], [[2, -2, 4]])
+
+
+def test_listens_before_the_model_is_there_and_is_not_ready() -> None:
+    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((8,)))
+    server.url = f"http://127.0.0.1:{server.port}"
+    try:
+        assert get(server, "/v2/health/live").status_code == 200
+        assert get(server, "/v2/health/ready").status_code == 503
+        refused = post(server, "critic_infer", infer_body([[1, 2]], [2]))
+        assert refused.status_code == 503 and "loaded" in refused.json()["error"]
+    finally:
+        server.close()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"{port}.*choose a free port"):
+            ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=port), DispatchSettings((8,)))
+
+
+def test_an_absent_server_is_named_with_the_elapsed_time() -> None:
+    lines: list[str] = []
+    with critic_client(1, limits=ClientLimits(total_s=0.5)) as client:
+        with pytest.raises(ServerUnavailableError, match=r"127.0.0.1:1/v2/models/critic_infer/infer.*after 0\.\d s"):
+            client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2])).result(20)
+        with pytest.raises(ServerUnavailableError, match="not ready within"):
+            client.wait_until_ready(0.5, lines.append)
+    assert "waiting for the server at http://127.0.0.1:1" in lines[0]
+
+
+def test_a_failing_model_answers_500_and_ends_the_service() -> None:
+    backend = CountingBackend()
+    with serve(backend) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        backend.gate.clear()
+        backend.fail = True
+        held = [pool.submit(post, server, "critic_infer", infer_body([[1, 2]], [2])) for _ in range(3)]
+        wait_for(lambda: "outstanding_requests 3.0" in get(server, "/metrics").text)
+        backend.gate.set()
+        for future in held:
+            response = future.result(20)
+            assert response.status_code == 500
+            assert "the model broke" in response.json()["error"]
+        server.thread.join(20)
+        assert isinstance(server.outcome, RuntimeError)
+
+
+def test_stop_finishes_what_was_taken() -> None:
+    backend = CountingBackend()
+    with serve(backend, preferred=(1,)) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        backend.gate.clear()
+        held = [pool.submit(post, server, "critic_infer", infer_body([[1, 2]], [2])) for _ in range(5)]
+        wait_for(lambda: "outstanding_requests 5.0" in get(server, "/metrics").text)
+        server.request_stop()
+        backend.gate.set()
+        for future in held:
+            assert outputs(future.result(20))["rewards"] == [[3.0]]
+        server.thread.join(20)
+        assert server.outcome == "ended"
+
+
+# ------------------------------------------------------------------ several ranks
+
+
+RANK_SCRIPT = """
+    import datetime, os, sys, time
+    import torch, torch.distributed as dist
+    from nemo_style_aligner.servers.dispatcher import DispatchSettings
+    from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+    from nemo_style_aligner.servers.service import HttpSettings
+    from nemo_style_aligner.servers.serving import ModelServer
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(os.environ["GROUP_TIMEOUT"])))
+    rank, fault = dist.get_rank(), os.environ.get("FAULT", "")
+
+    class Backend:
+        def infer(self, tokens, lengths):
+            if fault == f"infer{rank}":
+                raise ValueError("rank is broken")
+            if fault == "slow":
+                time.sleep(1.0)
+            half = tokens.shape[0] // 2
+            part = (tokens[rank * half : (rank + 1) * half]).float().contiguous()
+            parts = [torch.empty_like(part) for _ in range(2)]
+            dist.all_gather(parts, part)
+            sums = torch.cat(parts).cumsum(1)
+            return {"values": sums[:, :-1], "rewards": sums.gather(1, lengths[:, None] - 1)}
+
+        def train(self, tokens, returns, prev_values, mask):
+            total = returns.sum() * (rank + 1)
+            dist.all_reduce(total)
+            return float(total)
+
+        def save(self):
+            open(f"{os.environ['OUT']}/saved{rank}", "w").write(str(server.ledger.state_dict()))
+
+    server = ModelServer(
+        critic_endpoints(ModelLimits(64, 1000), combined=True), HttpSettings(port=0),
+        DispatchSettings((8,), row_multiple=2, heartbeat_seconds=0.5))
+    if rank == 0:
+        print(f"port {server.port}", flush=True)
+    server.run(Backend())
+    print(f"rank {rank} ended", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@contextlib.contextmanager
+def two_ranks(tmp_path: Path, group_timeout: float = 60, fault: str = ""):
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK_SCRIPT))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master_port = free.getsockname()[1]
+    root = Path(__file__).resolve().parent.parent
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(master_port),
+            "OMP_NUM_THREADS": "1",
+            "GROUP_TIMEOUT": str(group_timeout),
+            "OUT": str(tmp_path),
+            "FAULT": fault,
+            "PYTHONPATH": str(root),
+        }
+        with (tmp_path / f"log{rank}").open("w") as log:
+            processes.append(subprocess.Popen([sys.executable, str(script)], env=environment, stdout=log, stderr=log))
+    try:
+        log = tmp_path / "log0"
+        wait_for(lambda: "port " in log.read_text() or processes[0].poll() is not None, 60)
+        port = int(re.search(r"port (\d+)", log.read_text())[1])
+        with critic_client(port) as client:
+            client.wait_until_ready(30)
+            yield processes, client
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+
+
+def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
+    # The group's timeout is far below the idle time: only heartbeats keep the waiting rank alive.
+    with two_ranks(tmp_path, group_timeout=2, fault="slow") as (processes, client):
+        time.sleep(3.5)
+        tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
+        rewards, values = client.infer_async(tokens, lengths).result(20)
+        wanted_rewards, wanted_values = expected(tokens.numpy(), lengths.numpy())
+        np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
+        np.testing.assert_array_equal(values.numpy(), wanted_values)
+        ones = torch.ones(3, 4)
+        assert client.train_async(tokens, ones, ones, ones).result(20) == 36.0
+        client.save()
+        saved = [(tmp_path / f"saved{rank}").read_text() for rank in range(2)]
+        assert saved[0] == saved[1] and "'sequence_number': 1" in saved[0]
+        taken = client.infer_async(tokens, lengths)  # takes a second
+        time.sleep(0.5)
+        for process in reversed(processes):  # a launcher signals all ranks, in any order
+            process.send_signal(signal.SIGTERM)
+        assert taken.result(20).rewards.tolist() == rewards.tolist()
+        assert [process.wait(20) for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_failing_rank_ends_all_ranks(tmp_path: Path, broken: int) -> None:
+    with two_ranks(tmp_path, group_timeout=8, fault=f"infer{broken}") as (processes, client):
+        future = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))
+        with pytest.raises((RequestRefusedError, ServerUnavailableError)):
+            future.result(30)
+        assert all(process.wait(30) != 0 for process in processes)
+
+
+def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as (processes, _):
+        processes[1].kill()
+        assert processes[0].wait(20) != 0
