@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from omegaconf import DictConfig
 
@@ -86,7 +86,8 @@ class GPTRewardModel(GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As `GPTModel`'s, without the output layer this model does not have."""
-        return super(GPTModel, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        # Past GPTModel and LanguageModule, which both look for that layer.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 def transformer_config(

@@ -1,0 +1,96 @@
+"""Files that are whole or not there: write beside, sync to disk, rename into place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel.groups import broadcast_object
+
+T = TypeVar("T")
+
+UNFINISHED = ".unfinished"
+"""Suffix of what is still being written. A leftover of a killed process; never read."""
+
+
+class CheckpointWriteError(OSError):
+    """Rank 0 could not write; raised on the other ranks, with rank 0's message."""
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and give every rank its result, or an error if it failed. Collective.
+
+    Raises:
+        OSError, ValueError: what ``action`` raised, on rank 0; `CheckpointWriteError` on the others.
+    """
+    result: T | None = None
+    failure: OSError | ValueError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except (OSError, ValueError) as error:
+            failure = error
+    result, message = broadcast_object((result, str(failure) if failure else None))
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise CheckpointWriteError(f"rank 0: {message}")
+    return result  # type: ignore[return-value]
+
+
+def sync_file(path: Path) -> None:
+    """Force a file, or the entries of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force a directory with all it contains to disk."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            sync_file(Path(folder) / name)
+        sync_file(Path(folder))
+
+
+def publish(finished: Path, target: Path) -> None:
+    """Rename into place, for good. An existing file is replaced in the same instant.
+
+    An existing directory cannot be replaced in one step: it is moved aside first and deleted after.
+    """
+    aside = target.with_name(f".{target.name}.old{UNFINISHED}")
+    if target.is_dir():
+        remove_path(aside)
+        os.rename(target, aside)
+    os.replace(finished, target)
+    sync_file(target.parent)
+    remove_path(aside)
+
+
+def remove_path(path: Path) -> None:
+    """Delete a file or a directory tree, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def require_space(directory: Path, num_bytes: int) -> None:
+    """Check that the file system of ``directory`` has room for ``num_bytes``.
+
+    Raises:
+        OSError: it has not.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise OSError(
+            f"a checkpoint of {num_bytes / 2**20:,.0f} MiB does not fit: {free / 2**20:,.0f} MiB are free at "
+            f"{directory}; make room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
+        )

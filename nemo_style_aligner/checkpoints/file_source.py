@@ -1,0 +1,145 @@
+"""Read-only access to a checkpoint's files, whether they lie in a directory or inside a tar file.
+
+Nothing is unpacked to be read: weights are read from the tar where they lie, so that loading a large
+archive costs no disk space and needs no coordination between ranks. No path leads out of the checkpoint
+and no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+
+class FileSource(ABC):
+    """The files of one checkpoint, by their relative POSIX names."""
+
+    location: Path
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of all regular files, sorted."""
+
+    @abstractmethod
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file for reading; the stream is seekable.
+
+        Raises:
+            FileNotFoundError: no regular file of this name.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held open."""
+
+    def read_text(self, name: str) -> str:
+        """The whole file as UTF-8 text."""
+        with self.open(name) as stream:
+            return stream.read().decode("utf-8")
+
+    def below(self, folder: str) -> list[str]:
+        """Names of the files in ``folder`` and its subfolders."""
+        return [name for name in self.names() if name.startswith(folder + "/")]
+
+    def extract(self, names: list[str], target: Path, *, strip: str = "") -> None:
+        """Copy files to the directory ``target``, without the leading folder ``strip`` in their names."""
+        for name in names:
+            destination = target / PurePosixPath(name).relative_to(strip)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            with self.open(name) as source, destination.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+
+    def _not_found(self, name: str) -> FileNotFoundError:
+        return FileNotFoundError(f"{self.location} has no file {name}")
+
+
+class DirectorySource(FileSource):
+    """A checkpoint that is a directory."""
+
+    def __init__(self, location: Path) -> None:
+        self.location = location
+
+    def names(self) -> list[str]:
+        files = (p for p in self.location.rglob("*") if p.is_file() and not p.is_symlink())
+        return sorted(p.relative_to(self.location).as_posix() for p in files)
+
+    def open(self, name: str) -> IO[bytes]:
+        path = self.location / safe_name(name)
+        if path.is_symlink() or not path.is_file():
+            raise self._not_found(name)
+        return path.open("rb")
+
+    def close(self) -> None:
+        pass
+
+
+class TarSource(FileSource):
+    """A checkpoint inside a tar file. Compressed ones work too, slowly. Not for use by several threads at once."""
+
+    def __init__(self, location: Path) -> None:
+        self.location = location
+        try:
+            self._tar = tarfile.open(location, "r:*")  # noqa: SIM115 - closed by close()
+            # A member with a dangerous name or that is no regular file cannot be reached.
+            self._members = {
+                name: member
+                for member in self._tar.getmembers()
+                if member.isreg() and (name := _normalised(member.name)) is not None
+            }
+        except tarfile.TarError as error:
+            raise ValueError(f"{location} is not a readable tar file: {error}") from error
+
+    def names(self) -> list[str]:
+        return sorted(self._members)
+
+    def open(self, name: str) -> IO[bytes]:
+        member = self._members.get(safe_name(name))
+        stream = self._tar.extractfile(member) if member is not None else None
+        if stream is None:
+            raise self._not_found(name)
+        return stream
+
+    def close(self) -> None:
+        self._tar.close()
+
+
+@contextlib.contextmanager
+def open_source(location: Path) -> Iterator[FileSource]:
+    """The files of the checkpoint at ``location``, a directory or a tar file.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        ValueError: it is neither.
+    """
+    if not location.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {location}")
+    source: FileSource = DirectorySource(location) if location.is_dir() else TarSource(location)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _normalised(name: str) -> str | None:
+    """``./a/b`` -> ``a/b``; None for a name that leads out of the checkpoint."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        return None
+    return path.as_posix()
+
+
+def safe_name(name: str) -> str:
+    """The normalised name.
+
+    Raises:
+        ValueError: it leads out of the checkpoint.
+    """
+    normalised = _normalised(name)
+    if normalised is None:
+        raise ValueError(f"file name {name!r} leads out of the checkpoint")
+    return normalised

@@ -1,0 +1,254 @@
+"""NeMo archives: a model's config, weights and tokenizer in one ``.nemo`` tar file or directory.
+
+    model_config.yaml    architecture keys and a ``tokenizer`` section
+    model_weights/       Megatron distributed checkpoint, keys prefixed with ``model.``
+    tokenizer/           Hugging Face tokenizer files
+
+Archives that NeMo wrote have no ``tokenizer/``, but a file beside the config that the config refers to as
+``nemo:<hash>_tokenizer.model``; these are read as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tarfile
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.checkpoints.durable import (
+    UNFINISHED,
+    on_first_rank,
+    publish,
+    remove_path,
+    require_space,
+    sync_file,
+    sync_tree,
+)
+from nemo_style_aligner.checkpoints.file_source import FileSource, open_source, safe_name
+from nemo_style_aligner.checkpoints.sharded_tensors import (
+    CheckpointMismatchError,
+    bytes_to_write,
+    load_sharded_tensors,
+    model_tensors,
+    save_sharded_tensors,
+    stored_shapes,
+)
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.gpt import MegatronModel
+
+logger = logging.getLogger(__name__)
+
+_CONFIG = "model_config.yaml"
+_WEIGHTS = "model_weights"
+_TOKENIZER = "tokenizer"
+_PREFIX = "model."
+_HEAD = _PREFIX + "rm_head."
+_OUTPUT_LAYER = _PREFIX + "output_layer."
+_EMBEDDING = _PREFIX + "embedding.word_embeddings.weight"
+
+
+# ---- writing --------------------------------------------------------------------------------
+
+
+def save_nemo(
+    path: Path,
+    model: MegatronModel,
+    model_config: Mapping[str, Any],
+    tokenizer_dir: Path | None,
+    *,
+    as_directory: bool = False,
+) -> None:
+    """Write an archive. Collective; it appears at ``path`` when it is whole, and replaces what was there.
+
+    Args:
+        path: where; all ranks must see the same file system.
+        model: its weights are written as they are.
+        model_config: the contents of ``model_config.yaml``; only rank 0's is used.
+        tokenizer_dir: Hugging Face tokenizer files to put in; its contents are copied.
+        as_directory: write a directory instead of a tar file. An existing directory stays one.
+
+    Raises:
+        OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
+        ValueError: ``path`` is a directory that holds something other than an archive.
+    """
+    path = Path(path)
+    as_directory = on_first_rank(lambda: as_directory or path.is_dir())
+    staging = path.with_name(f".{path.name}{UNFINISHED}")
+    tensors = model_tensors(model.gpt, _PREFIX)
+    size = bytes_to_write(tensors)
+    on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size))
+    try:
+        save_sharded_tensors(tensors, staging / _WEIGHTS)
+        on_first_rank(lambda: _finish(path, staging, model_config, tokenizer_dir, as_directory))
+    finally:
+        on_first_rank(lambda: remove_path(staging))
+
+
+def _prepare(path: Path, staging: Path, size: int) -> None:
+    if path.is_dir() and any(path.iterdir()) and not (path / _CONFIG).is_file():
+        raise ValueError(f"{path} is a directory with other contents: give a path that ends in .nemo")
+    remove_path(staging)
+    (staging / _WEIGHTS).mkdir(parents=True)
+    require_space(staging, size)
+
+
+def _finish(
+    path: Path, staging: Path, model_config: Mapping[str, Any], tokenizer_dir: Path | None, as_directory: bool
+) -> None:
+    config = _plain(model_config)
+    if tokenizer_dir is not None:
+        shutil.copytree(tokenizer_dir, staging / _TOKENIZER)
+        config["tokenizer"] = {"library": "huggingface", "type": _TOKENIZER, "model": None}
+    (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    if as_directory:
+        sync_tree(staging)
+        publish(staging, path)
+        return
+    tar_path = path.with_name(f".{path.name}.tar{UNFINISHED}")
+    try:
+        _move_into_tar(staging, tar_path)
+        publish(tar_path, path)
+    finally:
+        remove_path(tar_path)
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(config, DictConfig):
+        return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+    return dict(config)
+
+
+def _move_into_tar(directory: Path, tar_path: Path) -> None:
+    """Put the files into an uncompressed tar, deleting each when it is in: the disk holds them twice only singly."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    # The config first: whoever wants only that need not read on.
+    files.sort(key=lambda p: p.name != _CONFIG)
+    with tarfile.open(tar_path, "w") as tar:
+        for file in files:
+            tar.add(file, arcname=file.relative_to(directory).as_posix())
+            file.unlink()
+    sync_file(tar_path)
+
+
+# ---- reading --------------------------------------------------------------------------------
+
+
+def load_nemo_config(path: Path) -> dict[str, Any]:
+    """The contents of ``model_config.yaml``.
+
+    Raises:
+        FileNotFoundError: no archive, or one without a config.
+        ValueError: not an archive, or the config is not a YAML mapping.
+    """
+    with open_source(Path(path)) as source:
+        return _read_config(source)
+
+
+def _read_config(source: FileSource) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(source.read_text(_CONFIG))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source.location}: {_CONFIG} is not a mapping")
+    return config
+
+
+def load_nemo_weights(
+    path: Path, model: MegatronModel, *, strict: bool = True, skip_prefixes: Iterable[str] = ()
+) -> None:
+    """Load an archive's weights into a model of any tensor- and pipeline-parallel layout, in place. Collective.
+
+    A model with a reward head takes a language model's archive too: its head keeps its values, and the
+    archive's output layer is left out. The padding of the vocabulary may differ. If an optimizer exists
+    already, call its ``reload_model_params`` afterwards.
+
+    Args:
+        strict: False: take what fits by name, whatever else is missing on either side.
+        skip_prefixes: parameters (``GPTModel``'s names) that keep their values, whatever the archive has.
+
+    Raises:
+        FileNotFoundError: no archive at ``path``.
+        CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
+    """
+    skipped = tuple(_PREFIX + prefix.removeprefix(_PREFIX) for prefix in skip_prefixes)
+    with open_source(Path(path)) as source:
+        stored = stored_shapes(source, _WEIGHTS)
+        per_layer_keys = any(key.startswith(f"{_PREFIX}decoder.layers.0.") for key in stored)
+        tensors = model_tensors(model.gpt, _PREFIX, per_layer_keys=per_layer_keys)
+        kept = {name: t for name, t in tensors.items() if not t.key.startswith(skipped)}
+        rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
+        if _EMBEDDING in stored and rows < vocab_size and not _EMBEDDING.startswith(skipped):
+            raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model {vocab_size} [vocab_size]")
+        head = model.has_reward_head
+        if head and not any(key.startswith(_HEAD) for key in stored):
+            logger.info("%s has no reward head: it starts from its initial values", path)
+        load_sharded_tensors(
+            kept,
+            source,
+            _WEIGHTS,
+            optional=(_HEAD,) if head else (),
+            ignored=(_OUTPUT_LAYER, *skipped) if head else skipped,
+            strict=strict,
+        )
+
+
+def load_nemo_tokenizer(path: Path) -> Tokenizer:
+    """The archive's tokenizer. Not collective: every rank may call it for itself.
+
+    Raises:
+        FileNotFoundError: no archive, or none with a tokenizer in it.
+    """
+    # Some tokenizers go back to their files when they are saved: these live as long as the tokenizer does.
+    folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
+    tokenizer = load_tokenizer(_extract_tokenizer(Path(path), Path(folder.name)))
+    weakref.finalize(tokenizer, folder.cleanup)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
+    """The archive's tokenizer files for a while: a Hugging Face directory, or a sentencepiece ``.model`` file.
+
+    Raises:
+        FileNotFoundError: no archive, or none with a tokenizer in it.
+    """
+    with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
+        yield _extract_tokenizer(Path(path), Path(folder))
+
+
+def _extract_tokenizer(path: Path, target: Path) -> Path:
+    with open_source(path) as source:
+        if names := source.below(_TOKENIZER):
+            source.extract(names, target, strip=_TOKENIZER)
+            return target
+        section = _read_config(source).get("tokenizer") or {}
+        for key in ("model", "tokenizer_model", "vocab_file"):
+            reference = section.get(key)
+            if isinstance(reference, str) and reference.startswith("nemo:"):
+                name = safe_name(reference.removeprefix("nemo:"))
+                source.extract([name], target)
+                return _hugging_face_folder(target / name)
+    raise FileNotFoundError(
+        f"{path} has no tokenizer: neither {_TOKENIZER}/ nor a nemo: reference in its config; put a Hugging Face "
+        "tokenizer's files into it with convert_hf_to_nemo.py"
+    )
+
+
+def _hugging_face_folder(file: Path) -> Path:
+    """A sentencepiece file as it is; a ``tokenizer.json`` under its proper name, which its folder then stands for."""
+    if file.suffix != ".json":
+        return file
+    os.rename(file, file.with_name("tokenizer.json"))
+    return file.parent

@@ -1,0 +1,283 @@
+"""Megatron distributed checkpoints (`torch_dist`): written by all ranks, read back at any parallel layout.
+
+The format is megatron-core's, so that its tools and NeMo read what is written here, and theirs is read
+here. Two things differ from ``dist_checkpointing.save`` and ``load``:
+
+- Writing happens in this process. megatron-core's writer starts a manager process and forks one writer per
+  file, for the sake of asynchronous saving; that costs seconds and forks processes that have threads.
+- Reading executes nothing. ``.metadata`` is a pickle: it is read by an unpickler that knows only the
+  classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nemo_style_aligner.checkpoints.file_source import FileSource, safe_name
+from nemo_style_aligner.parallel.groups import all_reduce_sums
+
+Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
+ShardedTensors = dict[str, Any]
+"""Local names -> what this rank holds of global tensors. The ``data`` are the live tensors."""
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint does not hold what the model wants."""
+
+
+class UnsafeCheckpointError(ValueError):
+    """A checkpoint's metadata refers to something that has no place in a checkpoint."""
+
+
+def only_tensors(state_dict: Mapping[str, Any]) -> ShardedTensors:
+    """The tensors of a flat sharded state dict, without the pickled objects that Transformer Engine adds."""
+    return {
+        name: value for name, value in state_dict.items() if isinstance(value, ShardedTensor | ShardedTensorFactory)
+    }
+
+
+def model_tensors(gpt: Any, prefix: str = "", *, per_layer_keys: bool = False) -> ShardedTensors:
+    """What this rank holds of a megatron-core model's parameters.
+
+    Args:
+        gpt: a `GPTModel`.
+        prefix: of every key.
+        per_layer_keys: ``layers.0.mlp...`` instead of one tensor for all layers. Both are read by megatron-core.
+    """
+    metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
+    return only_tensors(gpt.sharded_state_dict(prefix=prefix, metadata=metadata))
+
+
+def _built(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
+    """Factories (gate and up projections in one parameter) replaced by the tensors they make: views of the data."""
+    built: list[ShardedTensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, ShardedTensorFactory):
+            parts = tensor.build()
+            built.extend(parts.values() if isinstance(parts, dict) else parts)
+        else:
+            built.append(tensor)
+    return built
+
+
+# ---- writing --------------------------------------------------------------------------------
+
+
+class _InProcessSaveStrategy(TorchDistSaveShardedStrategy):
+    """Writes this rank's tensors into one file, in this process, and syncs it to disk."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        dcp.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save_sharded_tensors(tensors: ShardedTensors, directory: Path) -> None:
+    """Write the tensors into an existing, empty directory. Collective.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException: a rank could not write; the same on every rank.
+    """
+    # The dict itself is changed by megatron-core: hand it a copy.
+    dist_checkpointing.save(dict(tensors), str(directory), sharded_strategy=_InProcessSaveStrategy())
+
+
+def bytes_to_write(tensors: ShardedTensors) -> int:
+    """Bytes of the whole checkpoint, over all ranks. Collective."""
+    own = sum(t.data.numel() * t.data.element_size() for t in _built(tensors.values()) if is_main_replica(t.replica_id))
+    return int(all_reduce_sums({"bytes": own})["bytes"])
+
+
+# ---- reading --------------------------------------------------------------------------------
+
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_ALLOWED_GLOBALS: dict[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+    "torch.distributed.checkpoint.planner": frozenset(
+        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset(
+        {"Size"} | {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    ),
+    "collections": frozenset({"OrderedDict"}),
+    "builtins": frozenset({"set", "frozenset", "slice"}),
+    "pathlib": frozenset({"PosixPath", "PurePosixPath", "Path"}),
+    "pathlib._local": frozenset({"PosixPath", "PurePosixPath", "Path"}),  # where Python 3.13 keeps them
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads ``.metadata`` and nothing else: any other class or function is refused before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED_GLOBALS.get(module, ()):
+            raise UnsafeCheckpointError(
+                f"the checkpoint's .metadata refers to {module}.{name}, which a checkpoint has no use for: "
+                "do not load it unless you trust its origin, and then convert it with megatron-core first"
+            )
+        return super().find_class(module, name)
+
+
+def _read_metadata(source: FileSource, folder: str) -> Metadata:
+    with source.open(f"{folder}/.metadata") as stream:
+        content = io.BytesIO(stream.read())
+    try:
+        metadata = _MetadataUnpickler(content).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CheckpointMismatchError(f"{source.location}: {folder}/.metadata is damaged: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointMismatchError(f"{source.location}: {folder}/.metadata is not a distributed checkpoint's")
+    return metadata
+
+
+class _SourceFileSystem(FileSystem):
+    """Lets torch's reader open files of a `FileSource`."""
+
+    def __init__(self, source: FileSource) -> None:
+        self._source = source
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with self._source.open(str(path)) as stream:
+            yield cast(io.IOBase, stream)
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return safe_name(f"{path}/{safe_name(suffix)}")
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """torch's reader over a `FileSource`, with metadata that was read safely."""
+
+    def __init__(self, source: FileSource, folder: str, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.fs = _SourceFileSystem(source)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def stored_shapes(source: FileSource, folder: str) -> dict[str, tuple[int, ...]]:
+    """Key -> global shape of every tensor in the distributed checkpoint in ``folder``."""
+    return _shapes(_read_metadata(source, folder))
+
+
+def _shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    entries = metadata.state_dict_metadata.items()
+    return {key: tuple(value.size) for key, value in entries if isinstance(value, TensorStorageMetadata)}
+
+
+def load_sharded_tensors(
+    tensors: ShardedTensors,
+    source: FileSource,
+    folder: str,
+    *,
+    optional: Iterable[str] = (),
+    ignored: Iterable[str] = (),
+    strict: bool = True,
+) -> None:
+    """Fill the live tensors from the distributed checkpoint in ``folder`` of ``source``. Collective.
+
+    Dtypes may differ. Where a tensor allows another global shape (the padded vocabulary), rows that the
+    checkpoint lacks become zero.
+
+    Args:
+        optional: prefixes of keys that may be missing from the checkpoint; those tensors keep their values.
+        ignored: prefixes of the checkpoint's keys that no tensor needs to ask for.
+        strict: False: take what fits by name, whatever else is missing on either side.
+
+    Raises:
+        CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
+    """
+    metadata = _read_metadata(source, folder)
+    stored = _shapes(metadata)
+    built = _built(tensors.values())
+    wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
+    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, wanted)
+    all_wanted = {key: value for part in everywhere for key, value in part.items()}
+    _check_keys(all_wanted, stored, f"{source.location}/{folder}", tuple(optional), tuple(ignored), strict)
+    present = [t for t in built if t.key in stored]
+    targets = [t.data for t in present]
+    # Singly, since several tensors may share a key (the layers of one stage).
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): t for i, t in enumerate(present)})
+    dcp.load(
+        mcore_to_pyt_state_dict(by_key, is_loading=True),
+        storage_reader=_SafeReader(source, folder, metadata),
+        planner=MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in present if t.allow_shape_mismatch},
+            flatten_state_dict=False,
+        ),
+    )
+    with torch.no_grad():
+        for tensor, target in zip(present, targets, strict=True):
+            # torch fills in place, except where a tensor was not contiguous and megatron-core copied it.
+            if tensor.data.data_ptr() != target.data_ptr():
+                target.copy_(tensor.data.view_as(target))
+
+
+def _check_keys(
+    wanted: Mapping[str, tuple[tuple[int, ...], bool]],
+    stored: Mapping[str, tuple[int, ...]],
+    location: str,
+    optional: tuple[str, ...],
+    ignored: tuple[str, ...],
+    strict: bool,
+) -> None:
+    missing = sorted(key for key in wanted if key not in stored and not key.startswith(optional))
+    unexpected = sorted(key for key in stored if key not in wanted and not key.startswith(ignored))
+    shapes = [
+        f"{key}: checkpoint {list(stored[key])}, model {list(shape)}"
+        for key, (shape, flexible) in sorted(wanted.items())
+        if key in stored and stored[key] != shape and not (flexible and stored[key][1:] == shape[1:])
+    ]
+    problems = []
+    if strict and missing:
+        problems.append(f"missing from the checkpoint: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"in the checkpoint, but not in the model: {', '.join(unexpected)}")
+    if shapes:
+        problems.append(f"other shapes: {'; '.join(shapes)}")
+    if problems:
+        raise CheckpointMismatchError(f"{location} does not fit the model. " + ". ".join(problems))
