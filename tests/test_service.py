@@ -148,8 +148,11 @@ def client_config(port: int, combined: bool = True, reward_port: int = 1, pad_to
     }
 
 
+TEST_LIMITS = ClientLimits(total_s=20.0, read_s=20.0)
+
+
 @contextlib.contextmanager
-def critic_client(*args, limits=ClientLimits(total_s=20.0, read_s=20.0), **options) -> Iterator[CriticClient]:
+def critic_client(*args, limits=TEST_LIMITS, **options) -> Iterator[CriticClient]:
     config = {name: options.pop(name) for name in ("combined", "reward_port", "pad_to_length") if name in options}
     client = CriticClient(client_config(*args, **config), infer_limits=limits, train_limits=limits, **options)
     try:
@@ -254,15 +257,15 @@ def test_concurrent_clients_of_different_lengths_get_their_own_answers() -> None
     for _ in range(60):
         rows, width = int(generator.integers(1, 5)), int(generator.integers(1, 30))
         cases.append((generator.integers(0, VOCAB, (rows, width)), generator.integers(1, width + 1, rows)))
-    with serve(backend, preferred=(4, 16), sequence_multiple=4, row_multiple=2) as server:
-        with critic_client(server.number, max_parallel=16) as client:
-            futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
-            for future, (tokens, lengths) in zip(futures, cases, strict=True):
-                rewards, values = future.result(30)
-                wanted_rewards, wanted_values = expected(tokens, lengths)
-                np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
-                np.testing.assert_array_equal(values.numpy(), wanted_values)
-                assert rewards.dtype == values.dtype == torch.float32
+    settings = {"preferred": (4, 16), "sequence_multiple": 4, "row_multiple": 2}
+    with serve(backend, **settings) as server, critic_client(server.number, max_parallel=16) as client:
+        futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
+        for future, (tokens, lengths) in zip(futures, cases, strict=True):
+            rewards, values = future.result(30)
+            wanted_rewards, wanted_values = expected(tokens, lengths)
+            np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
+            np.testing.assert_array_equal(values.numpy(), wanted_values)
+            assert rewards.dtype == values.dtype == torch.float32
     assert len(backend.batches) < len(cases), "no requests were merged"
     assert all(rows % 2 == 0 and rows <= 16 and width % 4 == 0 for rows, width in backend.batches)
 

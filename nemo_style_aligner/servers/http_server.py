@@ -17,6 +17,7 @@ from flask import Flask, Response, request
 logger = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
+_POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
 def require_token(
@@ -74,12 +75,11 @@ class WsgiServer:
         """Stop accepting, let requests in progress be answered for ``flush_seconds``, close everything."""
         self._flush_deadline = time.monotonic() + flush_seconds
         self._stopping.set()
-        self._server.pull_trigger()
         self._thread.join(flush_seconds + 10.0)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            waitress.wasyncore.loop(timeout=1.0, map=self._map, use_poll=True, count=1)
+            waitress.wasyncore.loop(timeout=_POLL_SECONDS, map=self._map, use_poll=True, count=1)
         self._server.accepting = False
         while time.monotonic() < self._flush_deadline and self._busy():
             waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)

@@ -1,0 +1,322 @@
+"""The rollout work queue: order, leases, rounds, exactly-once completion, over HTTP and beneath it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import pytest
+import requests
+
+from nemo_style_aligner.rollout.work_queue import (
+    DRAINED,
+    SERVING,
+    WAITING,
+    RoundMismatchError,
+    StaticPartition,
+    WorkQueue,
+    WorkQueueClient,
+    WorkQueueServer,
+)
+from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.contextmanager
+def serve(queue: WorkQueue, token: str | None = None):
+    server = WorkQueueServer(queue, token=token)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def client(server: WorkQueueServer, round_number: int = 0, **options) -> WorkQueueClient:
+    made = WorkQueueClient("127.0.0.1", server.port, poll_seconds=0.02, **options)
+    made.start_round(round_number, [])
+    return made
+
+
+def put(server: WorkQueueServer, path: str, body, **options) -> requests.Response:
+    return requests.put(f"http://127.0.0.1:{server.port}{path}", json=body, timeout=10, **options)
+
+
+# ------------------------------------------------------------------ the queue itself
+
+
+def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
+    queue = WorkQueue()
+    queue.start_round(0, [5, 3, 9, 1])
+    assert queue.lease(3, "a") == ([5, 3, 9], SERVING)
+    queue.start_round(1, [5, 3, 9, 1], [10.0, 30.0, 10.0, 20.0])
+    assert queue.lease(9, "a")[0] == [3, 1, 5, 9]
+
+
+def test_a_round_is_complete_when_every_id_is() -> None:
+    queue = WorkQueue()
+    queue.start_round(0, [1, 2])
+    assert queue.lease(5, "a") == ([1, 2], WAITING)
+    assert queue.complete([1], "a") == ([1], [])
+    assert queue.lease(5, "b") == ([], WAITING)
+    assert queue.complete([1, 2], "a") == ([1, 2], [])  # a repeated report is accepted again
+    assert queue.lease(5, "b") == ([], DRAINED)
+    assert queue.status()["done"] == 2 and queue.status()["total"]["completed"] == 2
+
+
+def test_an_expired_lease_is_served_again_and_late_answers_are_refused() -> None:
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, clock=clock)
+    queue.start_round(0, [1, 2, 3])
+    assert queue.lease(2, "slow")[0] == [1, 2]
+    clock.now = 9
+    assert queue.complete([1], "slow") == ([1], [])  # any sign of life prolongs the lease
+    clock.now = 18
+    assert queue.lease(1, "fast")[0] == [3]
+    clock.now = 19
+    assert queue.lease(5, "fast")[0] == [2]
+    assert queue.complete([2], "slow") == ([], [2])
+    assert queue.complete([2, 3], "fast") == ([2, 3], [])
+    assert queue.complete([1, 2], "slow") == ([1], [2])
+    assert queue.status()["state"] == DRAINED
+    assert queue.status()["total"] == {"served": 4, "expired": 1, "completed": 3, "refused": 2}
+
+
+def test_renewing_keeps_a_lease() -> None:
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, clock=clock)
+    queue.start_round(0, [1])
+    queue.lease(1, "a")
+    for clock.now in (8, 16, 24):
+        assert queue.renew("a") == [1]
+    clock.now = 34
+    assert queue.renew("a") == []
+    assert queue.lease(1, "b")[0] == [1]
+
+
+def test_a_repeated_lease_request_gets_the_same_ids() -> None:
+    queue = WorkQueue()
+    queue.start_round(0, list(range(10)))
+    first = queue.lease(3, "a", request_number=1)
+    assert queue.lease(3, "a", request_number=1) == first
+    assert queue.lease(3, "a", request_number=2)[0] == [3, 4, 5]
+    assert queue.lease(3, "b", request_number=1)[0] == [6, 7, 8]
+
+
+def test_a_straggler_cannot_touch_the_next_round() -> None:
+    queue = WorkQueue()
+    queue.start_round(4, [1, 2])
+    assert queue.lease(1, "late", round_number=4)[0] == [1]
+    queue.start_round(5, [1, 2])
+    assert queue.lease(9, "late", round_number=4) == ([], DRAINED)
+    assert queue.complete([1], "late", round_number=4) == ([], [1])
+    assert queue.renew("late", round_number=4) == []
+    assert queue.lease(9, "a", round_number=5)[0] == [1, 2]
+    with pytest.raises(RoundMismatchError, match="round 6 has not begun"):
+        queue.lease(1, "a", round_number=6)
+
+
+def test_wrong_rounds_are_named() -> None:
+    queue = WorkQueue()
+    with pytest.raises(ValueError, match="must differ"):
+        queue.start_round(0, [1, 1])
+    with pytest.raises(ValueError, match="expected lengths"):
+        queue.start_round(0, [1, 2], [1.0])
+    queue.start_round(0, [1])
+    with pytest.raises(ValueError, match="round 0"):
+        queue.start_round(0, [1])
+
+
+def test_hundreds_of_workers_some_of_them_dying_complete_each_id_once() -> None:
+    """300 workers on a simulated clock; a third die or fall asleep while holding ids."""
+    generator, clock = random.Random(0), Clock()
+    queue = WorkQueue(lease_seconds=20, clock=clock)
+    ids = list(range(20000))
+    queue.start_round(0, ids, [generator.random() for _ in ids])
+    completed: collections.Counter[int] = collections.Counter()
+    workers: dict[str, tuple[float, list[int]]] = {f"w{i}": (0.0, []) for i in range(300)}
+    state = SERVING
+    while state != DRAINED:
+        name = min(workers, key=lambda worker: workers[worker][0])
+        clock.now, held = workers.pop(name)
+        accepted, _ = queue.complete(held, name)
+        completed.update(accepted)
+        taken, state = queue.lease(generator.randint(1, 8), name)
+        fate = generator.random()
+        if fate < 0.01 and len(workers) > 50:
+            continue  # dies
+        pause = 25.0 if fate < 0.03 else generator.uniform(0.5, 5.0)
+        workers[name] = (clock.now + pause, taken)
+    assert sorted(completed) == ids
+    assert set(completed.values()) == {1}
+    counts = queue.status()["total"]
+    assert counts["expired"] > 50 and counts["refused"] > 50
+
+
+# ------------------------------------------------------------------ over HTTP
+
+
+def test_nemo_aligners_own_request_is_answered_with_a_list() -> None:
+    queue = WorkQueue()
+    with serve(queue) as server:
+        queue.start_round(0, [7, 8, 9])
+        assert put(server, "/get_idx", {"batch_size": 2}).json() == [7, 8]
+        assert put(server, "/get_idx", {"batch_size": 2}).json() == [9]
+        response = put(server, "/get_idx", {"batch_size": 2})
+        assert response.json() == [] and response.headers["X-Work-Queue-State"] == DRAINED
+
+
+def test_client_leases_completes_and_ends() -> None:
+    queue = WorkQueue()
+    with serve(queue) as server:
+        worker = WorkQueueClient("127.0.0.1", server.port, local_queue=queue)
+        for round_number in range(3):
+            worker.start_round(round_number, [4, 5, 6])
+            seen = []
+            while ids := worker.lease(2, wait=True):
+                seen += worker.complete(ids)
+                worker.renew()
+            assert seen == [4, 5, 6] and worker.drained
+        worker.close()
+
+
+def test_waiting_worker_gets_the_ids_of_a_dead_one() -> None:
+    queue = WorkQueue(lease_seconds=0.4)
+    with serve(queue) as server:
+        queue.start_round(0, [1, 2])
+        dead, alive = client(server, worker="dead"), client(server, worker="alive")
+        assert dead.lease(1) == [1]
+        assert alive.lease(5) == [2]
+        assert alive.lease(5) == [] and not alive.drained  # does not wait unless asked to
+        assert alive.complete([2]) == [2]
+        assert alive.lease(5, wait=True) == [1]
+        assert alive.complete([1]) == [1]
+        assert dead.complete([1]) == []
+        assert alive.lease(5, wait=True) == [] and alive.drained
+
+
+def test_waiting_has_a_limit() -> None:
+    queue = WorkQueue(lease_seconds=60)
+    with serve(queue) as server:
+        queue.start_round(0, [1])
+        assert client(server).lease(1) == [1]
+        with pytest.raises(TimeoutError, match=r"not complete within 0\.2 s"):
+            client(server, wait_limit_seconds=0.2).lease(1, wait=True)
+
+
+def test_many_clients_at_once_complete_each_id_once() -> None:
+    queue, lock = WorkQueue(), threading.Lock()
+    completed: collections.Counter[int] = collections.Counter()
+    with serve(queue) as server:
+        queue.start_round(0, list(range(1000)))
+
+        def work() -> None:
+            worker = client(server)
+            while ids := worker.lease(8, wait=True):
+                accepted = worker.complete(ids)
+                with lock:
+                    completed.update(accepted)
+            worker.close()
+
+        threads = [threading.Thread(target=work) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+    assert sorted(completed) == list(range(1000))
+    assert set(completed.values()) == {1}
+
+
+def test_the_token_is_needed() -> None:
+    queue = WorkQueue()
+    with serve(queue, token="s3cret") as server:
+        queue.start_round(0, [1, 2])
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for path in ("/get_idx", "/complete", "/renew"):
+                assert (
+                    put(server, path, {"batch_size": 1, "ids": [], "worker": "w"}, headers=headers).status_code == 401
+                )
+        with pytest.raises(RequestRefusedError, match="401"):
+            client(server, token="wrong").lease(1)
+        assert client(server, token="s3cret").lease(1) == [1]
+        assert requests.get(f"http://127.0.0.1:{server.port}/health", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/get_idx", {}),
+        ("/get_idx", []),
+        ("/get_idx", {"batch_size": 0}),
+        ("/get_idx", {"batch_size": True}),
+        ("/get_idx", {"batch_size": 10**9}),
+        ("/get_idx", {"batch_size": 1, "worker": 7}),
+        ("/get_idx", {"batch_size": 1, "round": "x"}),
+        ("/complete", {"ids": [1]}),
+        ("/complete", {"ids": ["1"], "worker": "w"}),
+        ("/complete", {"ids": 1, "worker": "w"}),
+        ("/renew", {}),
+    ],
+)
+def test_malformed_requests_are_refused(path: str, body) -> None:
+    queue = WorkQueue()
+    with serve(queue) as server:
+        queue.start_round(0, [1])
+        response = put(server, path, body)
+        assert response.status_code == 400 and "error" in response.json()
+        assert queue.status()["pending"] == 1
+
+
+def test_stop_frees_the_port_and_ends_the_client() -> None:
+    server = WorkQueueServer(WorkQueue())
+    worker = client(server, limits=ClientLimits(total_s=0.5))
+    server.stop()
+    with pytest.raises(ServerUnavailableError, match=f":{server.port}/get_idx.*after"):
+        worker.lease(1)
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", server.port))
+
+
+def test_clients_of_a_future_round_are_told() -> None:
+    with serve(WorkQueue()) as server, pytest.raises(RequestRefusedError, match="has not begun"):
+        client(server, 3).lease(1)
+
+
+# ------------------------------------------------------------------ static partition
+
+
+def test_static_partition_deals_out_everything_once() -> None:
+    seen: list[int] = []
+    for rank in range(3):
+        part = StaticPartition(rank, 3)
+        for round_number in range(2):
+            part.start_round(round_number, list(range(100, 110)))
+            mine = []
+            while ids := part.lease(2, wait=True):
+                mine += part.complete(ids)
+            assert part.drained
+        assert mine == list(range(100 + rank, 110, 3))
+        seen += mine
+    assert sorted(seen) == list(range(100, 110))
+
+
+def test_throughput_is_far_above_what_generation_needs() -> None:
+    queue = WorkQueue()
+    queue.start_round(0, list(range(20000)))
+    started = time.monotonic()
+    while queue.lease(8, f"w{random.randrange(256)}")[0]:
+        pass
+    assert time.monotonic() - started < 5
