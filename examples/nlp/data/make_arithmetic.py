@@ -1,0 +1,142 @@
+"""Make the demo's data: sums such as "User: What is 6+10?\\nAssistant: 16", whose truth is known.
+
+    python make_arithmetic.py --output data --operation add --max-operand 49 --seed 1234
+
+writes into --output:
+
+    train_sft.jsonl          test_sft.jsonl           {"input", "output"}: demonstrations
+    train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: the right answer, then a wrong one
+    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer"}: questions for PPO and evaluation
+
+A question held out for test appears in no training file, in neither order of its operands. Among the
+training questions, --sft-fraction of them have demonstrations; comparisons and prompts use them all.
+Demonstrations can be imperfect, as human ones are: --sft-errors of them give a wrong answer, so that
+the SFT model gives some too and PPO, whose reward model knows better, has something to mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_style_aligner.data.jsonl import write_jsonl
+
+OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
+Question = tuple[int, int]
+
+
+def prompt(question: Question, operation: str) -> str:
+    return f"User: What is {question[0]}{OPERATIONS[operation][0]}{question[1]}?\nAssistant:"
+
+
+def right_answer(question: Question, operation: str) -> int:
+    return OPERATIONS[operation][1](*question)
+
+
+def wrong_answers(question: Question, operation: str, rng: random.Random) -> list[int]:
+    """Plausible mistakes, each once, in random order: slips by one, lost carries, swapped or wrong digits."""
+    right = right_answer(question, operation)
+    digits = str(abs(right))
+    place = rng.randrange(len(digits))
+    misread = digits[:place] + rng.choice([d for d in "0123456789" if d != digits[place]]) + digits[place + 1 :]
+    mistakes = {
+        right + 1, right - 1, right + 10, right - 10, right + rng.randint(2, 9), right - rng.randint(2, 9),
+        int(digits[::-1]), int(misread), question[0], question[1],
+        *(function(*question) for _, function in OPERATIONS.values()),
+    }  # fmt: skip
+    # Answers keep the sign that right ones can have, or the minus alone would give mistakes away.
+    mistakes = {wrong for wrong in mistakes if wrong != right and (wrong >= 0 or operation == "subtract")}
+    return rng.sample(sorted(mistakes), len(mistakes))
+
+
+def split_questions(max_operand: int, test_questions: int, rng: random.Random) -> tuple[list[Question], list[Question]]:
+    """(training, test) questions. Both orders of two operands fall on the same side."""
+    pairs = [(a, b) for a in range(max_operand + 1) for b in range(a, max_operand + 1)]
+    rng.shuffle(pairs)
+    test: list[Question] = []
+    while len(test) < test_questions and pairs:
+        test += orders(pairs.pop())
+    training = [question for pair in pairs for question in orders(pair)]
+    if not training:
+        raise SystemExit(
+            f"--max-operand {max_operand} makes {(max_operand + 1) ** 2} questions, which leaves none for training "
+            f"after --test-questions {test_questions}"
+        )
+    rng.shuffle(training)
+    rng.shuffle(test)
+    return training, test
+
+
+def orders(pair: Question) -> list[Question]:
+    return [pair] if pair[0] == pair[1] else [pair, pair[::-1]]
+
+
+def demonstrations(questions: list[Question], operation: str, errors: float, rng: random.Random) -> Iterator[dict]:
+    for question in questions:
+        answer = right_answer(question, operation)
+        if rng.random() < errors:
+            answer = wrong_answers(question, operation, rng)[0]
+        yield {"input": prompt(question, operation), "output": str(answer)}
+
+
+def comparisons(questions: list[Question], operation: str, per_question: int, rng: random.Random) -> Iterator[dict]:
+    pairs = [
+        (question, wrong) for question in questions for wrong in wrong_answers(question, operation, rng)[:per_question]
+    ]
+    rng.shuffle(pairs)
+    for question, wrong in pairs:
+        yield {"text": f"{prompt(question, operation)} {right_answer(question, operation)}"}
+        yield {"text": f"{prompt(question, operation)} {wrong}"}
+
+
+def prompts(questions: list[Question], operation: str) -> Iterator[dict]:
+    for question in questions:
+        yield {"text": prompt(question, operation), "answer": str(right_answer(question, operation))}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
+    parser.add_argument("--operation", choices=OPERATIONS, default="add")
+    parser.add_argument("--max-operand", type=int, default=49, help="operands go from 0 to this (default: 49)")
+    parser.add_argument("--test-questions", type=int, default=250, help="about how many to hold out (default: 250)")
+    parser.add_argument(
+        "--sft-fraction", type=float, default=1.0, help="share of the training questions with a demonstration"
+    )
+    parser.add_argument("--sft-errors", type=float, default=0.0, help="share of demonstrations with a wrong answer")
+    parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question (default: 4)")
+    parser.add_argument("--seed", type=int, default=1234)
+    options = parser.parse_args(arguments)
+    for name in ("max_operand", "test_questions", "wrong_per_question"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name, least in (("sft_fraction", 1e-9), ("sft_errors", 0.0)):
+        if not least <= getattr(options, name) <= 1:
+            parser.error(f"--{name.replace('_', '-')} must be between 0 and 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    # A generator of its own for each kind of file: changing one kind's size leaves the others as they were.
+    training, test = split_questions(options.max_operand, options.test_questions, random.Random(options.seed))
+    shown = training[: max(1, round(options.sft_fraction * len(training)))]
+    operation = options.operation
+    rngs = {name: random.Random(f"{options.seed} {name}") for name in ("train_sft", "train_comp", "test_comp")}
+    files = {
+        "train_sft": demonstrations(shown, operation, options.sft_errors, rngs["train_sft"]),
+        "test_sft": demonstrations(test, operation, 0.0, random.Random()),
+        "train_comparisons": comparisons(training, operation, options.wrong_per_question, rngs["train_comp"]),
+        "test_comparisons": comparisons(test, operation, options.wrong_per_question, rngs["test_comp"]),
+        "train_prompts": prompts(training, operation),
+        "test_prompts": prompts(test, operation),
+    }
+    for name, rows in files.items():
+        print(f"{name}.jsonl: {write_jsonl(options.output / f'{name}.jsonl', rows)} lines")
+
+
+if __name__ == "__main__":
+    main()
