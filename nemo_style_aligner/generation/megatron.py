@@ -110,9 +110,7 @@ class MegatronEngine(GenerationEngine):
         was_training = self._model.module.training
         while batch := list(itertools.islice(source, self._num_slots)):
             for request in batch:
-                request.check(
-                    sampling.max_new_tokens, self._max_sequence_length, self._model.architecture.vocab_size
-                )
+                request.check(sampling.max_new_tokens, self._max_sequence_length, self._model.architecture.vocab_size)
             self._model.module.eval()
             yield from self._generate_batch(batch, sampling, stop)
         self._model.module.train(was_training)
@@ -163,9 +161,7 @@ class MegatronEngine(GenerationEngine):
         if start > 0:
             context.enable_decode_mode()
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits = self._model.gpt(
-            tokens, positions, None, inference_context=context, runtime_gather_output=True
-        )
+        logits = self._model.gpt(tokens, positions, None, inference_context=context, runtime_gather_output=True)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             # One rank's rounding decides for all, or the ranks' tokens could part.
             dist.broadcast(

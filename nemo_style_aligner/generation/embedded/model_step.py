@@ -48,6 +48,17 @@ class StepInput:
     segments: tuple[Segment, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What all layers of one pass share."""
+
+    step: StepInput
+    cos: torch.Tensor  # float32 [t, 1, rotary size / 2]
+    sin: torch.Tensor
+    decode_mask: torch.Tensor | None  # additive, see `_decode_mask`; None without decode tokens
+    segment_masks: list[torch.Tensor | None]  # bool [length, end] of each segment; None: plain causal
+
+
 def bucket_length(length: int, limit: int) -> int:
     """``length`` rounded up to the bucket that attention runs over, at most ``limit``."""
     return min(limit, -(-length // _LENGTH_BUCKET) * _LENGTH_BUCKET)
@@ -73,11 +84,16 @@ class ModelStep:
         """Logits [o, vocab_size] in the engine's dtype."""
         weights = self._weights
         hidden = F.embedding(step.token_ids, weights.embedding).float()
-        cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
-        decode_mask = self._decode_mask(step)
+        shared = _Shared(
+            step=step,
+            cos=self._cos[step.positions].unsqueeze(1),
+            sin=self._sin[step.positions].unsqueeze(1),
+            decode_mask=self._decode_mask(step),
+            segment_masks=[_segment_mask(segment, hidden.device) for segment in step.segments],
+        )
         for index, layer in enumerate(weights.layers):
             normed = self._norm(hidden, layer.input_norm, layer.input_norm_bias)
-            attended = self._attention(index, layer, normed, cos, sin, step, decode_mask)
+            attended = self._attention(index, layer, normed, shared)
             hidden += F.linear(attended, layer.output, layer.output_bias)
             normed = self._norm(hidden, layer.mlp_norm, layer.mlp_norm_bias)
             hidden += F.linear(self._activate(F.linear(normed, layer.fc1, layer.fc1_bias)), layer.fc2, layer.fc2_bias)
@@ -104,18 +120,9 @@ class ModelStep:
             active = F.relu(gate).square()
         return active if value is None else active * value
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: StepInput,
-        decode_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attention(self, index: int, layer: LayerWeights, normed: torch.Tensor, shared: _Shared) -> torch.Tensor:
         """Self-attention of all tokens, [t, heads * kv_channels], before the output projection."""
-        a = self._a
+        a, step, cos, sin = self._a, shared.step, shared.cos, shared.sin
         heads, groups = a.num_attention_heads, a.num_query_groups
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * groups, a.kv_channels)
         query, key, value = qkv.split([heads, groups, groups], dim=1)
@@ -127,10 +134,10 @@ class ModelStep:
             rotated = apply_rotary(qkv[:, : heads + groups], cos, sin).to(self._dtype)
         query, key = rotated.split([heads, groups], dim=1)
         self._cache.write(index, step.slots, step.positions, key, value)
-        attended = [self._decode_attention(index, query[: step.num_decode], step, decode_mask)]
+        attended = [self._decode_attention(index, query[: step.num_decode], step, shared.decode_mask)]
         attended += [
-            self._prefill_attention(index, query[segment.row : segment.row + segment.length], segment)
-            for segment in step.segments
+            self._prefill_attention(index, query[segment.row : segment.row + segment.length], segment, mask)
+            for segment, mask in zip(step.segments, shared.segment_masks, strict=True)
         ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
@@ -159,18 +166,18 @@ class ModelStep:
         ).reshape(extent, -1)
         return out if n == extent else out[slots]
 
-    def _prefill_attention(self, index: int, query: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def _prefill_attention(
+        self, index: int, query: torch.Tensor, segment: Segment, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Causal attention of one chunk over its slot: ``query`` [s, heads, d] -> [s, heads * d]."""
-        a = self._a
         end = segment.start + segment.length
-        per_group = a.num_attention_heads // a.num_query_groups
-        key = self._cache.keys[index][segment.slot, :, :end].repeat_interleave(per_group, dim=0)
-        value = self._cache.values[index][segment.slot, :, :end].repeat_interleave(per_group, dim=0)
-        mask = None
-        if segment.start > 0:
-            mask = torch.ones(segment.length, end, dtype=torch.bool, device=query.device).tril_(segment.start)
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key[None], value[None], attn_mask=mask, is_causal=mask is None
+            query.transpose(0, 1)[None],
+            self._cache.keys[index][None, segment.slot, :, :end],
+            self._cache.values[index][None, segment.slot, :, :end],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=True,
         )
         return out[0].transpose(0, 1).flatten(1)
 
@@ -187,6 +194,14 @@ class ModelStep:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, -torch.inf)
         per_group = self._a.num_attention_heads // self._a.num_query_groups
         return mask[:, None, None, :].expand(-1, 1, per_group, -1)
+
+
+def _segment_mask(segment: Segment, device: torch.device) -> torch.Tensor | None:
+    """Which cached positions each token of a chunk sees; None for a chunk that starts its prompt."""
+    if segment.start == 0:
+        return None
+    end = segment.start + segment.length
+    return torch.ones(segment.length, end, dtype=torch.bool, device=device).tril_(segment.start)
 
 
 def rotary_tables(a: ModelArchitecture, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,128 @@
+"""Tiny random Hugging Face models and embedded engines of the same shape, for the generation tests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationRequest
+
+VOCAB = 96
+EOS = 1
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "llama-3.1": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
+    "llama-geglu-bias": lambda: LlamaConfig(
+        **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+    ),
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16),
+    "nemotron": lambda: NemotronConfig(
+        **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
+    ),
+}
+_FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tied_embeddings": True},
+    "llama-3.1": {"rope_scaling_factor": 8.0, "rotary_base": 500000.0},
+    "llama-geglu-bias": {"bias": True, "activation": "gelu"},
+    "qwen2": {"qkv_bias": True, "tied_embeddings": True},
+    "qwen3": {"qk_layernorm": True, "kv_channels": 16},
+    "nemotron": {
+        "normalization": "layernorm1p",
+        "activation": "squared-relu",
+        "gated": False,
+        "bias": True,
+        "rotary_percentage": 0.5,
+    },
+}
+FAMILIES = list(_CONFIGS)
+
+
+def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
+    """A random float32 model; norms and biases are random too, so that none of them can be forgotten."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(_CONFIGS[family]()).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                center = 1.0 if name.endswith("weight") and family != "nemotron" else 0.0
+                parameter.copy_(center + 0.2 * torch.randn_like(parameter))
+    return model
+
+
+def architecture(family: str = "llama") -> ModelArchitecture:
+    """The shape of `hf_model`'s models."""
+    epsilon = 1e-5 if family == "nemotron" else 1e-6
+    return ModelArchitecture(
+        num_layers=3,
+        hidden_size=48,
+        ffn_hidden_size=80,
+        num_attention_heads=6,
+        num_query_groups=2,
+        vocab_size=VOCAB,
+        layernorm_epsilon=epsilon,
+        **_FEATURES[family],
+    )
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's weight stream: each tied tensor once."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **options: Any) -> EmbeddedEngine:
+    """A built engine, refitted with ``model`` as version 0 if one is given."""
+    settings: dict[str, Any] = {"dtype": torch.float32, "num_slots": 4, "max_sequence_length": 160, "eos_id": EOS}
+    engine = EmbeddedEngine(architecture(family), **(settings | options))
+    engine.build()
+    if model is not None:
+        engine.refit(weights_of(model).items(), version=0)
+    return engine
+
+
+def ragged_requests(count: int, longest: int = 60, seed: int = 0) -> list[GenerationRequest]:
+    """Random prompts of 1 to ``longest`` tokens."""
+    generator = random.Random(seed)
+    return [
+        GenerationRequest(i, [generator.randrange(2, VOCAB) for _ in range(generator.randint(1, longest))], seed=i)
+        for i in range(count)
+    ]
+
+
+@torch.no_grad()
+def hf_logits(model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+    """Float32 logits [len(token_ids), vocab] that predict each response token, without any cache."""
+    logits = model(torch.tensor([prompt_ids + token_ids]), use_cache=False).logits
+    return logits[0, len(prompt_ids) - 1 : -1].float()

@@ -1,0 +1,232 @@
+"""Build, refit, unload, reload: the engine never answers with weights it should not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from generation_models import engine_for, hf_logits, hf_model, ragged_requests, weights_of
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=12, use_greedy=True)
+Weights = dict[str, torch.Tensor]
+
+
+def _generate(engine: GenerationEngine, params: SamplingParams = GREEDY) -> list[GenerationResult]:
+    return sorted(engine.generate(ragged_requests(6, longest=30), params), key=lambda result: result.request_id)
+
+
+def _tokens(engine: GenerationEngine) -> list[list[int]]:
+    return [result.token_ids for result in _generate(engine)]
+
+
+def test_refit_changes_weights_and_version() -> None:
+    engine = engine_for()
+    assert engine.weight_version == -1
+    for version, seed in enumerate((0, 5, 0)):
+        model = hf_model(seed=seed)
+        engine.refit(iter(weights_of(model).items()), version=version)
+        assert engine.weight_version == version
+        for result in _generate(engine):
+            assert result.weight_version == version
+            assert hf_logits(model, result.prompt_ids, result.token_ids).argmax(-1).tolist() == result.token_ids
+    assert engine.num_compilations == 1
+
+
+def test_refit_copies() -> None:
+    """Training on goes unnoticed until the next refit."""
+    model = hf_model()
+    engine = engine_for(model=model)
+    before = _tokens(engine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1)
+    assert _tokens(engine) == before
+
+
+def _without(weights: Weights, name: str) -> list[tuple[str, torch.Tensor]]:
+    return [(key, value) for key, value in weights.items() if key != name]
+
+
+_NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+def _broken(weights: Weights, how: str) -> Any:
+    if how == "missing":
+        return _without(weights, _NAME)
+    if how == "unknown":
+        return [*weights.items(), ("model.layers.3.mlp.up_proj.weight", torch.zeros(2))]
+    if how == "misshapen":
+        return [(name, value[:-1] if name == _NAME else value) for name, value in weights.items()]
+    if how == "transposed":
+        return [(name, value.T if name == _NAME else value) for name, value in weights.items()]
+    if how == "twice":
+        return [*weights.items(), (_NAME, weights[_NAME])]
+    if how == "bias":
+        return [*weights.items(), (_NAME.replace("weight", "bias"), torch.zeros(16))]
+    raise KeyError(how)
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ("missing", _NAME),
+        ("unknown", "model.layers.3.mlp.up_proj.weight"),
+        ("misshapen", _NAME),
+        ("transposed", _NAME),
+        ("twice", _NAME),
+        ("bias", _NAME.replace("weight", "bias")),
+    ],
+)
+def test_a_broken_stream_is_an_error_that_names_the_tensor(how: str, named: str) -> None:
+    model = hf_model()
+    engine = engine_for(model=model)
+    before = _tokens(engine)
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        engine.refit(_broken(weights_of(model), how), version=1)
+    assert engine.weight_version == -1
+    with pytest.raises(RuntimeError, match="refit"):
+        engine.generate([], GREEDY)
+    engine.refit(weights_of(model).items(), version=2)
+    assert _tokens(engine) == before
+
+
+def test_tied_engine_refuses_an_output_layer() -> None:
+    model = hf_model("llama-tied")
+    engine = engine_for("llama-tied")
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*tied"):
+        engine.refit(model.state_dict().items(), version=0)
+
+
+def test_a_stream_that_raises_leaves_no_half_weights() -> None:
+    model = hf_model()
+    engine = engine_for(model=model)
+
+    def stream() -> Any:
+        yield next(iter(weights_of(model).items()))
+        raise ConnectionError("lost")
+
+    with pytest.raises(ConnectionError):
+        engine.refit(stream(), version=1)
+    with pytest.raises(RuntimeError, match="refit"):
+        engine.generate([], GREEDY)
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_refit_check_passes_whole_streams(check: Any, dtype: torch.dtype) -> None:
+    engine = engine_for(model=hf_model(), refit_check=check, dtype=dtype)
+    assert engine.weight_version == 0
+
+
+def test_refit_check_notices_a_changed_buffer() -> None:
+    """A stream that writes into the engine's memory after a tensor was taken."""
+    model = hf_model()
+    engine = engine_for(refit_check="full")
+
+    def stream() -> Any:
+        for name, tensor in weights_of(model).items():
+            yield name, tensor
+            engine._weights.embedding[3, 4] += 1.0  # stands for a stray writer
+
+    with pytest.raises(ValueError, match=r"check failed.*embed_tokens"):
+        engine.refit(stream(), version=0)
+
+
+def test_unload_and_reload() -> None:
+    model = hf_model()
+    engine = engine_for(model=model)
+    before = _generate(engine)
+    for _ in range(2):
+        engine.unload()
+        engine.unload()
+        with pytest.raises(RuntimeError, match="unloaded"):
+            engine.generate([], GREEDY)
+        with pytest.raises(RuntimeError, match="unloaded"):
+            engine.refit(weights_of(model).items(), version=1)
+        engine.reload()
+        engine.reload()
+        with pytest.raises(RuntimeError, match="refit"):
+            engine.generate([], GREEDY)
+        engine.refit(weights_of(model).items(), version=0)
+        assert _generate(engine) == before
+    assert engine.num_compilations == 1
+
+
+def test_unload_gives_memory_back() -> None:
+    architecture = ModelArchitecture(
+        num_layers=2, hidden_size=512, ffn_hidden_size=4096, num_attention_heads=8, num_query_groups=8, vocab_size=32000
+    )
+    engine = EmbeddedEngine(architecture, dtype=torch.float32, num_slots=16, max_sequence_length=512, eos_id=0)
+    process = psutil.Process()
+    engine.build()
+    engine.refit(((name, torch.ones(shape)) for name, shape in engine.weight_shapes.items()), version=0)
+    loaded = process.memory_info().rss
+    engine.unload()
+    weights = 4 * architecture.num_parameters
+    assert loaded - process.memory_info().rss > 0.8 * weights
+    engine.reload()
+
+
+def test_order_of_calls() -> None:
+    engine = EmbeddedEngine(
+        ModelArchitecture(
+            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, num_query_groups=1, vocab_size=8
+        ),
+        dtype=torch.float32,
+        num_slots=1,
+        max_sequence_length=8,
+        eos_id=0,
+    )
+    for call in (lambda: engine.generate([], GREEDY), lambda: engine.refit([], 0), engine.reload):
+        with pytest.raises(RuntimeError, match="build"):
+            call()
+    engine.build()
+    with pytest.raises(RuntimeError, match="built already"):
+        engine.build()
+
+
+def test_no_refit_under_a_running_generation() -> None:
+    model = hf_model()
+    engine = engine_for(model=model, num_slots=2)
+    results = engine.generate(ragged_requests(6), GREEDY)
+    next(results)
+    for call in (lambda: engine.refit(weights_of(model).items(), 1), engine.unload, lambda: _generate(engine)):
+        with pytest.raises(RuntimeError, match="under way"):
+            call()
+    results.close()  # type: ignore[attr-defined]
+    before = _tokens(engine_for(model=model))
+    assert _tokens(engine) == before  # an abandoned generation leaves nothing behind
+
+
+def test_diverged_weights_are_an_error_and_leave_no_trace() -> None:
+    model = hf_model()
+    engine = engine_for(model=model)
+    before = _generate(engine)
+    weights = weights_of(model)
+    broken = weights | {_NAME: torch.full_like(weights[_NAME], torch.nan)}
+    engine.refit(broken.items(), version=9)
+    with pytest.raises(FloatingPointError, match="version 9"):
+        _generate(engine)
+    engine.refit(weights.items(), version=0)
+    assert _generate(engine) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16},
+        {"num_slots": 0},
+        {"eos_id": 96},
+        {"vocab_limit": 97},
+        {"refit_check": "some"},
+    ],
+)
+def test_senseless_engines_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError):
+        engine_for(**options)

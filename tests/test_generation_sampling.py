@@ -1,0 +1,230 @@
+"""Sampling: distribution, random numbers, filters against `transformers`' logits processors, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from generation_models import engine_for, hf_model, ragged_requests
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.generation.sampling import (
+    SamplingRows,
+    apply_repetition_penalty,
+    filter_top_k_top_p,
+    request_key,
+    sample,
+    uniform,
+)
+from nemo_style_aligner.generation.stopping import StopCondition
+
+
+def _rows(count: int, key: int = 0, **options: torch.Tensor) -> SamplingRows:
+    return SamplingRows(keys=torch.full((count,), request_key(key, 0)), positions=torch.arange(count), **options)
+
+
+def _chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:
+    """The statistic, and the value it exceeds by chance about once in 10,000 times."""
+    expected = probabilities * len(tokens)
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    assert counts[probabilities == 0].sum() == 0
+    usual = expected >= 5
+    merged_counts = torch.cat((counts[usual], counts[~usual].sum()[None]))
+    merged = torch.cat((expected[usual], expected[~usual].sum()[None]))
+    freedom = int((merged > 0).sum()) - 1
+    statistic = ((merged_counts - merged) ** 2 / merged.clamp(min=1e-9))[merged > 0].sum().item()
+    return statistic, freedom + 4.0 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=1, temperature=0.6),
+        SamplingParams(max_new_tokens=1, top_k=12),
+        SamplingParams(max_new_tokens=1, top_p=0.7, temperature=1.4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [50, 300])
+def test_samples_follow_the_distribution(params: SamplingParams, vocab: int) -> None:
+    draws = 20000
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, vocab)
+    tokens, logprobs = sample(logits.expand(draws, -1), params, _rows(draws))
+    tempered = logits / params.temperature
+    probabilities = filter_top_k_top_p(tempered, params.top_k, params.top_p).softmax(-1)[0].double()
+    statistic, limit = _chi_square(tokens, probabilities)
+    assert statistic < limit
+    torch.testing.assert_close(logprobs, tempered.log_softmax(-1)[0, tokens], atol=1e-5, rtol=0)
+
+
+def test_uniform_is_uniform_stateless_and_splitmix64() -> None:
+    keys = torch.tensor([request_key(1, seed) for seed in range(300)])
+    grid = uniform(keys[:, None], torch.arange(300)[None])
+    assert grid.min() >= 0 and grid.max() < 1
+    statistic, limit = _chi_square((grid.flatten() * 100).long(), torch.full((100,), 0.01, dtype=torch.double))
+    assert statistic < limit
+    # Neighbouring seeds and neighbouring positions are unrelated.
+    assert abs(torch.corrcoef(grid)[0, 1:].mean()) < 0.02
+    assert abs(torch.corrcoef(grid.T)[0, 1:].mean()) < 0.02
+    torch.testing.assert_close(uniform(keys[7:8], torch.tensor([42])), grid[7, 42:43], rtol=0, atol=0)
+    # The published first output of splitmix64 from state 0.
+    assert uniform(torch.tensor([0]), torch.tensor([0])).item() == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+
+
+def test_request_key_accepts_any_integer_seed() -> None:
+    seeds = [0, 1, -1, 2**63, 2**64 - 1, 123456789012345]
+    keys = {request_key(run, seed) for run in (0, 1, -5) for seed in seeds if seed != 2**64 - 1}
+    assert len(keys) == 15
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.5), (0, 0.999), (5, 1.0), (40, 0.8), (5000, 0.9), (1, 1.0)])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_filters_equal_hugging_face(top_k: int, top_p: float, spread: float) -> None:
+    torch.manual_seed(1)
+    scores = spread * torch.randn(6, 3000)  # nearly flat rows need more than the first candidates of top-p
+    expected = scores
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    ours = filter_top_k_top_p(scores, top_k, top_p)
+    # The border may fall one token apart where a cumulative sum rounds.
+    assert ((ours.isinf() != expected.isinf()).sum(-1) <= 1).all()
+    both = ~ours.isinf() & ~expected.isinf()
+    torch.testing.assert_close(ours[both], expected[both], rtol=0, atol=0)
+
+
+def test_top_p_always_keeps_the_best_token_and_its_ties() -> None:
+    scores = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
+    assert (~filter_top_k_top_p(scores, 0, 1e-6).isinf()).tolist() == [[False, True, False, True]]
+
+
+def test_repetition_penalty_and_temperature_equal_hugging_face() -> None:
+    torch.manual_seed(2)
+    logits, ids = torch.randn(4, 30), torch.randint(0, 30, (4, 12))
+    seen = torch.zeros(4, 30, dtype=torch.bool).scatter_(1, ids, True)
+    expected = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits)
+    torch.testing.assert_close(apply_repetition_penalty(logits, seen, 1.4), expected, rtol=0, atol=0)
+    # The whole chain: draws land where HF's processed distribution has its inverse CDF.
+    params = SamplingParams(max_new_tokens=1, repetition_penalty=1.4, temperature=0.7, top_k=9, top_p=0.9)
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.9)):
+        expected = warper(ids, expected)
+    cumulative = expected.double().softmax(-1).cumsum(-1)
+    for key in range(50):
+        rows = _rows(4, key, seen=seen)
+        tokens, _ = sample(logits, params, rows)
+        wanted = torch.searchsorted(cumulative, uniform(rows.keys, rows.positions)[:, None], right=True)[:, 0]
+        assert tokens.tolist() == wanted.tolist()
+
+
+def test_repetition_penalty_without_seen_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match="seen"):
+        sample(torch.zeros(1, 4), SamplingParams(max_new_tokens=1, repetition_penalty=1.1), _rows(1))
+
+
+def test_suppressed_stop_ids_and_vocab_limit() -> None:
+    logits = torch.zeros(4000, 8)
+    logits[:, 3] = 4.0
+    suppress = torch.arange(4000) % 2 == 0
+    rows = _rows(4000, suppress_stop=suppress)
+    tokens, _ = sample(logits, SamplingParams(max_new_tokens=1), rows, torch.tensor([3]), vocab_limit=6)
+    assert tokens.max() == 5
+    assert (tokens[suppress] != 3).all()
+    assert (tokens[~suppress] == 3).any()
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    torch.manual_seed(3)
+    logits = (5 * torch.randn(16, 1000)).bfloat16()
+    tokens, logprobs = sample(logits, SamplingParams(max_new_tokens=1), _rows(16))
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+# ---- stopping -----------------------------------------------------------------------------------
+
+
+def _text(ids: Sequence[int]) -> str:
+    """A tokenizer of two-letter tokens; ids from 90 on are special and leave no text."""
+    return "".join(chr(97 + i // 10) + chr(97 + i % 10) for i in ids if i < 90)
+
+
+_SPECIAL = {"<|im_end|>": 91, "<extra_id_1>": 92}
+
+
+def _first_end(tokens: list[int], condition: StopCondition) -> tuple[int, str | None]:
+    for length in range(1, len(tokens) + 1):
+        if reason := condition.check(tokens[:length]):
+            return length, reason
+    return len(tokens), None
+
+
+@pytest.mark.parametrize(
+    "tokens, minimum, expected",
+    [
+        ([5, 6, 91, 7], 0, (3, "stop")),  # a special token, by id
+        ([5, 1, 6], 0, (2, "stop")),  # end of sequence
+        ([5, 12, 23, 6], 0, (3, "stop")),  # "bccd" spans two tokens
+        ([5, 12, 23, 6, 7, 8], 4, (6, "length")),  # it passed before the minimum length
+        ([5, 12, 23, 6, 12, 23, 9], 4, (6, "stop")),  # its second occurrence counts
+        ([5, 6, 7, 8, 9, 5], 0, (6, "length")),
+        ([5, 6, 7, 8, 9, 91], 0, (6, "stop")),  # stop at the very last token is a stop
+    ],
+)
+def test_stop_condition(tokens: list[int], minimum: int, expected: tuple[int, str]) -> None:
+    params = SamplingParams(
+        max_new_tokens=6, min_new_tokens=minimum, stop_strings=("<|im_end|>", "<extra_id_1>", "bccd")
+    )
+    condition = StopCondition(params, eos_id=1, detokenize=_text, token_to_id=_SPECIAL.get)
+    assert condition.stop_ids == (1, 91, 92)
+    assert _first_end(tokens, condition) == expected
+
+
+def test_long_responses_decode_a_bounded_tail_only() -> None:
+    decoded = []
+
+    def detokenize(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return _text(ids)
+
+    params = SamplingParams(max_new_tokens=500, stop_strings=("bccd",))
+    condition = StopCondition(params, eos_id=1, detokenize=detokenize)
+    assert _first_end([5] * 400 + [12, 23], condition) == (402, "stop")
+    assert max(decoded) < 20
+
+
+def test_textual_stop_string_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="detokenize"):
+        StopCondition(SamplingParams(max_new_tokens=2, stop_strings=("User:",)), eos_id=1)
+
+
+def test_engine_ends_responses_at_stop_strings() -> None:
+    model = hf_model()
+    engine = engine_for(model=model, detokenize=_text, token_to_id=_SPECIAL.get)
+    requests = ragged_requests(10)
+    free = {
+        r.request_id: r.token_ids for r in engine.generate(requests, SamplingParams(max_new_tokens=40, use_greedy=True))
+    }
+    wanted = next(tokens for tokens in free.values() if len(tokens) > 10 and max(tokens[5:7]) < 90)
+    stop = _text(wanted[5:7])[1:]  # begins inside a token
+    params = SamplingParams(max_new_tokens=40, use_greedy=True, stop_strings=(stop, "<|im_end|>"))
+    stopped = 0
+    for result in engine.generate(requests, params):
+        tokens = free[result.request_id]
+        end = next((n for n in range(1, len(tokens) + 1) if stop in _text(tokens[:n]) or tokens[n - 1] == 91), None)
+        assert result.token_ids == tokens[: end or len(tokens)]
+        assert len(result.logprobs) == len(result.token_ids)
+        assert result.finish_reason == ("stop" if end or tokens[-1] == 1 else "length")
+        stopped += end is not None
+    assert stopped > 0
