@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-ERROR_EXCHANGE_SECONDS = 5.0
+ERROR_EXCHANGE_SECONDS = 3.0
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32)}
 
 

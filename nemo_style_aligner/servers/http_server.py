@@ -15,6 +15,8 @@ import waitress.wasyncore
 from flask import Flask, Response, request
 
 logger = logging.getLogger(__name__)
+# One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
+logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
 JSON_TYPE = "application/json"
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
