@@ -77,13 +77,13 @@ def whiten(
         x, mask: [b, s-1].
         unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
         shift_mean: False keeps the mean and only scales.
-        sum_over_ranks: sums a small tensor over all data-parallel ranks, for global statistics.
+        sum_over_ranks: sums a small fp64 tensor over all data-parallel ranks, for global statistics.
             Called exactly twice, also where a rank has nothing unmasked.
     """
     reduce = sum_over_ranks or (lambda t: t)
-    accumulate = torch.promote_types(x.dtype, torch.float32)
-    values = zero_where_masked(x, mask).to(accumulate)
-    total, count = reduce(torch.stack([values.sum(), (mask != 0).sum().to(accumulate)]))
+    # In fp64 the statistics are the same, to fp32 rounding, however the rows are spread over ranks.
+    values = zero_where_masked(x, mask).double()
+    total, count = reduce(torch.stack([values.sum(), (mask != 0).sum().double()]))
     mean = total / count.clamp(min=1)
     squares = reduce(zero_where_masked(values - mean, mask).square().sum().reshape(1))[0]
     variance = squares / (count - 1 if unbiased else count).clamp(min=1)
