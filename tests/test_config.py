@@ -1,0 +1,269 @@
+"""Configs: the tutorial's command lines compose and pass; mistakes are named."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.config import (
+    CONF_DIR,
+    LEGACY_KEYS,
+    ConfigError,
+    check_config,
+    complete_config,
+    load_defaults,
+    log_directory,
+    prepare_overrides,
+    register_resolvers,
+)
+
+JOBS = ("gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft", "inference_rm")
+
+# The flags of NeMo-Aligner's RLHF tutorial, as typed there; of its SFT guide; and of its TensorRT-LLM section.
+COMMANDS = {
+    "reward model, terminal": (
+        "training_rm",
+        """trainer.num_nodes=1 trainer.devices=8 ++model.micro_batch_size=1 ++model.global_batch_size=512
+        ++model.data.data_impl=jsonl pretrained_checkpoint.restore_from_path=/path/to/megatron_gpt_sft.nemo
+        "model.data.data_prefix={train: [/a/train.jsonl], validation: [/a/test.jsonl], test: [/a/test.jsonl]}"
+        exp_manager.create_wandb_logger=False exp_manager.wandb_logger_kwargs.project=rm_training
+        exp_manager.wandb_logger_kwargs.name=rm_training exp_manager.explicit_log_dir=/results""",
+        {"model.global_batch_size": 512, "model.data.data_prefix.train": ["/a/train.jsonl"]},
+    ),
+    "reward model, Slurm": (
+        "training_rm",
+        """trainer.num_nodes=4 trainer.devices=8 pretrained_checkpoint.restore_from_path='/path/sft.nemo'
+        "++model.data.data_prefix={train: [/a/train.jsonl], validation: [/a/test.jsonl], test: [/a/test.jsonl]}"
+        ++model.micro_batch_size=1 ++model.global_batch_size=512 ++model.data.data_impl=jsonl
+        exp_manager.explicit_log_dir=/results exp_manager.create_wandb_logger=True
+        exp_manager.wandb_logger_kwargs.name=name trainer.rm.save_interval=500 trainer.rm.val_check_interval=100
+        trainer.rm.limit_val_batches=100000 exp_manager.wandb_logger_kwargs.project=project""",
+        {"trainer.rm.save_interval": 500, "trainer.rm.limit_val_batches": 100000},
+    ),
+    "critic, terminal": (
+        "gpt_ppo_critic",
+        """trainer.devices=8 trainer.num_nodes=1 ++model.tensor_model_parallel_size=1
+        ++model.pipeline_model_parallel_size=1 exp_manager.create_wandb_logger=False
+        exp_manager.wandb_logger_kwargs.name=critic_training exp_manager.wandb_logger_kwargs.project=nemo_aligner_ppo
+        exp_manager.explicit_log_dir=critic_results_dir trainer.ppo.inference_micro_batch_size=4
+        ++pretrained_checkpoint.restore_from_path=/path/to/trained_rm.nemo ++model.megatron_amp_O2=True
+        ++model.activations_checkpoint_granularity=null ++trainer.ppo.combine_rm_and_critic_server=True
+        ++model.offload_adam_states=True ++model.mcore_gpt=True""",
+        {"trainer.ppo.inference_micro_batch_size": 4, "model.offload_adam_states": True},
+    ),
+    "critic, Slurm": (
+        "gpt_ppo_critic",
+        """trainer.ppo.inference_micro_batch_size=4 trainer.devices=8 trainer.num_nodes=1
+        exp_manager.explicit_log_dir=/r exp_manager.create_wandb_logger=True
+        exp_manager.wandb_logger_kwargs.name=n exp_manager.wandb_logger_kwargs.project=p trainer.ppo.port=5567
+        ++model.offload_adam_states=True ++model.micro_batch_size=1 ++model.global_batch_size=64
+        pretrained_checkpoint.restore_from_path=/path/to/trained_rm.nemo""",
+        {"trainer.ppo.port": 5567},
+    ),
+    "actor, terminal": (
+        "gpt_ppo_actor",
+        """"++model.data.data_prefix={train: [/a/train.jsonl], validation: [/a/test.jsonl], test: [/a/test.jsonl]}"
+        ++model.data.data_impl=jsonl pretrained_checkpoint.restore_from_path=/path/to/sft_checkpoint.nemo
+        trainer.num_nodes=1 trainer.devices=8 ++model.pipeline_model_parallel_size=1
+        ++model.tensor_model_parallel_size=1 ++model.ppo.combine_rm_and_critic_server=True
+        ++model.ppo.offload_adam_states=True ++model.megatron_amp_O2=True ++trainer.ppo.normalize_advantages=True
+        ++model.mcore_gpt=True exp_manager.create_wandb_logger=False
+        exp_manager.wandb_logger_kwargs.name=ppo_actor_training
+        exp_manager.wandb_logger_kwargs.project=nemo_aligner_ppo exp_manager.explicit_log_dir=/rlhf/actor_test
+        ++model.ppo.entropy_bonus=0.0 remote_critic_rm.pad_to_length=2048""",
+        {"remote_critic_rm.pad_to_length": 2048, "remote_critic_rm.combine_rm_and_critic_server": True},
+    ),
+    "actor, Slurm": (
+        "gpt_ppo_actor",
+        """trainer.devices=8 trainer.num_nodes=1 trainer.ppo.max_steps=15 ++model.data.data_impl=jsonl
+        "++model.data.data_prefix={train: [/a/train.jsonl], validation: [/a/test.jsonl], test: [/a/test.jsonl]}"
+        pretrained_checkpoint.restore_from_path=/path/sft.nemo exp_manager.explicit_log_dir=/r
+        exp_manager.create_wandb_logger=True exp_manager.wandb_logger_kwargs.name=n
+        exp_manager.wandb_logger_kwargs.project=p ++model.micro_batch_size=1 ++model.global_batch_size=64
+        ++model.activations_checkpoint_granularity=selective ++model.activations_checkpoint_method=uniform
+        ++model.optim.lr=9e-7 trainer.ppo.val_check_interval=3 ++model.optim.sched.min_lr=9e-8
+        ++model.ppo.entropy_bonus=0.0 ++model.ppo.ratio_eps=0.2 ++model.ppo.num_rollout_samples=512
+        ++model.ppo.rollout_micro_batch_size=8 ++model.ppo.length_params.max_length=1024
+        trainer.ppo.initial_policy_kl_penalty=0.02 remote_critic_rm.critic.ip=host7
+        remote_critic_rm.critic.port=5567""",
+        {
+            "model.ppo.length_params.max_length": 1024,
+            "trainer.ppo.trt_llm.max_input_len": 3072,
+            "trainer.ppo.save_interval": 3,
+            "model.optim.lr": 9e-7,
+            "remote_critic_rm.critic.ip": "host7",
+        },
+    ),
+    "actor, TensorRT-LLM": (
+        "gpt_ppo_actor",
+        """trainer.ppo.trt_llm.enable=True trainer.ppo.trt_llm.reshard=True
+        trainer.ppo.trt_llm.unload_engine_train=False trainer.trt_llm.model_type=gptnext
+        trainer.ppo.batch_iterator.use_flask=True""",
+        {"trainer.ppo.trt_llm.enable": True, "trainer.ppo.trt_llm.model_type": "gptnext"},
+    ),
+    "actor, older key": (
+        "gpt_ppo_actor",
+        "trainer.flask_server.enable=True",
+        {"trainer.ppo.batch_iterator.use_flask": True},
+    ),
+    "SFT": (
+        "gpt_sft",
+        """trainer.precision=bf16 trainer.num_nodes=1 trainer.devices=8 trainer.sft.max_steps=-1
+        trainer.sft.limit_val_batches=40 trainer.sft.val_check_interval=1000 model.megatron_amp_O2=True
+        model.restore_from_path=/path/to/base.nemo model.optim.lr=5e-6 model.answer_only_loss=True
+        model.data.num_workers=0 model.data.train_ds.micro_batch_size=1 model.data.train_ds.global_batch_size=128
+        model.data.train_ds.file_path=/a/train.jsonl model.data.validation_ds.micro_batch_size=1
+        model.data.validation_ds.global_batch_size=128 model.data.validation_ds.file_path=/a/val.jsonl
+        model.data.train_ds.index_mapping_dir=/a model.data.train_ds.hf_dataset=True model.data.chat=True
+        exp_manager.create_wandb_logger=False exp_manager.explicit_log_dir=/results
+        exp_manager.wandb_logger_kwargs.project=sft_run exp_manager.wandb_logger_kwargs.name=chat_sft_run
+        exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True exp_manager.resume_if_exists=True
+        exp_manager.resume_ignore_no_checkpoint=True exp_manager.create_checkpoint_callback=True
+        exp_manager.checkpoint_callback_params.monitor=val_loss""",
+        {"model.global_batch_size": 128, "model.optim.lr": 5e-6},
+    ),
+    "reward model service": (
+        "inference_rm",
+        "rm_model_file=/path/rm.nemo trainer.num_nodes=1 trainer.devices=8 ++model.tensor_model_parallel_size=4 "
+        "++model.pipeline_model_parallel_size=1 inference.inference_micro_batch_size=2 inference.port=1424",
+        {"inference.port": 1424},
+    ),
+}
+
+
+def composed(job: str, *arguments: str) -> DictConfig:
+    """The config as a job gets it: the command line prepared, composed by hydra, laid over the defaults."""
+    register_resolvers()
+    overrides = [a for a in prepare_overrides(arguments) if not a.startswith("hydra")]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return complete_config(compose(config_name=job, overrides=overrides), job)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_the_guides_work_as_typed(name: str) -> None:
+    job, line, expected = COMMANDS[name]
+    cfg = composed(job, *shlex.split(line))
+    check_config(cfg, job)
+    values: dict[str, Any] = {key: OmegaConf.select(cfg, key) for key in expected}
+    assert values == expected
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_defaults_pass_their_own_check(job: str) -> None:
+    needed = [f"{key}=x" for key in OmegaConf.missing_keys(load_defaults(job)) if key.startswith("model.")]
+    cfg = composed(job, *needed)
+    assert check_config(cfg, job) == []
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def test_every_key_is_explained() -> None:
+    """By a comment on its line or the line above, in its own file or, for its namesake, in another."""
+    explained, keys = set(), set()
+    for job in JOBS:
+        above = ""
+        for line in (CONF_DIR / f"{job}.yaml").read_text().splitlines():
+            found = re.match(r"\s*(\w+):\s*(.*)", line)
+            if found and found[2]:  # a key with a value, not a section
+                keys.add(found[1])
+                if "#" in found[2] or above.lstrip().startswith("#"):
+                    explained.add(found[1])
+            above = line
+    plain = {"name", "ip", "port", "project", "lr", "weight_decay", "betas", "eps", "temperature", "enable", "shuffle"}
+    plain |= {"hidden_dropout", "attention_dropout", "precision", "max_position_embeddings", "mean", "std"}
+    plain |= {"system_turn_start", "turn_start", "label_start", "end_of_turn", "end_of_name", "min_lr"}
+    assert keys - explained - plain == set()
+
+
+def test_unknown_keys_are_all_named_with_their_nearest() -> None:
+    cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", "trainer.ppo.gradient_clip=1", "zzz=1")
+    with pytest.raises(ConfigError) as error:
+        check_config(cfg, "gpt_ppo_actor")
+    message = str(error.value)
+    assert "model.ppo.entropy_bonsu; did you mean model.ppo.entropy_bonus" in message
+    assert "trainer.ppo.gradient_clip; did you mean trainer.ppo.gradient_clip_val" in message
+    assert "\n  zzz\n" in message
+
+
+def test_a_key_in_the_wrong_section_is_found_by_its_name() -> None:
+    cfg = composed("gpt_ppo_actor", "model.port=1", "trainer.ratio_eps=0.1")
+    with pytest.raises(ConfigError, match=r"trainer.ratio_eps; did you mean .*model.ppo.ratio_eps"):
+        check_config(cfg, "gpt_ppo_actor")
+
+
+def test_architecture_keys_are_accepted_in_every_job() -> None:
+    cfg = composed("training_rm", "model.num_layers=2", "++model.rotary_base=1e6", "model.activation=swiglu")
+    assert check_config(cfg, "training_rm") == []
+
+
+def test_keys_without_effect_are_reported_with_one_line_each() -> None:
+    cfg = composed("gpt_ppo_critic", "model.mcore_gpt=False", "++model.optim.bucket_cap_mb=200")
+    notes = check_config(cfg, "gpt_ppo_critic")
+    assert len(notes) == 2
+    assert notes[0].startswith("model.mcore_gpt=False: has no effect") or notes[1].startswith("model.mcore_gpt=False")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.peft.peft_scheme=lora", "model.data.data_impl=mmap", "model.virtual_pipeline_model_parallel_size=2"],
+)
+def test_legacy_values_that_would_mean_something_else_are_errors(override: str) -> None:
+    cfg = composed("gpt_ppo_actor", override)
+    with pytest.raises(ConfigError, match=override.replace(".", r"\.")):
+        check_config(cfg, "gpt_ppo_actor")
+
+
+def test_moved_keys_take_effect_and_contradictions_are_errors() -> None:
+    cfg = composed("gpt_ppo_actor", "++model.ppo.combine_rm_and_critic_server=False", "trainer.max_steps=7")
+    notes = check_config(cfg, "gpt_ppo_actor")
+    assert cfg.remote_critic_rm.combine_rm_and_critic_server is False and cfg.trainer.ppo.max_steps == 7
+    assert len(notes) == 2
+    both = composed("gpt_ppo_actor", "trainer.trt_llm.model_type=gptnext", "trainer.ppo.trt_llm.model_type=gemma")
+    with pytest.raises(ConfigError, match="give one of them"):
+        check_config(both, "gpt_ppo_actor")
+    with pytest.raises(ConfigError, match="this job does not have"):
+        cfg = composed("training_rm", "trainer.trt_llm.model_type=llama")
+        check_config(cfg, "training_rm")
+
+
+def test_values_that_must_be_given_are_named() -> None:
+    cfg = composed("gpt_sft", "model.restore_from_path=/base.nemo")
+    with pytest.raises(ConfigError, match=r"model\.data\.train_ds\.file_path"):
+        check_config(cfg, "gpt_sft")
+
+
+def test_a_config_file_of_ones_own_may_leave_keys_out() -> None:
+    cfg = complete_config(OmegaConf.create({"trainer": {"devices": 2}}), "gpt_ppo_critic")
+    assert cfg.trainer.devices == 2 and cfg.trainer.ppo.port == 5556
+
+
+def test_overrides_are_prepared_for_hydra() -> None:
+    arguments = ["-cn", "x=y", "--config-dir=/z", "a.b=1", "+c=2", "++d=3", "~e", "hydra.verbose=true", "f={t: [a=b]}"]
+    prepared = prepare_overrides(arguments)
+    assert prepared[:3] == ["-cn", "x=y", "--config-dir=/z"]  # flags first, overrides together
+    assert all(argument.startswith("hydra") for argument in prepared[3:-6])
+    assert prepared[-6:] == ["++a.b=1", "+c=2", "++d=3", "~e", "hydra.verbose=true", "++f={t: [a=b]}"]
+    assert prepare_overrides(["--cfg", "job"])[:2] == ["--cfg", "job"]
+
+
+def test_log_directory() -> None:
+    section = OmegaConf.create({"explicit_log_dir": None, "exp_dir": None, "name": "n"})
+    assert log_directory(section) == Path("nemo_experiments/n")
+    section.exp_dir = "/e"
+    assert log_directory(section) == Path("/e/n")
+    section.explicit_log_dir = "/l"
+    assert log_directory(section) == Path("/l")
+
+
+def test_targets_of_moved_keys_exist() -> None:
+    configs = [load_defaults(job) for job in JOBS]
+    for legacy in LEGACY_KEYS:
+        if legacy.moved_to and "*" not in legacy.moved_to and "{" not in legacy.moved_to:
+            found = [OmegaConf.select(config, legacy.moved_to, default=sys) for config in configs]
+            assert any(value is not sys for value in found), legacy.moved_to
