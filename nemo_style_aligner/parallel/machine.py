@@ -1,0 +1,43 @@
+"""Facts about the machine this process runs on: cores, addresses, free ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its CPU affinity, within its control group's quota. At least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(cores, quota) if quota is not None else cores)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now. Another process may take it before the caller does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_address() -> str:
+    """The address under which other machines reach this one: that of the default route, else the host name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))  # sends nothing: a datagram socket only looks up the route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _cgroup_quota() -> int | None:
+    """Whole cores of the control group's CPU quota (version 2), or ``None`` without one."""
+    path = Path("/sys/fs/cgroup/cpu.max")
+    if not path.exists():
+        return None
+    quota, period = path.read_text().split()
+    return None if quota == "max" else max(1, int(quota) // int(period))

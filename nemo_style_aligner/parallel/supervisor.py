@@ -1,0 +1,116 @@
+"""Plain ``python script.py trainer.devices=4``: one process that starts the four ranks and watches over them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from nemo_style_aligner.parallel.machine import available_cores, free_port
+
+SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
+"""Environment variable of a rank that a supervisor started: the supervisor's process id."""
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
+_OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
+
+
+def supervise(num_ranks: int, command: Sequence[str] | None = None) -> int:
+    """Run ``command`` (this process's own command line unless told) as ``num_ranks`` ranks on this machine.
+
+    SIGTERM, SIGINT and SIGUSR1 are handed on to all ranks. When a rank ends with an error the others are
+    ended within seconds.
+
+    Returns:
+        The exit status for this process: 0, or that of the first rank that failed (128 + n for signal n).
+    """
+    command = list(command) if command is not None else [sys.executable, *sys.orig_argv[1:]]
+    children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _signal_all(children, number)
+
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        port = free_port()
+        for rank in range(num_ranks):
+            # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `forward`.
+            env = rank_environment(os.environ, rank, num_ranks, port)
+            children.append(subprocess.Popen(command, env=env, start_new_session=True))
+        for number in received[:1]:  # a signal may have come before the last rank was there
+            _signal_all(children, number)
+        return _wait(children)
+    finally:
+        _end(children)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The environment of one rank: torchrun's variables, and nothing that another launcher left behind."""
+    child = {name: value for name, value in env.items() if not name.startswith(_OTHER_LAUNCHERS)}
+    child.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    child[SUPERVISOR_PID] = str(os.getpid())
+    # Ranks share the cores; threads that spin while they wait would take them from the ranks that work.
+    child.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
+    child.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return child
+
+
+def end_with_supervisor() -> None:
+    """In a rank that a supervisor started: let the kernel kill this process when the supervisor dies.
+
+    Linux only; elsewhere, and in other processes, it does nothing.
+    """
+    supervisor = os.environ.get(SUPERVISOR_PID)
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(supervisor):  # it died before the call above
+        os._exit(1)
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended well (0), or one has not (its exit status)."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _signal_all(children: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(number)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what is still running: SIGTERM, a few seconds, SIGKILL."""
+    _signal_all(children, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    _signal_all(children, signal.SIGKILL)
+    for child in children:
+        child.wait()

@@ -1,0 +1,320 @@
+"""How jobs start and end: detection, the supervisor, mpirun, torchrun, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.parallel.launch import (
+    LaunchError,
+    LaunchInfo,
+    bind_address,
+    check_world_size,
+    detect_launch,
+    first_host,
+    tasks_per_node,
+)
+from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
+
+# ---- detection ----------------------------------------------------------------------------------
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BATCH_SCRIPT = {  # what sbatch gives to the script itself
+    "SLURM_JOB_ID": "100",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+STEP = BATCH_SCRIPT | {
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "node[2-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+BY_HAND = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
+
+MPIRUN_INFO = LaunchInfo(3, 4, 1, 2, "mpirun")
+SLURM_INFO = LaunchInfo(2, 3, 0, 1, "slurm", "node2", 15000 + (100 * 131 + 2) % 15000)
+TORCHRUN_INFO = LaunchInfo(1, 2, 1, 2, "torchrun", "host", 29500)
+ALONE = LaunchInfo(0, 1, 0, 1, "python")
+
+DETECTION = {
+    "nothing": ({}, ALONE),
+    "mpirun": (OMPI, MPIRUN_INFO),
+    "mpirun inside an sbatch script": (BATCH_SCRIPT | OMPI, MPIRUN_INFO),
+    "mpirun whose daemons srun started": (STEP | OMPI, MPIRUN_INFO),
+    "PMI": (PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
+    "PMI inside a Slurm step of other numbers": (STEP | PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
+    "srun --mpi=pmi2": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "3"}, SLURM_INFO),
+    "srun": (STEP, SLURM_INFO),
+    "srun, port chosen by the user": (
+        STEP | {"MASTER_PORT": "4444"},
+        LaunchInfo(2, 3, 0, 1, "slurm", "node2", 4444),
+    ),
+    "the sbatch script itself": (BATCH_SCRIPT, ALONE),
+    "the sbatch script, as the special step": (STEP | {"SLURM_STEP_ID": "4294967291"}, ALONE),
+    "srun --pty bash": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ALONE),
+    "torchrun": (TORCHRUN, TORCHRUN_INFO),
+    "torchrun inside a Slurm step": (STEP | TORCHRUN, TORCHRUN_INFO),
+    "torchrun inside mpirun": (OMPI | TORCHRUN, TORCHRUN_INFO),
+    "torchrun's variables by hand": (BY_HAND, TORCHRUN_INFO),
+    "old torchrun variables inside mpirun": (OMPI | BY_HAND, MPIRUN_INFO),
+    "a supervisor's rank inside an sbatch script": (
+        BATCH_SCRIPT | BY_HAND | {SUPERVISOR_PID: "1"},
+        LaunchInfo(1, 2, 1, 2, "supervisor", "host", 29500),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DETECTION)
+def test_detection(case: str) -> None:
+    env, expected = DETECTION[case]
+    assert detect_launch(env) == expected
+
+
+def test_incomplete_variables_are_named() -> None:
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE"):
+        detect_launch({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
+    other = detect_launch(STEP | {"SLURM_JOB_ID": "101"})
+    assert other.master_port != SLURM_INFO.master_port
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node[03-05,9],login", "node03"),
+        ("a,b[1-2]", "a"),
+        ("rack[2-3]node[7,9]", "rack2node7"),
+        ("gpu-a[1]", "gpu-a1"),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(LaunchError, match="SLURM_STEP_TASKS_PER_NODE"):
+        tasks_per_node("two")
+
+
+def test_world_size_check() -> None:
+    check_world_size(MPIRUN_INFO, devices=2, num_nodes=2)
+    check_world_size(ALONE, devices=4, num_nodes=1)  # the supervisor's case
+    with pytest.raises(ConfigError, match=r"mpirun started 4 ranks.*trainer.devices=8 x trainer.num_nodes=1"):
+        check_world_size(MPIRUN_INFO, devices=8, num_nodes=1)
+    with pytest.raises(ConfigError, match=r"trainer.devices='auto': give a number"):
+        check_world_size(ALONE, devices="auto", num_nodes=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a launcher"):
+        check_world_size(ALONE, devices=4, num_nodes=2)
+
+
+def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert bind_address(None, ALONE) == "127.0.0.1"
+    assert bind_address("10.0.0.1", SLURM_INFO) == "10.0.0.1"
+    assert bind_address(None, SLURM_INFO) == "0.0.0.0"
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert bind_address(None, ALONE) == "0.0.0.0"
+
+
+def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
+    child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, 1, 2, 29500)
+    assert detect_launch(child) == LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
+    assert "PMIX_RANK" not in child and child["HOME"] == "/h" and child["OMP_NUM_THREADS"] == "3"
+
+
+# ---- whole jobs ---------------------------------------------------------------------------------
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from nemo_style_aligner.parallel.launch import job
+
+@job("gpt_ppo_critic")
+def main(cfg: DictConfig) -> None:
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print(f"sum {total.item():g} on rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+    mode = cfg.exp_manager.name
+    if mode == "raise" and dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("this rank is broken")
+    if mode == "exit" and dist.get_rank() == dist.get_world_size() - 1:
+        sys.exit(7)
+    if mode != "well":
+        time.sleep(300)  # the others wait, as if in a collective
+
+if __name__ == "__main__":
+    main()
+"""
+
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "TORCHELASTIC_", "NEMO_STYLE_"))
+    and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="Open MPI is not installed: pip install -e '.[mpi]'")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "work" / "script.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    if name == "mpirun":
+        return [str(MPIRUN), "-n", str(ranks), "--allow-run-as-root", sys.executable, "-u"]
+    if name == "torchrun":
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [sys.executable, *run]
+    return [sys.executable, "-u"]
+
+
+def run(
+    script: Path, *arguments: str, by: str = "python", env: dict[str, str] = CLEAN
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher(by, 2), str(script), "trainer.num_nodes=1", *arguments],
+        env=env,
+        cwd=script.parent,
+        text=True,
+        capture_output=True,
+        timeout=90,
+        check=False,
+    )
+
+
+LAUNCHERS = ["python", "torchrun", pytest.param("mpirun", marks=needs_mpi)]
+
+
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> None:
+    result = run(script, "trainer.devices=2", "exp_manager.name=well", "model.mcore_gpt=True", by=by)
+    assert result.returncode == 0, result.stderr
+    assert "sum 3 on rank 0 of 2" in result.stdout and "sum 3 on rank 1 of 2" in result.stdout
+    assert result.stderr.count("model.mcore_gpt=True: has no effect") == 1  # rank 0 says it, once
+    assert [path.name for path in script.parent.iterdir() if path.name != "__pycache__"] == ["script.py"]
+
+
+def test_a_single_rank_needs_no_launcher(script: Path) -> None:
+    result = run(script, "trainer.devices=1", "exp_manager.name=well")
+    assert result.returncode == 0, result.stderr
+    assert "sum 1 on rank 0 of 1" in result.stdout
+
+
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
+    started = time.monotonic()
+    result = run(script, "trainer.devices=2", "exp_manager.name=raise", by=by)
+    assert result.returncode != 0
+    assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
+    assert "[rank 1] Traceback" in result.stderr
+    assert time.monotonic() - started < 60  # of which the start takes most; the others would sleep for 300 s
+
+
+def test_a_rank_that_exits_with_an_error_ends_the_job_with_its_status(script: Path) -> None:
+    assert run(script, "trainer.devices=2", "exp_manager.name=exit").returncode == 7
+
+
+@pytest.mark.parametrize("by", ["python", pytest.param("mpirun", marks=needs_mpi)])
+def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path, by: str) -> None:
+    result = run(script, "trainer.devices=2", "trainer.ppo.prot=1", by=by)
+    assert result.returncode == 2
+    assert result.stderr.count("trainer.ppo.prot; did you mean trainer.ppo.port") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
+    result = run(script, "trainer.devices=4", env=CLEAN | BY_HAND)
+    assert result.returncode == 2
+    assert "torchrun started 2 ranks, but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
+
+
+def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
+    result = run(script, "trainer.devices=2", "--cfg", "job")
+    assert result.returncode == 0 and "max_queue_delay_microseconds: 2000" in result.stdout
+    assert "sum" not in result.stdout
+
+
+def _ranks_of(supervisor: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(supervisor)], text=True, capture_output=True, check=False
+    )
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def _wait_until(condition: object, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -> None:
+    command = [*launcher("python", 2), str(script), "trainer.devices=2", "exp_manager.name=sleep"]
+    process = subprocess.Popen(command, env=CLEAN, cwd=script.parent, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert "sum 3" in process.stdout.readline() and "sum 3" in process.stdout.readline()
+        ranks = _ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.send_signal(number)
+        process.wait(timeout=20)
+        assert process.returncode != 0
+        _wait_until(lambda: not any(_alive(pid) for pid in ranks), 10)
+    finally:
+        process.kill()
+        process.stdout.close()
