@@ -1,0 +1,15 @@
+"""Make a .nemo checkpoint of a GGUF file (llama.cpp's format), quantised or not, with its tokenizer.
+
+python convert_gguf_to_nemo.py --input SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.nemo
+"""
+
+from __future__ import annotations
+
+from nemo_style_aligner.models.conversion import conversion_arguments, gguf_to_nemo, run_conversion
+
+if __name__ == "__main__":
+    parser = conversion_arguments(__doc__)
+    parser.add_argument("--input", required=True, help="the GGUF file (architecture llama, qwen2 or qwen3)")
+    parser.add_argument("--output", required=True, help="the .nemo file to write")
+    arguments = parser.parse_args()
+    run_conversion(gguf_to_nemo, arguments.input, arguments.output, arguments)

@@ -1,0 +1,21 @@
+"""Make a .nemo checkpoint of a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Nemotron).
+
+    python convert_hf_to_nemo.py --input-dir Llama-3.1-8B-Instruct --output llama.nemo
+
+A model too large for one process is split:
+
+    torchrun --nproc-per-node 4 convert_hf_to_nemo.py --tensor-parallel 4 --input-dir ... --output ...
+
+The checkpoint can be loaded with any tensor and pipeline parallel sizes, whatever sizes made it.
+"""
+
+from __future__ import annotations
+
+from nemo_style_aligner.models.conversion import conversion_arguments, hf_to_nemo, run_conversion
+
+if __name__ == "__main__":
+    parser = conversion_arguments(__doc__)
+    parser.add_argument("--input-dir", required=True, help="Hugging Face directory: config, safetensors, tokenizer")
+    parser.add_argument("--output", required=True, help="the .nemo file to write")
+    arguments = parser.parse_args()
+    run_conversion(hf_to_nemo, arguments.input_dir, arguments.output, arguments)

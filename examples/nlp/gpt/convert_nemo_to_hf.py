@@ -1,0 +1,19 @@
+"""Make a Hugging Face model directory of a .nemo checkpoint; a reward model becomes a sequence classifier.
+
+    python convert_nemo_to_hf.py --input llama.nemo --output-dir llama-hf
+
+A model too large for one process is split:
+
+    torchrun --nproc-per-node 4 convert_nemo_to_hf.py --tensor-parallel 4 --input ... --output-dir ...
+"""
+
+from __future__ import annotations
+
+from nemo_style_aligner.models.conversion import conversion_arguments, nemo_to_hf, run_conversion
+
+if __name__ == "__main__":
+    parser = conversion_arguments(__doc__)
+    parser.add_argument("--input", required=True, help="the .nemo file or directory")
+    parser.add_argument("--output-dir", required=True, help="the directory to write; must not exist or be empty")
+    arguments = parser.parse_args()
+    run_conversion(nemo_to_hf, arguments.input, arguments.output_dir, arguments)
