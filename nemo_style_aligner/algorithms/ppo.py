@@ -23,6 +23,7 @@ from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class PPOSettings:
         global_batch_size: sequences per policy update [model.global_batch_size].
         seed: of the order of updates and of sampling [model.seed].
         num_table_rows: sample responses logged per step.
+        unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
         advantages: how rewards become advantages.
     """
 
@@ -50,6 +52,7 @@ class PPOSettings:
     global_batch_size: int
     seed: int
     num_table_rows: int
+    unload_engine: bool
     advantages: AdvantageSettings
 
     @classmethod
@@ -62,8 +65,8 @@ class PPOSettings:
         ppo = cfg.trainer.ppo
         if steps_per_epoch < 1:
             raise ValueError(
-                f"the training prompts are fewer than model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples}: "
-                "one PPO step needs that many; lower it or add prompts"
+                "there are fewer training prompts than model.ppo.num_rollout_samples="
+                f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
             )
         if cfg.model.ppo.num_rollout_samples % cfg.model.global_batch_size:
             raise ValueError(
@@ -82,6 +85,7 @@ class PPOSettings:
             global_batch_size=int(cfg.model.global_batch_size),
             seed=int(cfg.model.seed),
             num_table_rows=int(ppo.num_table_rows),
+            unload_engine=bool(ppo.trt_llm.unload_engine_train),
             advantages=AdvantageSettings(
                 kl_coef=float(ppo.initial_policy_kl_penalty),
                 kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
@@ -189,9 +193,13 @@ class PPOTrainer:
     def _rollouts(
         self, prompts: PromptSource, start: int, stream: int, is_training: bool
     ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
-        pending = self.collector.collect(
-            prompts.batch(start), weight_version=self.step, seed=derive_seed(self.settings.seed, "rollouts", self.step, stream)
-        )
+        self.refit()
+        with self.timer("generate"):
+            seed = derive_seed(self.settings.seed, "rollouts", self.step, stream)
+            pending = self.collector.collect(prompts.batch(start), seed)
+        if self.settings.unload_engine:
+            with self.timer("unload"):
+                self.collector.engine.unload()
         tokens = pending.rollouts.tokens
         # Scoring goes on in the critic job while these run.
         with self.timer("logprobs"):
@@ -203,6 +211,16 @@ class PPOTrainer:
         with self.timer("critic_wait"):
             scores = pending.wait_for_scores()
         return pending.rollouts, scores, logprobs, init_logprobs
+
+    def refit(self) -> None:
+        """Give the engine the policy's newest weights, unless it has them (validation follows training)."""
+        engine = self.collector.engine
+        if engine.weight_version == self.ppo_optimization_step:
+            return
+        with self.timer("refit"):
+            if self.settings.unload_engine:
+                engine.reload()
+            engine.refit(export_weights(self.actor.model), self.ppo_optimization_step)
 
     def train_policy(self, experience: Experience) -> None:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
@@ -262,6 +280,10 @@ class PPOTrainer:
                 self._last_metrics | {"step": self.step},
                 is_train_end=self.is_finished,
             )
+
+    def close(self) -> None:
+        """Close the connections to the critic and to the work queue."""
+        self.collector.close()
 
     # ---- counters, logs, state --------------------------------------------------------------
 

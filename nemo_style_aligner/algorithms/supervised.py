@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ class SupervisedTrainer:
         settings: see `SupervisedSettings`.
         model, optimizer: what is trained.
         loss: see `models.pipeline.LossFunction`; its named sums become metrics.
-        train_sampler, val_sampler: yield global batches of example indices.
+        train_sampler, val_sampler: yield global batches of example indices; training drops a last, smaller one.
         make_train_batch, make_val_batch: turn a rank's indices into a batch.
         rows_per_example: rows of the batch per example (2 for pairs).
     """
@@ -89,9 +90,9 @@ class SupervisedTrainer:
         optimizer: Optimizer,
         loss: LossFunction,
         train_sampler: EpochSampler,
-        val_sampler: EpochSampler,
+        val_sampler: EpochSampler | None,
         make_train_batch: Batcher,
-        make_val_batch: Batcher,
+        make_val_batch: Batcher | None,
         checkpoints: CheckpointManager,
         metrics: MetricsLogger,
         run_control: RunControl,
@@ -117,11 +118,10 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train from the present step to ``max_steps``, or until the run's time is up."""
         with ProgressBar(self.settings.max_steps, "Training", self.metrics.rank, initial=self.step) as progress:
-            for indices in self.train_sampler.batches_from(self.step):
-                if self.step >= self.settings.max_steps:
-                    break
+            batches = self._train_batches()
+            while not self.is_finished:
                 with self.timer("train_step_time"):
-                    metrics = self.update(indices)
+                    metrics = self.update(next(batches))
                 self.step += 1
                 self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
                 self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
@@ -135,6 +135,12 @@ class SupervisedTrainer:
                     logger.warning("stopping at step %d: %s", self.step, self.run_control.reason)
                     return
 
+    def _train_batches(self) -> Iterator[Sequence[int]]:
+        """Global batches of example indices from the present step on, epoch after epoch."""
+        self.train_sampler.consumed_samples = self.step * self.train_sampler.global_batch_size
+        while True:
+            yield from self.train_sampler
+
     def update(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer update from a global batch of example indices."""
         self.model.module.train()
@@ -146,10 +152,13 @@ class SupervisedTrainer:
 
     def validate(self) -> dict[str, float]:
         """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set."""
+        if self.val_sampler is None or self.make_val_batch is None:
+            return {}
         self.model.module.eval()
         totals: dict[str, float] = {}
         with self.timer("validation_time"):
-            for indices in self._first_val_batches():
+            self.val_sampler.consumed_samples = 0
+            for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
                 batch = self.make_val_batch(self._share(indices))
                 means = train_step(self.model, batch, self.micro_batch_rows, self.loss, forward_only=True)
                 count = means.pop("num_items")
@@ -159,12 +168,6 @@ class SupervisedTrainer:
         metrics = {name: total / count for name, total in totals.items()} if count else {}
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
-
-    def _first_val_batches(self) -> Iterator[Sequence[int]]:
-        for number, indices in enumerate(self.val_sampler.batches_from(0)):
-            if number >= self.settings.limit_val_batches:
-                return
-            yield indices
 
     def _share(self, indices: Sequence[int]) -> Sequence[int]:
         """This data-parallel rank's part of a global batch; -1 stands for a missing example (masked out)."""

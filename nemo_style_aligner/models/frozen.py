@@ -1,4 +1,7 @@
-"""A second, frozen set of weights for a model: the initial policy beside the actor, the reward model beside the critic."""
+"""A second, frozen set of weights for a model.
+
+The initial policy beside the actor, the reward model beside the critic.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ class BaseModel:
         return model
 
 
-def open_base_model(path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path") -> BaseModel:
+def open_base_model(
+    path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path"
+) -> BaseModel:
     """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
 
     ``cfg.model`` is replaced by the merged section, so that what the job logs is what it runs with.
@@ -68,15 +70,24 @@ def open_base_model(path: str | None, cfg: DictConfig, *, key: str = "pretrained
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist")
     base: dict[str, Any] = load_nemo_config(location)
-    # A null in the job's section means "as the checkpoint says" for keys the checkpoint has.
-    overrides = {k: v for k, v in OmegaConf.to_container(cfg.model, resolve=True).items() if v is not None or k not in base}
-    merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
+    merged = OmegaConf.create(_lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
     OmegaConf.set_struct(cfg, False)
     cfg.model = merged
     return BaseModel(
         path=location,
-        architecture=ModelArchitecture.from_nemo_config(base),
+        architecture=ModelArchitecture.from_nemo_config(merged),
         config=merged,
         dtype=parse_precision(cfg.trainer.precision),
         tokenizer=load_nemo_tokenizer(location),
     )
+
+
+def _lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
+    """``job``'s values over ``base``'s; a null in the job's section leaves what the checkpoint says."""
+    merged = dict(base)
+    for name, value in job.items():
+        if isinstance(value, dict) and isinstance(base.get(name), dict):
+            merged[name] = _lay_over(base[name], value)
+        elif value is not None or name not in base:
+            merged[name] = value
+    return merged

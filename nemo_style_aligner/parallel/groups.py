@@ -133,3 +133,9 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=src, device=device())
     return box[0]
+
+
+def initialize_single_process() -> None:
+    """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -38,6 +38,7 @@ class MetricsLogger:
 
     def __init__(self, log_dir: str | Path, rank: int = 0, wandb_kwargs: Mapping[str, Any] | None = None) -> None:
         self.log_dir = Path(log_dir)
+        self.rank = rank
         self._enabled = rank == 0
         if not self._enabled:
             return

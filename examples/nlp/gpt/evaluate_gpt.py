@@ -1,0 +1,55 @@
+"""Generate responses to prompts and measure them: exact match with the prompts' answers, rewards, lengths.
+
+    python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \
+        [--reward-model rm.nemo] [--greedy] [--max-length 32]
+
+Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_style_aligner.algorithms.evaluation import evaluate, score
+from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--reward-model", type=Path, default=None)
+    parser.add_argument("--precision", default="bf16", help="bf16 or 32")
+    parser.add_argument("--limit", type=int, default=None, help="use the first prompts only")
+    parser.add_argument("--greedy", action="store_true", help="most likely tokens instead of sampling")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-length", type=int, default=128, help="longest response in tokens")
+    parser.add_argument("--end-strings", nargs="*", default=[])
+    parser.add_argument("--num-slots", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+
+    initialize_single_process()
+    initialize_model_parallel(1, 1, args.seed)
+    sampling = SamplingParams(
+        max_new_tokens=args.max_length,
+        use_greedy=args.greedy,
+        temperature=args.temperature,
+        stop_strings=tuple(args.end_strings),
+        seed=args.seed,
+    )
+    responses = evaluate(args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit)
+    if args.reward_model is not None:
+        score(responses, args.reward_model, args.precision)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(responses.to_json(), indent=1))
+    print(json.dumps(responses.summary(), indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

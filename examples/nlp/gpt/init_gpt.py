@@ -1,0 +1,54 @@
+"""Make a .nemo checkpoint of a randomly initialised Llama-style model, to train from scratch.
+
+    python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.data.tokenizer import load_tokenizer
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="Hugging Face tokenizer directory")
+    parser.add_argument("--output", type=Path, required=True, help="the .nemo file to write")
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--ffn-hidden-size", type=int, default=None, help="default: 8/3 of the hidden size")
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
+    parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens")
+    parser.add_argument("--tied-embeddings", action="store_true")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+
+    initialize_single_process()
+    initialize_model_parallel(1, 1, args.seed)
+    architecture = ModelArchitecture(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
+        num_attention_heads=args.num_heads,
+        num_query_groups=args.num_query_groups or args.num_heads,
+        vocab_size=load_tokenizer(args.tokenizer).vocab_size,
+        max_position_embeddings=args.max_length,
+        tied_embeddings=args.tied_embeddings,
+    )
+    model = build_model(architecture, {}, torch.float32, trainable=False)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
+    save_nemo(args.output, model, config, args.tokenizer)
+    print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The PPO actor: python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
+
+The critic and reward service (serve_ppo_critic.py) must run or be about to run.
+"""
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.job_setup import describe, start_run
+from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.launch import job
+
+
+@job("gpt_ppo_actor")
+def main(cfg: DictConfig) -> None:
+    run = start_run(cfg)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    describe(cfg, run, base)
+    trainer = build_ppo_trainer(cfg, run, base)
+    trainer.fit()
+    trainer.close()
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

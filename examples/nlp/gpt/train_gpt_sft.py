@@ -1,0 +1,24 @@
+"""Supervised fine-tuning: python train_gpt_sft.py model.restore_from_path=base.nemo model.data.train_ds..."""
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.job_setup import describe, start_run
+from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_loss, sft_task
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.launch import job
+
+
+@job("gpt_sft")
+def main(cfg: DictConfig) -> None:
+    run = start_run(cfg)
+    base = open_base_model(cfg.model.restore_from_path, cfg, key="model.restore_from_path")
+    describe(cfg, run, base)
+    task = sft_task(cfg, base.tokenizer)
+    model = base.load()
+    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, sft_loss(model))
+    trainer.fit()
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Reward model training: python train_reward_model.py pretrained_checkpoint.restore_from_path=sft.nemo ..."""
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.job_setup import describe, start_run
+from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, reward_loss, reward_task
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.launch import job
+
+
+@job("training_rm")
+def main(cfg: DictConfig) -> None:
+    run = start_run(cfg)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    describe(cfg, run, base)
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    task = reward_task(cfg, base.tokenizer, head)
+    model = base.load(head=head)
+    trainer = build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_loss(cfg, head))
+    trainer.fit()
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The critic job: what the service calls on every rank to score, to train and to save."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+logger = logging.getLogger(__name__)
+
+
+class CriticService:
+    """A `servers.dispatcher.ModelBackend`: critic and, in the same ranks, reward model.
+
+    Args:
+        critic: the value function.
+        reward_model: gives ``rewards`` beside ``values``; None where another service does.
+        ledger: which training requests were applied; kept in the checkpoints.
+        checkpoints: where `save` writes.
+        metrics: rank 0's log.
+
+    Attributes:
+        step: critic updates made.
+    """
+
+    def __init__(
+        self,
+        critic: Critic,
+        reward_model: RewardModel | None,
+        ledger: TrainingLedger,
+        checkpoints: CheckpointManager,
+        metrics: MetricsLogger,
+    ) -> None:
+        self.critic = critic
+        self.reward_model = reward_model
+        self.ledger = ledger
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.timer = ScopedTimer()
+
+    @property
+    def step(self) -> int:
+        """Critic updates made."""
+        return self.critic.optimizer.step_count
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rewards (if the reward model is here) and values; see `ModelBackend.infer`."""
+        answer = {}
+        if self.reward_model is not None:
+            answer["rewards"] = self.reward_model.rewards(tokens, lengths)
+        answer["values"] = self.critic.values(tokens)
+        return answer
+
+    def train(
+        self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
+    ) -> float:
+        """One update per global batch; the mean of their losses. See `ModelBackend.train`."""
+        with self.timer("train_time"):
+            reports = self.critic.train(ValueBatch(tokens, returns, prev_values, mask))
+        for offset, report in enumerate(reports):
+            self.metrics.log_metrics(report, self.step - len(reports) + offset, "train/")
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        loss = sum(report["loss"] for report in reports) / len(reports)
+        logger.info("critic step %d: loss %.4g, grad_norm %.4g", self.step, loss, reports[-1]["grad_norm"])
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint of weights, optimizer and ledger."""
+        self.checkpoints.save(
+            self.critic.model, self.critic.optimizer, self.state_dict(), {"step": self.step}, is_train_end=False
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restarted service needs beside weights, optimizer and random states."""
+        return {"step": self.step, "ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.ledger.load_state_dict(state["ledger"])
+
+
+class RewardService:
+    """A backend with nothing but a reward model."""
+
+    def __init__(self, reward_model: RewardModel) -> None:
+        self.reward_model = reward_model
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rewards; see `ModelBackend.infer`."""
+        return {"rewards": self.reward_model.rewards(tokens, lengths)}
+
+    def train(
+        self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
+    ) -> float:
+        """A reward model is not trained here; the service has no endpoint that could ask for it."""
+        raise NotImplementedError("the reward model service does not train")
+
+    def save(self) -> None:
+        """See `train`."""
+        raise NotImplementedError("the reward model service has nothing to save")

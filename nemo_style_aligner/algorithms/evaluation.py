@@ -1,0 +1,144 @@
+"""Offline evaluation of a policy: generate, compare with the truth, score with a reward model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from nemo_style_aligner.data.datasets import PromptDataset
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.models.critic import RewardModel
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.weights.stream import export_weights
+
+_SCORING_BATCH = 64
+
+
+@dataclasses.dataclass
+class EvaluatedResponse:
+    """One response.
+
+    Attributes:
+        prompt, response: text, special tokens left out.
+        tokens: int64 ids of both.
+        num_response_tokens: with the stop token.
+        ended: whether a stop token or stop string ended it.
+        answer: the right response, if the prompt's line has one.
+        reward: of the reward model, once scored.
+    """
+
+    prompt: str
+    response: str
+    tokens: list[int]
+    num_response_tokens: int
+    ended: bool
+    answer: str | None = None
+    reward: float | None = None
+
+    @property
+    def is_right(self) -> bool | None:
+        """Whether the response, white space around it aside, is the answer; None where that is unknown."""
+        return None if self.answer is None else self.response.strip() == self.answer.strip()
+
+
+@dataclasses.dataclass
+class Responses:
+    """All responses of an evaluation."""
+
+    rows: list[EvaluatedResponse]
+
+    def summary(self) -> dict[str, float]:
+        """Means over the responses: ``accuracy``, ``reward`` (where known), ``length``, ``ended``."""
+        result = {"num_prompts": float(len(self.rows))}
+        if known := [row.is_right for row in self.rows if row.is_right is not None]:
+            result["accuracy"] = sum(known) / len(known)
+        if rewards := [row.reward for row in self.rows if row.reward is not None]:
+            result["reward"] = sum(rewards) / len(rewards)
+        result["length"] = sum(row.num_response_tokens for row in self.rows) / len(self.rows)
+        result["ended"] = sum(row.ended for row in self.rows) / len(self.rows)
+        return result
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary and every response, without token ids."""
+        rows = []
+        for row in self.rows:
+            record = dataclasses.asdict(row) | {"is_right": row.is_right}
+            del record["tokens"]
+            rows.append(record)
+        return {"summary": self.summary(), "responses": rows}
+
+
+def _open(path: Path, precision: str) -> BaseModel:
+    return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+
+
+def evaluate(
+    model_path: Path, prompts_path: Path, sampling: SamplingParams, precision: str, num_slots: int, limit: int | None
+) -> Responses:
+    """Generate one response per prompt with the embedded engine on this process.
+
+    Raises:
+        ValueError: there is no prompt that leaves room for a response.
+    """
+    base = _open(model_path, precision)
+    room = base.architecture.max_position_embeddings - sampling.max_new_tokens
+    dataset = PromptDataset([prompts_path], base.tokenizer, room)
+    items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+    if not items:
+        raise ValueError(f"{prompts_path} has no prompt of at most {room} tokens")
+    engine = EmbeddedEngine(
+        base.architecture,
+        dtype=base.dtype,
+        num_slots=min(num_slots, len(items)),
+        max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
+        eos_id=base.tokenizer.eos_id,
+        vocab_limit=min(base.tokenizer.vocab_size, base.architecture.vocab_size),
+        detokenize=base.tokenizer.ids_to_text,
+        token_to_id=base.tokenizer.token_to_id,
+        device=device(),
+    )
+    engine.build()
+    engine.refit(export_weights(base.load(trainable=False)), 0)
+    rows: list[EvaluatedResponse | None] = [None] * len(items)
+    requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
+    with ProgressBar(len(items), "Generating") as progress:
+        for result in engine.generate(requests, sampling):
+            item = items[result.request_id]
+            answer = item.extra.get("answer")
+            rows[result.request_id] = EvaluatedResponse(
+                prompt=item.text,
+                response=base.tokenizer.ids_to_text(result.token_ids),
+                tokens=result.prompt_ids + result.token_ids,
+                num_response_tokens=len(result.token_ids),
+                ended=result.finish_reason == "stop",
+                answer=None if answer is None else str(answer),
+            )
+            progress.update()
+    return Responses([row for row in rows if row is not None])
+
+
+def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
+    """Fill in every response's reward, in place. The reward model must share the policy's tokenizer."""
+    base = _open(reward_model_path, precision)
+    head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
+    reward_model = RewardModel(base.load(head=head, trainable=False), head, micro_batch_size=16)
+    for start in range(0, len(responses.rows), _SCORING_BATCH):
+        batch = responses.rows[start : start + _SCORING_BATCH]
+        tokens, lengths = _pad([row.tokens for row in batch])
+        for row, reward in zip(batch, reward_model.rewards(tokens, lengths)[:, 0].tolist(), strict=True):
+            row.reward = reward
+
+
+def _pad(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = [torch.tensor(s, dtype=torch.int64) for s in sequences]
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True), lengths

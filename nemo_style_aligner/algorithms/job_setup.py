@@ -1,0 +1,95 @@
+"""What every job does before its loop: process groups, log, checkpoints, signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
+from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
+from nemo_style_aligner.config import log_directory
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+
+logger = logging.getLogger(__name__)
+
+
+class Resumable(Protocol):
+    """A trainer or service whose counters live in the checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
+        ...
+
+
+@dataclasses.dataclass
+class Run:
+    """The surroundings of a job.
+
+    Attributes:
+        log_dir: where everything goes.
+        layout: the model-parallel layout.
+        metrics: rank 0's log.
+        control: when to stop early.
+        checkpoints: saving and resuming.
+    """
+
+    log_dir: Path
+    layout: ParallelLayout
+    metrics: MetricsLogger
+    control: RunControl
+    checkpoints: CheckpointManager
+
+    def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
+        """Continue from the checkpoint that ``exp_manager`` says, if there is one."""
+        state = self.checkpoints.resume(model, optimizer)
+        if state is not None:
+            trainer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Write out what the log still holds."""
+        self.metrics.close()
+
+
+def start_run(cfg: DictConfig) -> Run:
+    """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it)."""
+    layout = initialize_model_parallel(
+        int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size), int(cfg.model.seed)
+    )
+    log_dir = log_directory(cfg.exp_manager)
+    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
+    control.install_signal_handlers()
+    return Run(
+        log_dir=log_dir,
+        layout=layout,
+        metrics=MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank()),
+        control=control,
+        checkpoints=CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager)),
+    )
+
+
+def describe(cfg: DictConfig, run: Run, base: BaseModel) -> None:
+    """Log the config and the model once, and tell the checkpoints what their .nemo archives need."""
+    run.metrics.log_hyperparameters(cfg)
+    run.checkpoints.nemo = NemoExport(_portable_config(base), base.tokenizer)
+    logger.info(
+        "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
+    )
+
+
+# Settings of a job, not facts about its model: they stay out of the archives it writes.
+_JOB_KEYS = ("data", "optim", "ppo", "restore_from_path", "resume_from_checkpoint", "trt_llm")
+
+
+def _portable_config(base: BaseModel) -> dict[str, Any]:
+    """``model_config.yaml`` for archives made by this job: the model's shape and how it was trained to be used."""
+    config = OmegaConf.to_container(base.config, resolve=True)
+    return {key: value for key, value in config.items() if key not in _JOB_KEYS} | base.architecture.to_nemo_config()

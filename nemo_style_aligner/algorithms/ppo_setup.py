@@ -1,0 +1,95 @@
+"""Builds the actor job from its config."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import ParallelLayout
+from nemo_style_aligner.rollout.prompts import build_prompt_sources
+from nemo_style_aligner.rollout.setup import build_collector, build_scorer, sampling_params
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+
+def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
+    """The PPO trainer with everything it needs, resumed if there is a checkpoint. Collective.
+
+    Waits for the critic and reward service, ``remote_critic_rm.timeouts.ready_seconds`` at most.
+
+    Raises:
+        ValueError: settings that do not fit together (found before any weight is read).
+        ServerUnavailableError: the service is not there in time.
+    """
+    _check_batch_sizes(cfg, run.layout)
+    train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
+    settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    actor = build_actor(cfg, base, base.load(), settings)
+    longest = max(source.longest for source in (train_prompts, val_prompts) if source is not None)
+    scorer = build_scorer(cfg)
+    scorer.wait_until_ready(float(cfg.remote_critic_rm.timeouts.ready_seconds))
+    collector = build_collector(
+        cfg, actor.model, base.tokenizer, scorer, longest + int(cfg.model.ppo.length_params.max_length)
+    )
+    critic = RemoteCritic(
+        scorer if dist.get_rank() == 0 else None, float(cfg.remote_critic_rm.timeouts.training_seconds)
+    )
+    trainer = PPOTrainer(
+        settings,
+        actor,
+        collector,
+        critic,
+        train_prompts,
+        val_prompts,
+        run.checkpoints,
+        run.metrics,
+        run.control,
+        ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None),
+    )
+    run.resume(actor.model, actor.optimizer, trainer)
+    return trainer
+
+
+def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: PPOSettings) -> Actor:
+    """The policy, its optimizer, and the initial policy where a KL penalty wants one."""
+    initial_policy = None
+    if settings.advantages.kl_coef > 0:
+        # Frozen before a checkpoint is loaded: the penalty refers to the model PPO started from.
+        initial_policy = FrozenWeights(
+            model, cfg.trainer.ppo.reference_policy_placement, lambda: base.build(trainable=False)
+        )
+    updates_per_step = cfg.model.ppo.num_rollout_samples // settings.global_batch_size * settings.num_ppo_epochs
+    schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(cfg.trainer.ppo.gradient_clip_val or 0.0))
+    return Actor(
+        model,
+        optimizer,
+        initial_policy,
+        micro_batch_size=int(cfg.model.micro_batch_size),
+        forward_micro_batch_size=int(cfg.model.ppo.forward_micro_batch_size),
+        temperature=sampling_params(cfg).logprob_temperature,
+        ratio_eps=float(cfg.model.ppo.ratio_eps),
+        entropy_bonus=float(cfg.model.ppo.entropy_bonus),
+    )
+
+
+def _check_batch_sizes(cfg: DictConfig, layout: ParallelLayout) -> None:
+    share = cfg.model.micro_batch_size * layout.dp_size
+    if cfg.model.global_batch_size % share:
+        raise ValueError(
+            f"model.global_batch_size={cfg.model.global_batch_size} is not a multiple of model.micro_batch_size="
+            f"{cfg.model.micro_batch_size} x {layout.dp_size} data-parallel ranks"
+        )
+    if cfg.model.ppo.num_rollout_samples % cfg.model.global_batch_size:
+        raise ValueError(
+            f"model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples} is not a multiple of "
+            f"model.global_batch_size={cfg.model.global_batch_size}"
+        )

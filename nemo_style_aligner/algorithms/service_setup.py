@@ -1,0 +1,114 @@
+"""Builds the critic and reward services from their configs."""
+
+from __future__ import annotations
+
+import os
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.models.critic import Critic, RewardModel
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.service import HttpSettings
+from nemo_style_aligner.servers.serving import ModelServer
+
+
+def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
+    """Open the critic's port: alive from now on, ready once the backend runs."""
+    endpoints = critic_endpoints(
+        _limits(base), combined=bool(cfg.trainer.ppo.combine_rm_and_critic_server), tokenize=base.tokenizer.text_to_ids
+    )
+    return ModelServer(
+        endpoints, _http_settings(cfg.trainer.ppo), _dispatch(cfg.trainer.ppo, run.layout, base), device=device()
+    )
+
+
+def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
+    """Open a reward model's port."""
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    endpoints = reward_endpoint(
+        _limits(base),
+        name=cfg.inference.model_name,
+        num_attributes=1 if head.merge_attributes else head.num_attributes,
+        tokenize=base.tokenizer.text_to_ids,
+    )
+    return ModelServer(
+        endpoints, _http_settings(cfg.inference), _dispatch(cfg.inference, layout, base), device=device()
+    )
+
+
+def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
+    """The critic, its optimizer and (if combined) the reward model, resumed if there is a checkpoint.
+
+    Both start from the same weights: the reward model's.
+    """
+    head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
+    model = base.load(head=head)
+    forward_micro_batch_size = int(cfg.model.forward_micro_batch_size)
+    reward_model = None
+    if cfg.trainer.ppo.combine_rm_and_critic_server:
+        # Frozen before a checkpoint is loaded: the reward model never changes.
+        weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
+        reward_model = RewardModel(weights, head, forward_micro_batch_size)
+    schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(cfg.trainer.ppo.gradient_clip_val or 0.0))
+    critic = Critic(
+        model,
+        optimizer,
+        head,
+        micro_batch_size=int(cfg.model.micro_batch_size),
+        global_batch_size=int(cfg.model.global_batch_size),
+        forward_micro_batch_size=forward_micro_batch_size,
+        loss_clip=float(cfg.model.loss_clip_val or 0.0),
+    )
+    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics)
+    run.resume(model, optimizer, service)
+    return service
+
+
+def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
+    """A reward model that is never trained."""
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    model = base.load(head=head, trainable=False)
+    return RewardService(RewardModel(model, head, int(cfg.model.forward_micro_batch_size)))
+
+
+def _limits(base: BaseModel) -> ModelLimits:
+    return ModelLimits(
+        max_sequence_length=int(base.config.get("encoder_seq_length") or base.architecture.max_position_embeddings),
+        vocab_size=base.architecture.vocab_size,
+    )
+
+
+def _dispatch(section: DictConfig, layout: ParallelLayout, base: BaseModel) -> DispatchSettings:
+    sizes = OmegaConf.to_container(OmegaConf.create({"sizes": section.inference_micro_batch_size}))["sizes"]
+    return DispatchSettings(
+        preferred_batch_rows=preferred_batch_rows(sizes, layout.dp_size),
+        max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
+        strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
+        max_sequence_length=_limits(base).max_sequence_length,
+    )
+
+
+def _http_settings(section: DictConfig) -> HttpSettings:
+    # In a cluster's job the actor may run on another machine than this service.
+    on_cluster = "SLURM_PROCID" in os.environ or int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < int(
+        os.environ.get("WORLD_SIZE", 1)
+    )
+    return HttpSettings(
+        port=int(section.port),
+        host=section.host or ("0.0.0.0" if on_cluster else "127.0.0.1"),
+        token=section.token,
+        max_body_bytes=int(section.max_body_bytes),
+        max_outstanding_requests=int(section.max_outstanding_requests),
+        infer_timeout_s=float(section.infer_timeout_seconds),
+        command_timeout_s=float(section.get("command_timeout_seconds", 3600)),
+    )

@@ -1,0 +1,233 @@
+"""Builds the supervised jobs from their configs: datasets, batches, loss, trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.supervised import Batcher, SupervisedSettings, SupervisedTrainer
+from nemo_style_aligner.data.datasets import (
+    ComparisonDataset,
+    ComparisonItem,
+    Dataset,
+    RegressionDataset,
+    RegressionItem,
+    data_source,
+    load_data_prefix,
+    pad_tokens,
+)
+from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.pipeline import LossFunction
+from nemo_style_aligner.models.supervised_losses import (
+    LabelledBatch,
+    LanguageModelBatch,
+    PairBatch,
+    attribute_regression_loss,
+    language_model_loss,
+    ranking_loss,
+)
+
+MISSING = -1
+"""The index of an example that only fills up a batch: it takes the form of example 0 and counts nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedTask:
+    """What distinguishes one supervised job from another.
+
+    Attributes:
+        train, validation: datasets; no validation when None.
+        batcher: dataset -> function that turns a rank's indices into a batch.
+        rows_per_example: rows of a batch per example.
+        shuffle_train, shuffle_validation: order of the examples.
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None
+    batcher: Callable[[Dataset[Any]], Batcher]
+    rows_per_example: int
+    shuffle_train: bool
+    shuffle_validation: bool
+
+
+def build_supervised_trainer(
+    cfg: DictConfig,
+    section: DictConfig,
+    run: Run,
+    model: MegatronModel,
+    task: SupervisedTask,
+    loss: LossFunction,
+) -> SupervisedTrainer:
+    """The trainer of a job, resumed if there is a checkpoint.
+
+    Args:
+        cfg: the whole config.
+        section: ``cfg.trainer.sft`` or ``cfg.trainer.rm``.
+        model: trainable, with its starting weights.
+        task, loss: what is trained on what.
+
+    Raises:
+        ValueError: batch sizes that do not fit together, or too few examples.
+    """
+    global_batch, micro_batch = int(cfg.model.global_batch_size), int(cfg.model.micro_batch_size)
+    if global_batch % (micro_batch * run.layout.dp_size):
+        raise ValueError(
+            f"the global batch size {global_batch} is not a multiple of the micro batch size {micro_batch} x "
+            f"{run.layout.dp_size} data-parallel ranks"
+        )
+    seed = int(cfg.model.seed)
+    train_sampler = EpochSampler(len(task.train), global_batch, seed, task.shuffle_train, drop_last=True)
+    validation = task.validation if task.validation is not None and len(task.validation) else None
+    val_sampler = None
+    if validation is not None:
+        val_sampler = EpochSampler(len(validation), global_batch, seed, task.shuffle_validation, drop_last=False)
+    settings = SupervisedSettings.from_config(
+        section, micro_batch, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
+    )
+    schedule = Schedule.from_config(cfg.model.optim, settings.max_steps)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(section.gradient_clip_val or 0.0))
+    trainer = SupervisedTrainer(
+        settings,
+        model,
+        optimizer,
+        loss,
+        train_sampler,
+        val_sampler,
+        task.batcher(task.train),
+        task.batcher(validation) if validation is not None else None,
+        run.checkpoints,
+        run.metrics,
+        run.control,
+        rows_per_example=task.rows_per_example,
+    )
+    run.resume(model, optimizer, trainer)
+    return trainer
+
+
+# ---- SFT ----------------------------------------------------------------------------------------
+
+
+def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
+    """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
+    data = cfg.model.data
+
+    def dataset(section: DictConfig) -> Dataset[SFTItem]:
+        options = SFTFormat(
+            max_seq_length=int(section.max_seq_length),
+            min_seq_length=int(section.min_seq_length),
+            prompt_template=section.prompt_template,
+            label_key=section.label_key,
+            truncation_field=section.truncation_field or "",
+            truncation_method=section.truncation_method,
+            add_bos=bool(section.add_bos),
+            add_eos=bool(section.add_eos),
+            add_sep=bool(section.add_sep),
+            answer_only_loss=bool(cfg.model.answer_only_loss),
+            chat=True if data.chat else None,
+            chat_prompt_tokens=None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens),
+        )
+        return data_source(section.file_path).build(lambda paths: SFTDataset(paths, tokenizer, options))
+
+    def batcher(items: Dataset[SFTItem]) -> Batcher:
+        def make(indices: Sequence[int]) -> LanguageModelBatch:
+            collated = collate_sft([items[max(i, 0)] for i in indices], tokenizer.pad_id)
+            present = torch.tensor([float(i != MISSING) for i in indices])
+            return LanguageModelBatch(collated.tokens, collated.loss_mask * present[:, None])
+
+        return make
+
+    return SupervisedTask(
+        dataset(data.train_ds),
+        dataset(data.validation_ds) if data.validation_ds.file_path else None,
+        batcher,
+        1,
+        bool(data.train_ds.shuffle),
+        bool(data.validation_ds.shuffle),
+    )
+
+
+def sft_loss(model: MegatronModel) -> LossFunction:
+    """Cross-entropy of response tokens."""
+    return language_model_loss(model)
+
+
+# ---- reward models ------------------------------------------------------------------------------
+
+
+def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
+    """Comparisons or labelled texts, from ``model.data.data_prefix``."""
+    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    if prefix.train is None:
+        raise ValueError("model.data.data_prefix names no training data: give {train: [FILE], validation: [FILE]}")
+    length, append_eod = int(cfg.model.data.seq_length), bool(cfg.model.data.append_eod)
+    make: Callable[[Any], Dataset[Any]]
+    if cfg.model.reward_model_type == "regression":
+        batcher = _labelled_batcher(tokenizer, float(cfg.model.regression.loss_mask_val))
+        rows = 1
+
+        def make(paths: Any) -> Dataset[Any]:
+            return RegressionDataset(paths, tokenizer, length, append_eod, head.num_attributes)
+    else:
+        batcher, rows = _pair_batcher(tokenizer), 2
+
+        def make(paths: Any) -> Dataset[Any]:
+            return ComparisonDataset(paths, tokenizer, length, append_eod)
+
+    return SupervisedTask(
+        prefix.train.build(make),
+        prefix.validation.build(make) if prefix.validation is not None else None,
+        batcher,
+        rows,
+        bool(cfg.trainer.rm.train_random_sampler),
+        bool(cfg.trainer.rm.val_random_sampler),
+    )
+
+
+def reward_loss(cfg: DictConfig, head: RewardHeadConfig) -> LossFunction:
+    """Bradley-Terry loss for comparisons, squared error for labels."""
+    if cfg.model.reward_model_type == "regression":
+        return attribute_regression_loss(head, float(cfg.model.regression.loss_mask_val))
+    return ranking_loss(head)
+
+
+def _pair_batcher(tokenizer: Tokenizer) -> Callable[[Dataset[ComparisonItem]], Batcher]:
+    def batcher(items: Dataset[ComparisonItem]) -> Batcher:
+        def make(indices: Sequence[int]) -> PairBatch:
+            pairs = [items[max(i, 0)] for i in indices]
+            sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+            return PairBatch(
+                tokens=pad_tokens(sequences, tokenizer.pad_id),
+                lengths=torch.tensor([len(ids) for ids in sequences], dtype=torch.int64),
+                weights=torch.tensor([float(i != MISSING) for i in indices]).repeat_interleave(2),
+            )
+
+        return make
+
+    return batcher
+
+
+def _labelled_batcher(tokenizer: Tokenizer, ignore_value: float) -> Callable[[Dataset[RegressionItem]], Batcher]:
+    def batcher(items: Dataset[RegressionItem]) -> Batcher:
+        def make(indices: Sequence[int]) -> LabelledBatch:
+            chosen = [items[max(i, 0)] for i in indices]
+            labels = torch.tensor([item.labels for item in chosen], dtype=torch.float32)
+            labels[torch.tensor(indices) == MISSING] = ignore_value
+            return LabelledBatch(
+                tokens=pad_tokens([item.token_ids for item in chosen], tokenizer.pad_id),
+                lengths=torch.tensor([len(item.token_ids) for item in chosen], dtype=torch.int64),
+                labels=labels,
+            )
+
+        return make
+
+    return batcher

@@ -1,0 +1,92 @@
+"""Which prompts a rollout phase gets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.data.datasets import Dataset, PromptDataset, PromptItem, load_data_prefix
+from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt and its index in the dataset."""
+
+    prompt_id: int
+    token_ids: list[int]
+
+
+class PromptSource:
+    """Batches of prompts for rollouts, the same on every rank, addressed by the samples consumed before.
+
+    Args:
+        dataset: the prompts.
+        batch_size: rollouts per step.
+        seed: of the shuffling; each epoch has an order of its own.
+        shuffle: for training; validation takes the prompts as they lie.
+        bos_id: put before every prompt, if given.
+    """
+
+    def __init__(
+        self, dataset: Dataset[PromptItem], batch_size: int, seed: int, shuffle: bool, bos_id: int | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._bos = [] if bos_id is None else [bos_id]
+        self.batch_size = batch_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in one pass over the dataset."""
+        return len(self._dataset) // self.batch_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset))) + len(self._bos)
+
+    def batch(self, consumed_samples: int) -> list[Prompt]:
+        """The next ``batch_size`` prompts after ``consumed_samples``."""
+        size = len(self._dataset)
+        sampler = EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
+        return [Prompt(index, self._bos + self._dataset[index].token_ids) for index in next(iter(sampler))]
+
+
+def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:
+    """Training and validation prompts of the actor job, from ``model.data.data_prefix``.
+
+    Prompts that leave no room for a response are dropped, with a count in the log. Validation uses
+    ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
+
+    Raises:
+        ValueError: no training prompts, or a BOS token is asked for that the tokenizer lacks.
+    """
+    ppo = cfg.model.ppo
+    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    if prefix.train is None:
+        raise ValueError("model.data.data_prefix names no training prompts: give {train: [FILE], validation: [FILE]}")
+    bos_id = tokenizer.bos_id if ppo.sampling_params.add_BOS else None
+    if ppo.sampling_params.add_BOS and bos_id is None:
+        raise ValueError("model.ppo.sampling_params.add_BOS=True, but the tokenizer has no BOS token")
+    room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
+    limit = min(room, int(cfg.trainer.ppo.trt_llm.max_input_len)) - (bos_id is not None)
+    if limit < 1:
+        raise ValueError(
+            f"model.ppo.length_params.max_length={ppo.length_params.max_length} leaves no room for a prompt in "
+            f"model.data.seq_length={cfg.model.data.seq_length}"
+        )
+
+    def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
+        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_id)
+
+    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+    validation = None
+    if prefix.validation is not None:
+        prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+        if len(prompts):
+            validation = source(prompts, min(int(ppo.num_val_samples), len(prompts)), False)
+    return source(train, int(ppo.num_rollout_samples), True), validation

@@ -1,0 +1,148 @@
+"""Builds the rollout phase of the actor job from its config: engine, work source, scorer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from omegaconf import DictConfig
+
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
+from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.parallel.groups import broadcast_object, device
+from nemo_style_aligner.rollout.collector import GenerationGroup, RolloutCollector
+from nemo_style_aligner.rollout.work_queue import (
+    StaticPartition,
+    WorkQueue,
+    WorkQueueClient,
+    WorkQueueServer,
+    WorkSource,
+)
+from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.http_client import ClientLimits
+
+logger = logging.getLogger(__name__)
+
+
+def sampling_params(cfg: DictConfig) -> SamplingParams:
+    """``model.ppo.sampling_params`` and ``length_params`` as the engine's `SamplingParams`."""
+    sampling, length = cfg.model.ppo.sampling_params, cfg.model.ppo.length_params
+    return SamplingParams(
+        max_new_tokens=int(length.max_length),
+        min_new_tokens=int(length.min_length),
+        use_greedy=bool(sampling.use_greedy),
+        temperature=float(sampling.temperature),
+        top_k=int(sampling.top_k),
+        top_p=float(sampling.top_p),
+        repetition_penalty=float(sampling.repetition_penalty),
+        stop_strings=tuple(sampling.end_strings or ()),
+        seed=int(cfg.trainer.ppo.trt_llm.seed),
+    )
+
+
+def choose_engine(cfg: DictConfig) -> str:
+    """The engine's name: ``trainer.ppo.generation.engine``, or trtllm where ``trt_llm.enable`` asks for it.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    name = str(cfg.trainer.ppo.generation.engine)
+    if cfg.trainer.ppo.trt_llm.enable and name == "embedded":
+        logger.info(
+            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is not supported in this version; the embedded engine does "
+            "its work (compile once, refit every step)"
+        )
+    if name not in ("embedded", "megatron"):
+        raise ValueError(f"trainer.ppo.generation.engine={name!r}: choose embedded or megatron")
+    return name
+
+
+def build_engine(
+    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
+) -> tuple[GenerationEngine, GenerationGroup]:
+    """The generation engine of this rank, built, and the ranks that share it.
+
+    The embedded engine holds whole, unsharded weights on each rank: every rank of the job generates on its own,
+    whatever the training layout. The megatron engine is shared by a tensor-parallel group.
+    """
+    num_slots = int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
+    options = {
+        "num_slots": num_slots,
+        "max_sequence_length": max_sequence_length,
+        "eos_id": tokenizer.eos_id,
+        "vocab_limit": min(tokenizer.vocab_size, model.architecture.vocab_size),
+        "detokenize": tokenizer.ids_to_text,
+        "token_to_id": tokenizer.token_to_id,
+    }
+    layout = model.layout
+    engine: GenerationEngine
+    if choose_engine(cfg) == "megatron":
+        engine = MegatronEngine(model, **options)
+        group = GenerationGroup(
+            index=layout.dp_rank,
+            count=layout.dp_size,
+            is_leader=layout.tp_rank == 0,
+            group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
+            leader=parallel_state.get_tensor_model_parallel_src_rank(),
+        )
+    else:
+        if layout.pp_size > 1 and not cfg.trainer.ppo.trt_llm.reshard:
+            logger.info("the embedded engine never pipelines: each of %d ranks generates", dist.get_world_size())
+        engine = EmbeddedEngine(
+            model.architecture,
+            dtype=model.config.params_dtype,
+            device=device(),
+            refit_check=cfg.trainer.ppo.generation.refit_check,
+            **options,
+        )
+        group = GenerationGroup(index=dist.get_rank(), count=dist.get_world_size())
+    engine.build()
+    return engine, group
+
+
+def build_work_source(cfg: DictConfig, group: GenerationGroup) -> WorkSource:
+    """The Flask work queue on rank 0 (``trainer.ppo.batch_iterator.use_flask``) or a fixed partition. Collective."""
+    section = cfg.trainer.ppo.batch_iterator
+    if not section.use_flask:
+        return StaticPartition(group.index, group.count)
+    token = cfg.remote_critic_rm.token
+    server, address = None, None
+    if dist.get_rank() == 0:
+        host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else socket.gethostname())
+        queue = WorkQueue(lease_seconds=float(section.lease_seconds))
+        server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)
+        address = (host, server.port)
+    host, port = broadcast_object(address)
+    return WorkQueueClient(host, port, token=token, server=server)
+
+
+def build_scorer(cfg: DictConfig) -> CriticClient:
+    """This rank's client of the critic and reward service."""
+    section = cfg.remote_critic_rm
+    limits = ClientLimits(
+        connect_s=float(section.timeouts.connect_seconds),
+        read_s=float(section.timeouts.read_seconds),
+        total_s=float(section.timeouts.total_seconds),
+    )
+    return CriticClient(section, token=section.token, infer_limits=limits)
+
+
+def build_collector(
+    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, scorer: CriticClient, max_sequence_length: int
+) -> RolloutCollector:
+    """Everything of the rollout phase. Collective."""
+    engine, group = build_engine(cfg, model, tokenizer, max_sequence_length)
+    return RolloutCollector(
+        engine,
+        build_work_source(cfg, group),
+        scorer,
+        sampling_params(cfg),
+        tokenizer,
+        group,
+        scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
+    )
