@@ -181,7 +181,7 @@ def test_nemo_aligners_own_request_is_answered_with_a_list() -> None:
 def test_client_leases_completes_and_ends() -> None:
     queue = WorkQueue()
     with serve(queue) as server:
-        worker = WorkQueueClient("127.0.0.1", server.port, local_queue=queue)
+        worker = WorkQueueClient("127.0.0.1", server.port, server=server)
         for round_number in range(3):
             worker.start_round(round_number, [4, 5, 6])
             seen = []

@@ -68,6 +68,10 @@ class WorkSource(Protocol):
         """Whether the last `lease` saw the round complete."""
         ...
 
+    def close(self) -> None:
+        """Give up connections and servers."""
+        ...
+
 
 class RoundMismatchError(RuntimeError):
     """A request for a round that has not begun, or for one that is over."""
@@ -394,8 +398,8 @@ class WorkQueueServer:
 class WorkQueueClient:
     """A worker's side of the queue (a `WorkSource`). One worker, one thread at a time.
 
-    ``local_queue``: on rank 0, the queue itself, for `start_round`. All ranks call `start_round`; put a
-    barrier behind it, so that no rank asks for a round that rank 0 has not begun.
+    ``server``: on rank 0, the server itself, for `start_round`; `close` stops it. All ranks call
+    `start_round`; put a barrier behind it, so that no rank asks for a round that rank 0 has not begun.
     """
 
     def __init__(
@@ -405,14 +409,14 @@ class WorkQueueClient:
         *,
         token: str | None = None,
         worker: str | None = None,
-        local_queue: WorkQueue | None = None,
+        server: WorkQueueServer | None = None,
         limits: ClientLimits = CLIENT_LIMITS,
         poll_seconds: float = 0.2,
         wait_limit_seconds: float = 7200.0,
     ) -> None:
         self.worker = worker or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._http = HttpClient(f"http://{host}:{port}", token=token, error_text=_error_text)
-        self._local_queue = local_queue
+        self._server = server
         self._limits = limits
         self._poll_seconds = poll_seconds
         self._wait_limit_seconds = wait_limit_seconds
@@ -423,8 +427,8 @@ class WorkQueueClient:
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
     ) -> None:
-        if self._local_queue is not None:
-            self._local_queue.start_round(round_number, ids, expected_lengths)
+        if self._server is not None:
+            self._server.queue.start_round(round_number, ids, expected_lengths)
         self._round = round_number
         self._drained = False
 
@@ -466,8 +470,10 @@ class WorkQueueClient:
         return self._drained
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and on rank 0 the server."""
         self._http.close()
+        if self._server is not None:
+            self._server.stop()
 
     def _put(self, path: str, content: dict[str, Any]) -> Any:
         body = json.dumps({**content, "worker": self.worker, "round": self._round}).encode()
@@ -513,3 +519,6 @@ class StaticPartition:
     @property
     def drained(self) -> bool:
         return not self._ids
+
+    def close(self) -> None:
+        """Nothing is open."""
