@@ -65,21 +65,33 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey(
         "model.resume_from_checkpoint", "is exp_manager.resume_from_checkpoint", "exp_manager.resume_from_checkpoint"
     ),
+    LegacyKey(
+        "model.save_nemo_on_validation_end",
+        "is exp_manager.checkpoint_callback_params.always_save_nemo",
+        moved_to="exp_manager.checkpoint_callback_params.always_save_nemo",
+    ),
     # Lightning
     LegacyKey("trainer.accelerator", "has no effect: GPUs are used where there are any, otherwise CPUs"),
     LegacyKey("trainer.logger", "has no effect: exp_manager decides what is logged"),
-    LegacyKey("trainer.enable_checkpointing", "has no effect: exp_manager.create_checkpoint_callback decides"),
+    LegacyKey("trainer.enable_checkpointing", "has no effect: save_interval of the job's own section decides"),
+    LegacyKey(
+        "exp_manager.create_checkpoint_callback",
+        "set save_interval=0 in the job's own section to save no checkpoints",
+        allowed=(True,),
+    ),
     LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers know of all ranks"),
     LegacyKey("trainer.ppo.model_?bs", "has no effect: model.micro_batch_size and model.global_batch_size are read"),
     LegacyKey("trainer.ppo.trt_model_dir", "has no effect: engines are built in memory"),
-    LegacyKey("exp_manager.checkpoint_callback_params.filename", "has no effect: checkpoints are named by step"),
     LegacyKey(
         "exp_manager.checkpoint_callback_params.model_parallel_size", "has no effect: read from the model section"
     ),
-    LegacyKey("exp_manager.checkpoint_callback_params.always_save_nemo", "has no effect: see save_nemo_on_train_end"),
-    LegacyKey("exp_manager.checkpoint_callback_params.save_best_model", "has no effect: see save_top_k"),
-    LegacyKey("exp_manager.checkpoint_callback_params.save_last", "has no effect: the last checkpoint is always kept"),
     LegacyKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
+    # The loops
+    LegacyKey("trainer.*.limit_train_batches", "not supported, see max_steps", allowed=(1.0, *_NONE)),
+    LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
+    LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
+    LegacyKey("model.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
+    LegacyKey("model.ppo.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
     # The model's build
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
@@ -101,10 +113,9 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.dist_ckpt_format", "has no effect: checkpoints are Megatron-Core's torch_dist"),
     LegacyKey("model.dist_ckpt_*", "has no effect: checkpoints are Megatron-Core's torch_dist"),
     LegacyKey("model.output_sequence", "has no effect: a critic gives a value per token, a reward model one reward"),
-    LegacyKey("model.answer_only_loss", "the loss is on the responses only", allowed=(True, False)),
-    LegacyKey("model.save_nemo_on_validation_end", "has no effect: see save_nemo_on_train_end and the converters"),
     LegacyKey("model.steerlm2.*", "has no effect: SteerLM 2 is not part of this project"),
     LegacyKey("model.regression.loss_func", "only the mean squared error is supported", allowed=("regression",)),
+    LegacyKey("model.regression.load_rm_head_weights", "has no effect: a head in the checkpoint is always loaded"),
     LegacyKey("model.peft.peft_scheme", "only full fine-tuning is supported", allowed=_NONE),
     LegacyKey("model.peft.*", "has no effect without a peft_scheme"),
     LegacyKey("model.overwrite_base_config.*", "has no effect: the data section of a checkpoint is never read"),
@@ -124,6 +135,10 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     # Data
     LegacyKey("model.data.data_impl", "only JSONL files are read", allowed=("jsonl", "json")),
     LegacyKey("model.data.splits_string", "data_prefix names the files of each split", allowed=_NONE),
+    LegacyKey(
+        "model.data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"
+    ),
+    LegacyKey("model.data.*num_workers", "has no effect: data are read by the job's own processes"),
     LegacyKey("model.data.skip_warmup", "has no effect"),
     LegacyKey("model.data.reset_position_ids", "not supported", allowed=(False,)),
     LegacyKey("model.data.reset_attention_mask", "not supported", allowed=(False,)),

@@ -56,7 +56,7 @@ COMMANDS = {
         ++pretrained_checkpoint.restore_from_path=/path/to/trained_rm.nemo ++model.megatron_amp_O2=True
         ++model.activations_checkpoint_granularity=null ++trainer.ppo.combine_rm_and_critic_server=True
         ++model.offload_adam_states=True ++model.mcore_gpt=True""",
-        {"trainer.ppo.inference_micro_batch_size": 4, "model.offload_adam_states": True},
+        {"trainer.ppo.inference_micro_batch_size": 4, "trainer.ppo.combine_rm_and_critic_server": True},
     ),
     "critic, Slurm": (
         "gpt_ppo_critic",
