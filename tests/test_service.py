@@ -694,7 +694,8 @@ RANK_SCRIPT = """
     from nemo_style_aligner.servers.service import HttpSettings
     from nemo_style_aligner.servers.serving import ModelServer
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(os.environ["GROUP_TIMEOUT"])))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=float(os.environ["GROUP_TIMEOUT"])))
     rank, fault = dist.get_rank(), os.environ.get("FAULT", "")
 
     class Backend:
@@ -720,7 +721,7 @@ RANK_SCRIPT = """
 
     server = ModelServer(
         critic_endpoints(ModelLimits(64, 1000), combined=True), HttpSettings(port=0),
-        DispatchSettings((8,), row_multiple=2, heartbeat_seconds=0.5))
+        DispatchSettings((8,), row_multiple=2, heartbeat_seconds=0.5), group=group)
     if rank == 0:
         print(f"port {server.port}", flush=True)
     server.run(Backend())
@@ -767,8 +768,8 @@ def two_ranks(tmp_path: Path, group_timeout: float = 60, fault: str = ""):
 
 def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
     # The group's timeout is far below the idle time: only heartbeats keep the waiting rank alive.
-    with two_ranks(tmp_path, group_timeout=2, fault="slow") as (processes, client):
-        time.sleep(3.5)
+    with two_ranks(tmp_path, group_timeout=4, fault="slow") as (processes, client):
+        time.sleep(5.5)
         tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
         rewards, values = client.infer_async(tokens, lengths).result(20)
         wanted_rewards, wanted_values = expected(tokens.numpy(), lengths.numpy())
