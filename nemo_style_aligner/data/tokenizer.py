@@ -251,3 +251,28 @@ def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> To
         clean_up_tokenization_spaces=False,
     ).save_pretrained(str(directory))
     return load_tokenizer(directory)
+
+
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path) -> Tokenizer:
+    """Make a byte-level BPE tokenizer whose digits stay single tokens, and save it as a Hugging Face directory.
+
+    Any text makes the exact round trip. ``<|endoftext|>`` has id 0, ends a response and pads. ``vocab_size`` is an
+    upper limit: at least the 256 bytes and ``<|endoftext|>`` are in.
+    """
+    eos = "<|endoftext|>"
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eos],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=eos, pad_token=eos, clean_up_tokenization_spaces=False
+    ).save_pretrained(str(directory))
+    return load_tokenizer(directory)

@@ -1,0 +1,185 @@
+"""The whole road on a task whose truth is known: sums of two numbers, a model made from scratch.
+
+    make demo
+
+Base model, SFT on demonstrations of which some are wrong, a reward model from comparisons, the critic service,
+PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes results/demo/report.json
+and results/demo/report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, free_port, mpirun, print_table, python
+
+from nemo_style_aligner.data.jsonl import read_jsonl
+from nemo_style_aligner.data.tokenizer import train_bpe_tokenizer
+from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.report import write_report
+
+MODEL = ["--num-layers", 3, "--hidden-size", 128, "--num-heads", 4, "--max-length", 48, "--tied-embeddings"]
+SEQUENCE_LENGTH = "model.encoder_seq_length=48"
+COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_logger=False"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--max-operand", type=int, default=99)
+    parser.add_argument("--sft-steps", type=int, default=900)
+    parser.add_argument("--rm-steps", type=int, default=400)
+    parser.add_argument("--ppo-steps", type=int, default=30)
+    args = parser.parse_args()
+    demo = Demo(args.output.resolve(), num_stages=6)
+    make_base_model(demo, args)
+    sft = train_sft(demo, args)
+    reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
+    policy = run_ppo(demo, args, sft, reward_model)
+    report = evaluate(demo, args, sft, policy, reward_model)
+    write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
+
+
+def make_base_model(demo: Demo, args: argparse.Namespace) -> None:
+    data, tokenizer = demo.directory / "data", demo.directory / "tokenizer"
+    with demo.stage("base_model", "Data, tokenizer and base model") as results:
+        demo.run(
+            "base_model", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", data, "--seed", args.seed,
+            "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", 0.3,
+        )  # fmt: skip
+        texts = [record.text("text") for record in read_jsonl(data / "train_comparisons.jsonl")[:4000]]
+        train_bpe_tokenizer(texts, 320, tokenizer)
+        demo.run(
+            "base_model", python("init_gpt.py"), "--tokenizer", tokenizer, "--output", demo.directory / "base.nemo",
+            "--seed", args.seed, *MODEL,
+        )  # fmt: skip
+        results.append(f"{len(read_jsonl(data / 'train_prompts.jsonl'))} questions, 500 held out")
+
+
+def train_sft(demo: Demo, args: argparse.Namespace) -> Path:
+    data, log_dir = demo.directory / "data", demo.directory / "sft"
+    with demo.stage("sft", "SFT on demonstrations, 30% of them wrong") as results:
+        demo.run(
+            "sft", python("train_gpt_sft.py"), *COMMON,
+            f"model.restore_from_path={demo.directory / 'base.nemo'}",
+            f"model.data.train_ds.file_path={data / 'train_sft.jsonl'}",
+            f"model.data.validation_ds.file_path={data / 'test_sft.jsonl'}",
+            "model.data.train_ds.global_batch_size=128", "model.data.train_ds.micro_batch_size=128",
+            f"trainer.sft.max_epochs=100 trainer.sft.max_steps={args.sft_steps}".split(),
+            "trainer.sft.val_check_interval=300", "trainer.sft.save_interval=0",
+            "model.optim.lr=3e-3", "model.optim.sched.min_lr=3e-4", "model.optim.sched.constant_steps=0",
+            "model.optim.sched.warmup_steps=20", "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
+            f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
+        )  # fmt: skip
+        results.append(f"validation loss {last(log_dir, 'val/loss'):.3f}")
+    return log_dir / "checkpoints" / "megatron_gpt_sft.nemo"
+
+
+def train_reward_model(demo: Demo, args: argparse.Namespace, sft: Path) -> tuple[Path, float]:
+    data, log_dir = demo.directory / "data", demo.directory / "reward_model"
+    with demo.stage("reward_model", "Reward model on comparisons") as results:
+        demo.run(
+            "reward_model", python("train_reward_model.py"), *COMMON,
+            f"pretrained_checkpoint.restore_from_path={sft}",
+            data_prefix(data / "train_comparisons.jsonl", data / "test_comparisons.jsonl"),
+            "model.data.append_eod=True", "model.force_head_dtype=float32",
+            "++model.micro_batch_size=64", "++model.global_batch_size=64",
+            f"trainer.rm.max_steps={args.rm_steps}", f"trainer.rm.val_check_interval={args.rm_steps // 2}",
+            "trainer.rm.save_interval=0", "model.optim.lr=2e-3", "model.optim.sched.min_lr=2e-4",
+            "model.optim.sched.constant_steps=0", f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
+        )  # fmt: skip
+        accuracy = last(log_dir, "val/accuracy")
+        results.append(f"ranks {accuracy:.1%} of held-out pairs right")
+    return log_dir / "checkpoints" / "megatron_gpt.nemo", accuracy
+
+
+def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path) -> Path:
+    data, port = demo.directory / "data", free_port()
+    log_dir = demo.directory / "actor"
+    critic = [
+        *python("serve_ppo_critic.py"), *COMMON, f"pretrained_checkpoint.restore_from_path={reward_model}",
+        f"trainer.ppo.port={port}", "trainer.ppo.combine_rm_and_critic_server=True",
+        "trainer.ppo.inference_micro_batch_size=64", "model.forward_micro_batch_size=64",
+        "model.micro_batch_size=64", "model.global_batch_size=64", "model.optim.lr=5e-4",
+        "model.optim.sched.min_lr=5e-4", f"exp_manager.explicit_log_dir={demo.directory / 'critic'}",
+    ]  # fmt: skip
+    actor = [
+        *mpirun(2), *python("train_gpt_ppo_actor.py"), *COMMON, "trainer.devices=2",
+        f"pretrained_checkpoint.restore_from_path={sft}",
+        data_prefix(data / "train_prompts.jsonl", data / "test_prompts.jsonl"), "++model.data.data_impl=jsonl",
+        "model.ppo.num_rollout_samples=256", "model.ppo.rollout_micro_batch_size=32",
+        "model.global_batch_size=64", "model.micro_batch_size=32", "model.ppo.length_params.max_length=8",
+        "model.ppo.num_val_samples=128", f"trainer.ppo.max_steps={args.ppo_steps}", "trainer.ppo.val_check_interval=10",
+        "trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0",
+        "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=0.02",
+        "trainer.ppo.critic_warmup_steps=2", "model.optim.lr=3e-4", "model.optim.sched.min_lr=1e-4",
+        "model.optim.sched.constant_steps=0", "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
+        f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}",
+    ]  # fmt: skip
+    with demo.stage("ppo", "PPO, 2 ranks under mpirun, critic over HTTP") as results:
+        with demo.service("critic", port, *critic):
+            demo.run("actor", *actor)
+        first, final = read_metrics(log_dir)["train_rollouts/rewards"][0][1], last(log_dir, "train_rollouts/rewards")
+        results.append(f"reward {first:.2f} -> {final:.2f}")
+    return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
+
+
+def evaluate(
+    demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, reward_model: Path
+) -> dict[str, float]:
+    report: dict[str, float] = {}
+    prompts = demo.directory / "data" / "test_prompts.jsonl"
+    for name, model in (("sft", sft), ("ppo", policy)):
+        with demo.stage(f"evaluation_{name}", f"Held-out questions, {name.upper()} model") as results:
+            for mode, flags in (("", []), ("_greedy", ["--greedy"])):
+                output = demo.directory / f"evaluation_{name}{mode}.json"
+                demo.run(
+                    f"evaluation_{name}", python("evaluate_gpt.py"), "--model", model, "--prompts", prompts,
+                    "--output", output, "--reward-model", reward_model, "--precision", 32, "--max-length", 8,
+                    "--num-slots", 64, "--seed", args.seed, *flags,
+                )  # fmt: skip
+                summary = json.loads(output.read_text())["summary"]
+                report[f"accuracy_{name}{mode}"] = summary["accuracy"]
+                report[f"reward_{name}{mode}"] = summary["reward"]
+            results.append(f"accuracy {report[f'accuracy_{name}']:.1%}")
+            results.append(f"greedy {report[f'accuracy_{name}_greedy']:.1%}")
+    return report
+
+
+def write_results(demo: Demo, report: dict[str, float]) -> None:
+    kl = last(demo.directory / "actor", "train_rollouts/init_policy_kl")
+    result = {**report, "kl": kl, "seconds": {**demo.seconds, "total": sum(demo.seconds.values())}}
+    (demo.directory / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = [
+        ("held-out accuracy, SFT", f"{report['accuracy_sft']:.1%}"),
+        ("held-out accuracy, PPO", f"{report['accuracy_ppo']:.1%}"),
+        ("the same, greedy decoding, SFT", f"{report['accuracy_sft_greedy']:.1%}"),
+        ("the same, greedy decoding, PPO", f"{report['accuracy_ppo_greedy']:.1%}"),
+        ("mean reward, SFT", f"{report['reward_sft']:.2f}"),
+        ("mean reward, PPO", f"{report['reward_ppo']:.2f}"),
+        ("reward model's accuracy on held-out pairs", f"{report['reward_model_accuracy']:.1%}"),
+        ("KL penalty per token at the end", f"{kl:.4f}"),
+        ("seconds", f"{result['seconds']['total']:.0f}"),
+    ]
+    print_table(rows)
+    runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft"}
+    write_report(
+        demo.directory / "report.html",
+        "RLHF on sums: from base model to PPO",
+        {name: demo.directory / folder for name, folder in runs.items()},
+        summary=rows,
+        note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
+    )
+    print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
+
+
+def last(log_dir: Path, name: str) -> float:
+    """The latest value of a logged metric."""
+    return read_metrics(log_dir)[name][-1][1]
+
+
+if __name__ == "__main__":
+    main()

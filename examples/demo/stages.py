@@ -1,0 +1,157 @@
+"""Runs the stages of a demo: each is one of the project's own scripts, started as a user starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
+DATA_SCRIPTS = REPOSITORY / "examples" / "nlp" / "data"
+STAGE_LIMIT_SECONDS = 3600
+READY_LIMIT_SECONDS = 300
+STOP_LIMIT_SECONDS = 60
+
+
+class StageFailed(SystemExit):
+    """A stage's command failed; the message says which and where its log is."""
+
+
+class Demo:
+    """Stages with their logs and times. ``seconds`` maps each stage to its wall-clock time."""
+
+    def __init__(self, directory: Path, num_stages: int) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        (directory / "logs").mkdir(parents=True)
+        self.directory = directory
+        self.seconds: dict[str, float] = {}
+        self._num_stages = num_stages
+        self._number = 0
+
+    @contextlib.contextmanager
+    def stage(self, name: str, what: str) -> Iterator[list[str]]:
+        """Time a stage and print its one line of progress. Append to the yielded list what the line should end with."""
+        self._number += 1
+        started = time.monotonic()
+        prefix = f"[{self._number}/{self._num_stages}] {what}"
+        if sys.stdout.isatty():
+            print(f"{prefix} ...", end="\r", flush=True)
+        results: list[str] = []
+        yield results
+        self.seconds[name] = time.monotonic() - started
+        ending = f": {', '.join(results)}" if results else ""
+        print(f"{prefix}{ending} ({self.seconds[name]:.0f} s)", flush=True)
+
+    def run(self, name: str, *command: object) -> None:
+        """Run a command to its end, its output in ``logs/<name>.log``.
+
+        Raises:
+            StageFailed: it ended with an error or took longer than an hour.
+        """
+        log = self._log(name)
+        with log.open("a") as output:
+            try:
+                done = subprocess.run(
+                    _words(command),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(),
+                    timeout=STAGE_LIMIT_SECONDS,
+                )
+            except subprocess.TimeoutExpired:
+                raise StageFailed(f"{name} took longer than {STAGE_LIMIT_SECONDS} s; its log is {log}") from None
+        if done.returncode != 0:
+            raise StageFailed(_failure(name, done.returncode, log))
+
+    @contextlib.contextmanager
+    def service(self, name: str, port: int, *command: object) -> Iterator[None]:
+        """Run a service while the body of the ``with`` statement runs; the body begins once it is ready."""
+        log = self._log(name)
+        with log.open("a") as output:
+            process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
+        try:
+            _wait_until_ready(process, name, port, log)
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _log(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name}.log"
+
+
+def python(script: str | Path) -> list[str]:
+    """The beginning of a command that runs one of the project's scripts."""
+    return [sys.executable, "-u", str(SCRIPTS / script)]
+
+
+def mpirun(num_ranks: int) -> list[str]:
+    """The beginning of a command that starts ranks with the environment's own Open MPI."""
+    command = Path(sys.executable).with_name("mpirun")
+    return [str(command) if command.exists() else "mpirun", "-n", str(num_ranks), "--allow-run-as-root"]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def data_prefix(train: Path, validation: Path) -> str:
+    """The override that names a job's data files."""
+    return f"++model.data.data_prefix={{train: [{train}], validation: [{validation}], test: [{validation}]}}"
+
+
+def print_table(rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns with a line around them."""
+    left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+    line = f"+{'-' * (left + 2)}+{'-' * (right + 2)}+"
+    print(line)
+    for name, value in rows:
+        print(f"| {name:<{left}} | {value:>{right}} |")
+    print(line, flush=True)
+
+
+def _words(command: Sequence[object]) -> list[str]:
+    words: list[str] = []
+    for part in command:
+        words += [str(p) for p in part] if isinstance(part, list) else [str(part)]
+    return words
+
+
+def _environment() -> dict[str, str]:
+    # Open MPI refuses to start without HOME.
+    return {"HOME": "/root", **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _failure(name: str, status: int, log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"{name} failed with status {status}; the end of {log}:", *(f"  {line}" for line in lines[-25:])])
+
+
+def _wait_until_ready(process: subprocess.Popen, name: str, port: int, log: Path) -> None:
+    deadline = time.monotonic() + READY_LIMIT_SECONDS
+    while True:
+        if process.poll() is not None:
+            raise StageFailed(_failure(name, process.returncode, log))
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=2):
+                return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise StageFailed(f"{name} was not ready within {READY_LIMIT_SECONDS} s; its log is {log}") from None
+            time.sleep(0.2)
