@@ -130,7 +130,9 @@ class GGUFCheckpoint:
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        array = dequantize(tensor.data, tensor.tensor_type)
+        # What needs no dequantising is a view of the mapped file, which is read-only.
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
         if self._kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             architecture = self.architecture
             heads = architecture.num_attention_heads if ".q_proj." in name else architecture.num_query_groups

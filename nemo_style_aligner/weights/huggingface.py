@@ -324,6 +324,8 @@ def write_checkpoint(
     _write_json(work / "config.json", config)
     if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():
         _write_json(work / GENERATION_CONFIG, {k: v for k, v in token_ids.items() if v is not None})
+    for file in work.glob("*.safetensors"):
+        shutil.copymode(work / "config.json", file)  # safetensors makes files that only their owner can read
     if target.exists():
         target.rmdir()
     work.rename(target)

