@@ -91,5 +91,5 @@ _JOB_KEYS = ("data", "optim", "ppo", "restore_from_path", "resume_from_checkpoin
 
 def _portable_config(base: BaseModel) -> dict[str, Any]:
     """``model_config.yaml`` for archives made by this job: the model's shape and how it was trained to be used."""
-    config = OmegaConf.to_container(base.config, resolve=True)
+    config: Any = OmegaConf.to_container(base.config, resolve=True)
     return {key: value for key, value in config.items() if key not in _JOB_KEYS} | base.architecture.to_nemo_config()

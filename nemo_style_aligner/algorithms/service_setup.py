@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run
@@ -89,7 +89,8 @@ def _limits(base: BaseModel) -> ModelLimits:
 
 
 def _dispatch(section: DictConfig, layout: ParallelLayout, base: BaseModel) -> DispatchSettings:
-    sizes = OmegaConf.to_container(OmegaConf.create({"sizes": section.inference_micro_batch_size}))["sizes"]
+    sizes = section.inference_micro_batch_size
+    sizes = [int(size) for size in sizes] if isinstance(sizes, ListConfig) else int(sizes)
     return DispatchSettings(
         preferred_batch_rows=preferred_batch_rows(sizes, layout.dp_size),
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),

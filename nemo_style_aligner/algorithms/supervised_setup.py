@@ -171,6 +171,7 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
         raise ValueError("model.data.data_prefix names no training data: give {train: [FILE], validation: [FILE]}")
     length, append_eod = int(cfg.model.data.seq_length), bool(cfg.model.data.append_eod)
     make: Callable[[Any], Dataset[Any]]
+    batcher: Callable[[Dataset[Any]], Batcher]
     if cfg.model.reward_model_type == "regression":
         batcher = _labelled_batcher(tokenizer, float(cfg.model.regression.loss_mask_val))
         rows = 1

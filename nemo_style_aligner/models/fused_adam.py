@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
         steps = [torch.full((), float(group["step"]), device=p.device) for p in params]
         update(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

@@ -39,11 +39,12 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.rms = config.normalization == "RMSNorm"
         self.zero_centered = config.layernorm_zero_centered_gamma
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
-        self.bias = None if self.rms else torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.bias = None
+        if config.normalization != "RMSNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees part of the tokens: megatron sums these gradients.
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -52,7 +53,7 @@ class Norm(torch.nn.Module):
         """Normalise the last dimension."""
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         shape = (x.shape[-1],)
-        if self.rms:
+        if self.bias is None:
             return F.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
         return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
 
@@ -95,7 +96,9 @@ class CausalAttention(MegatronModule):
         if s not in (1, key.shape[0]):
             raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
         out = F.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in (query, key, value)),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             is_causal=s > 1,  # a single new token sees all that went before
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
 
@@ -100,7 +101,8 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers; call before each training step."""
-        self.model.module.zero_grad_buffer()
+        # DDP keeps the gradients in buffers of its own.
+        cast(DistributedDataParallel, self.model.module).zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -71,7 +72,7 @@ def build_engine(
     whatever the training layout. The megatron engine is shared by a tensor-parallel group.
     """
     num_slots = int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
-    options = {
+    options: dict[str, Any] = {
         "num_slots": num_slots,
         "max_sequence_length": max_sequence_length,
         "eos_id": tokenizer.eos_id,
