@@ -222,7 +222,7 @@ def run(
         cwd=script.parent,
         text=True,
         capture_output=True,
-        timeout=90,
+        timeout=150,
         check=False,
     )
 
@@ -252,7 +252,7 @@ def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     assert result.returncode != 0
     assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
     assert "[rank 1] Traceback" in result.stderr
-    assert time.monotonic() - started < 60  # of which the start takes most; the others would sleep for 300 s
+    assert time.monotonic() - started < 150  # most of it the start; the others would sleep for 300 s
 
 
 def test_a_rank_that_exits_with_an_error_ends_the_job_with_its_status(script: Path) -> None:
