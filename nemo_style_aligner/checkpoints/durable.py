@@ -18,29 +18,48 @@ UNFINISHED = ".unfinished"
 """Suffix of what is still being written. A leftover of a killed process; never read."""
 
 
-class CheckpointWriteError(OSError):
-    """Rank 0 could not write; raised on the other ranks, with rank 0's message."""
+class OtherRankError(OSError):
+    """Another rank could not read or write; says which, and why."""
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 and give every rank its result, or an error if it failed. Collective.
 
     Raises:
-        OSError, ValueError: what ``action`` raised, on rank 0; `CheckpointWriteError` on the others.
+        OSError, ValueError, TypeError: what ``action`` raised, on rank 0; `OtherRankError` on the others.
     """
-    result: T | None = None
-    failure: OSError | ValueError | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except (OSError, ValueError) as error:
-            failure = error
+    result, failure = _attempt(action) if dist.get_rank() == 0 else (None, None)
     result, message = broadcast_object((result, str(failure) if failure else None))
     if failure is not None:
         raise failure
     if message is not None:
-        raise CheckpointWriteError(f"rank 0: {message}")
+        raise OtherRankError(f"rank 0: {message}")
     return result  # type: ignore[return-value]
+
+
+def on_every_rank(action: Callable[[], T]) -> list[T]:
+    """Run ``action`` on every rank and give every rank all results, or an error if one failed. Collective.
+
+    Raises:
+        OSError, ValueError, TypeError: what ``action`` raised on this rank; `OtherRankError` on the others.
+    """
+    result, failure = _attempt(action)
+    gathered: list[tuple[T | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (result, str(failure) if failure else None))
+    if failure is not None:
+        raise failure
+    messages = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(gathered) if message is not None]
+    if messages:
+        raise OtherRankError("; ".join(messages))
+    return [value for value, _ in gathered]  # type: ignore[misc]
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, OSError | ValueError | TypeError | None]:
+    """What can go wrong with files and their contents; any other error is one of the program's."""
+    try:
+        return action(), None
+    except (OSError, ValueError, TypeError) as error:
+        return None, error
 
 
 def sync_file(path: Path) -> None:

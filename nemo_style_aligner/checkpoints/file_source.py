@@ -16,6 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 
+class DamagedCheckpointError(ValueError):
+    """A checkpoint's files are not what was written."""
+
+
 class FileSource(ABC):
     """The files of one checkpoint, by their relative POSIX names."""
 

@@ -30,10 +30,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nemo_style_aligner.checkpoints.file_source import FileSource, safe_name
+from nemo_style_aligner.checkpoints.durable import OtherRankError
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
 from nemo_style_aligner.parallel.groups import all_reduce_sums
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
@@ -102,10 +104,17 @@ def save_sharded_tensors(tensors: ShardedTensors, directory: Path) -> None:
     """Write the tensors into an existing, empty directory. Collective.
 
     Raises:
-        torch.distributed.checkpoint.api.CheckpointException: a rank could not write; the same on every rank.
+        OtherRankError: a rank could not write; the same on every rank.
     """
-    # The dict itself is changed by megatron-core: hand it a copy.
-    dist_checkpointing.save(dict(tensors), str(directory), sharded_strategy=_InProcessSaveStrategy())
+    try:
+        # The dict itself is changed by megatron-core: hand it a copy.
+        dist_checkpointing.save(dict(tensors), str(directory), sharded_strategy=_InProcessSaveStrategy())
+    except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
+        raise OtherRankError(f"writing {directory}: {_failures(error)}") from error
+
+
+def _failures(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
 def bytes_to_write(tensors: ShardedTensors) -> int:
@@ -164,9 +173,9 @@ def _read_metadata(source: FileSource, folder: str) -> Metadata:
     try:
         metadata = _MetadataUnpickler(content).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
-        raise CheckpointMismatchError(f"{source.location}: {folder}/.metadata is damaged: {error}") from error
+        raise DamagedCheckpointError(f"{source.location}: {folder}/.metadata is damaged: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointMismatchError(f"{source.location}: {folder}/.metadata is not a distributed checkpoint's")
+        raise DamagedCheckpointError(f"{source.location}: {folder}/.metadata is not a distributed checkpoint's")
     return metadata
 
 
@@ -228,6 +237,7 @@ def load_sharded_tensors(
 
     Raises:
         CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
+        DamagedCheckpointError: the files cannot be read.
     """
     metadata = _read_metadata(source, folder)
     stored = _shapes(metadata)
@@ -241,15 +251,16 @@ def load_sharded_tensors(
     targets = [t.data for t in present]
     # Singly, since several tensors may share a key (the layers of one stage).
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): t for i, t in enumerate(present)})
-    dcp.load(
-        mcore_to_pyt_state_dict(by_key, is_loading=True),
-        storage_reader=_SafeReader(source, folder, metadata),
-        planner=MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={t.key: t for t in present if t.allow_shape_mismatch},
-            flatten_state_dict=False,
-        ),
+    planner = MCoreLoadPlanner(
+        shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={t.key: t for t in present if t.allow_shape_mismatch},
+        flatten_state_dict=False,
     )
+    try:
+        state_dict = mcore_to_pyt_state_dict(by_key, is_loading=True)
+        dcp.load(state_dict, storage_reader=_SafeReader(source, folder, metadata), planner=planner)
+    except CheckpointException as error:
+        raise DamagedCheckpointError(f"reading {source.location}/{folder}: {_failures(error)}") from error
     with torch.no_grad():
         for tensor, target in zip(present, targets, strict=True):
             # torch fills in place, except where a tensor was not contiguous and megatron-core copied it.

@@ -1,0 +1,124 @@
+"""The manifest of a training checkpoint: what it is, and size and SHA-256 of each of its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What is known of a checkpoint without reading its tensors.
+
+    Attributes:
+        sequence: counts the checkpoints of a directory; the newest has the largest.
+        step: the trainer's step.
+        value: the monitored metric, None where it was not measured.
+        files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
+    """
+
+    sequence: int
+    step: int
+    value: float | None
+    files: Mapping[str, Mapping[str, Any]]
+
+    def write(self, directory: Path) -> None:
+        """Write ``manifest.json``, with a checksum of itself, and sync it to disk."""
+        content = {"format": _FORMAT, **dataclasses.asdict(self)}
+        path = directory / MANIFEST
+        path.write_text(json.dumps(content | {"sha256": _checksum(content)}, indent=1), encoding="utf-8")
+        sync_file(path)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read ``manifest.json``.
+
+        Raises:
+            DamagedCheckpointError: there is none, or it is not what was written.
+        """
+        path = directory / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            checksum, version = content.pop("sha256"), content.pop("format")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+        if version != _FORMAT or checksum != _checksum({"format": version, **content}):
+            raise DamagedCheckpointError(f"{path} is damaged, or of another version")
+        return cls(**content)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file in ``directory``. Collective: each rank reads its share."""
+    files = on_first_rank(lambda: [p for p in directory.rglob("*") if p.is_file()])
+    share = _own_share(sorted(file.relative_to(directory).as_posix() for file in files))
+    parts = on_every_rank(lambda: {name: _describe(directory / name) for name in share})
+    return {name: description for part in parts for name, description in part.items()}
+
+
+def find_damage(directory: Path) -> list[str]:
+    """What is wrong with the checkpoint, nothing if it is whole. Collective: each rank reads its share."""
+    content, damage = on_first_rank(lambda: _read_or_damage(directory))
+    if content is None:
+        return [damage]
+    share = _own_share(sorted(content))
+    parts = on_every_rank(lambda: [_compare(directory / name, content[name]) for name in share])
+    return sorted(problem for part in parts for problem in part if problem)
+
+
+def _own_share(names: list[str]) -> list[str]:
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def find_wrong_sizes(directory: Path) -> list[str]:
+    """A quick look at a checkpoint that was just written: files that are missing or cut. Not collective."""
+    problems = []
+    for name, expected in Manifest.read(directory).files.items():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else -1
+        if size != expected["bytes"]:
+            problems.append(f"{path}: {max(size, 0)} bytes instead of {expected['bytes']}")
+    return problems
+
+
+def _read_or_damage(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
+    try:
+        return Manifest.read(directory).files, ""
+    except DamagedCheckpointError as error:
+        return None, str(error)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _compare(path: Path, expected: Mapping[str, Any]) -> str | None:
+    try:
+        found = _describe(path)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if found["bytes"] != expected["bytes"]:
+        return f"{path}: {found['bytes']} bytes instead of {expected['bytes']}"
+    if found["sha256"] != expected["sha256"]:
+        return f"{path}: its contents have changed (SHA-256 differs)"
+    return None

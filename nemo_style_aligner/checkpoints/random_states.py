@@ -1,0 +1,46 @@
+"""The random streams of a rank, saved and restored."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from nemo_style_aligner.checkpoints.durable import sync_file
+
+
+def save_random_states(path: Path) -> None:
+    """Write this rank's states of python, numpy, torch, its GPU and megatron-core's tensor-parallel tracker."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    state: dict[str, Any] = {
+        "python": (version, list(words), gauss),
+        "numpy": legacy | {"state": {"key": legacy["state"]["key"].tolist(), "pos": int(legacy["state"]["pos"])}},
+        "torch": torch.get_rng_state(),
+        "tensor_parallel": dict(get_cuda_rng_tracker().get_states()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+    sync_file(path)
+
+
+def _words(numpy_state: dict[str, Any]) -> np.ndarray:
+    return np.array(numpy_state["state"]["key"], dtype=np.uint32)
+
+
+def load_random_states(path: Path) -> None:
+    """Set this rank's random streams to the saved states."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": _words(state["numpy"])}})
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,567 @@
+"""The scenarios of test_checkpoints.py, run as a script: ``python multirank_checkpoints.py <folder>``.
+
+It imports torch and megatron-core once and forks the ranks of every scenario, which saves most of the time that
+starting them by torchrun takes. A rank can be killed for real. Results go to ``<folder>/results.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
+from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.logprobs import next_token_logprobs
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.pipeline import Tokens, forward_global, rows, train_step
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+
+VOCAB = 61
+TIED = ModelArchitecture(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB,
+    tied_embeddings=True,
+)
+UNTIED = dataclasses.replace(TIED, tied_embeddings=False, qkv_bias=True, qk_layernorm=True)
+TOKENS = torch.randint(0, VOCAB, (8, 9), generator=torch.Generator().manual_seed(5))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A way to run a model: layout, precision, optimizer."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dtype: torch.dtype = torch.float32
+    distributed: bool = True
+    reward: bool = False
+    architecture: ModelArchitecture = UNTIED
+    dropout: float = 0.0
+    seed: int = 1
+    divisor: int = 4
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def build(self) -> tuple[MegatronModel, Optimizer]:
+        initialize_model_parallel(self.tp, self.pp, self.seed)
+        optim = {"name": "distributed_fused_adam" if self.distributed else "fused_adam", "weight_decay": 0.1}
+        config = {
+            "optim": optim,
+            "sequence_parallel": self.tp > 1,
+            "hidden_dropout": self.dropout,
+            "make_vocab_size_divisible_by": self.divisor,
+        }
+        head = RewardHeadConfig() if self.reward else None
+        model = build_model(self.architecture, config, self.dtype, head=head)
+        return model, Optimizer(model, optim, Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
+
+    def run(self, action: Callable[..., Any], *args: Any, expect_death: bool = False) -> Any:
+        """Fork the ranks, run ``action(model, optimizer, *args)`` on each; rank 0's result."""
+        return fork_ranks(self.world_size, lambda: action(*self.build(), *args), expect_death)
+
+
+def fork_ranks(world_size: int, action: Callable[[], Any], expect_death: bool = False) -> Any:
+    """Run ``action`` on forked ranks; rank 0's result, or None if the ranks were expected to die and did."""
+    context = multiprocessing.get_context("fork")
+    store = tempfile.mktemp()
+    receiver, sender = context.Pipe(duplex=False)
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        logging.disable(logging.WARNING)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        try:
+            result = ("value", action())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
+            if rank == 0:
+                traceback.print_exc()
+            result = ("error", f"{type(error).__name__}: {error}")
+        if rank == 0:
+            sender.send(result)
+        dist.barrier()
+        os._exit(0)
+
+    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        kind, value = receiver.recv() if receiver.poll(90) else ("error", "no answer in 90 s")
+    except EOFError:
+        kind, value = "error", "rank 0 died"
+    for process in ranks:
+        process.join(10)
+        process.kill()
+    Path(store).unlink(missing_ok=True)
+    if expect_death:
+        assert value == "rank 0 died", f"expected a killed rank, got {value}"
+        return None
+    if kind == "error":
+        raise RuntimeError(value)
+    return value
+
+
+# ---- what ranks do --------------------------------------------------------------------------
+
+
+def logprobs(model: MegatronModel) -> list[list[float]]:
+    return forward_global(
+        model, Tokens(TOKENS), 4, lambda out, batch: next_token_logprobs(out, batch.tokens, VOCAB), (8,)
+    ).tolist()
+
+
+def rewards(model: MegatronModel) -> list[list[float]]:
+    return forward_global(model, Tokens(TOKENS), 4, lambda out, _: out[..., 0], (9,)).tolist()
+
+
+def train(model: MegatronModel, optimizer: Optimizer, steps: int) -> list[float]:
+    """Train on batches that depend on the step and, for random streams to matter, on this process's generators."""
+    losses = []
+    for _ in range(steps):
+        noise = random.random() + np.random.rand() + float(torch.rand(()))
+
+        def loss(output: torch.Tensor, batch: Tokens, noise: float = noise) -> tuple[Any, Any, dict[str, Any]]:
+            if model.has_reward_head:
+                per_token = (output[:, :-1, 0] - 1.0) ** 2
+            else:
+                per_token = -next_token_logprobs(output, batch.tokens, VOCAB)
+            return per_token.sum() * (1 + noise), torch.tensor(per_token.numel()), {}
+
+        share = 8 // model.layout.dp_size
+        start = model.layout.dp_rank * share
+        optimizer.zero_grad()
+        batch = rows(Tokens((TOKENS + optimizer.step_count) % VOCAB), slice(start, start + share))
+        losses.append(train_step(model, batch, 2, loss)["loss"])
+        optimizer.step()
+    return losses
+
+
+def fingerprint(model: MegatronModel, optimizer: Optimizer) -> str:
+    """A hash over every rank's weights, main weights, moments, steps and random streams, bit by bit."""
+    digest = hashlib.sha256()
+    tensors = [p.detach() for _, p in model.named_parameters()]
+    inner = optimizer.megatron.chained_optimizers[0].optimizer
+    for group in inner.param_groups:
+        digest.update(f"{group['step']} {group['weight_decay']}".encode())
+        for p in group["params"]:
+            tensors += [p.detach(), inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"]]
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(f"{optimizer.step_count} {random.random()} {np.random.rand()} {float(torch.rand(()))}".encode())
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, digest.hexdigest())
+    return " ".join(hashes)
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def manager(directory: Path, **settings: Any) -> CheckpointManager:
+    return CheckpointManager(directory, CheckpointSettings(**settings))
+
+
+def save(m: CheckpointManager, model: MegatronModel, optimizer: Optimizer | None, step: int, **metrics: float) -> None:
+    m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, metrics)
+
+
+# ---- scenarios ------------------------------------------------------------------------------
+
+
+def archives(folder: Path) -> dict[str, Any]:
+    """A language model through archives at other layouts, as a tar and as a directory."""
+    results: dict[str, Any] = {}
+    for name, architecture in (("tied", TIED), ("untied", UNTIED)):
+        first, second = folder / f"{name}.nemo", folder / f"{name}_directory.nemo"
+
+        def write(model: MegatronModel, _: Optimizer, path: Path, as_directory: bool = False) -> Any:
+            save_nemo(path, model, model.architecture.to_nemo_config(), None, as_directory=as_directory)
+            return logprobs(model)
+
+        def read(model: MegatronModel, _: Optimizer, path: Path) -> Any:
+            load_nemo_weights(path, model)
+            return logprobs(model)
+
+        def read_and_write(model: MegatronModel, optimizer: Optimizer, source: Path, target: Path) -> Any:
+            load_nemo_weights(source, model)
+            return write(model, optimizer, target, as_directory=True)
+
+        job = Job(architecture=architecture)
+        results[f"{name} written"] = job.run(write, first)
+        other = dataclasses.replace(job, seed=9, divisor=16)
+        results[f"{name} tp2 pp2"] = dataclasses.replace(other, tp=2, pp=2).run(read_and_write, first, second)
+        results[f"{name} from directory"] = other.run(read, second)
+        half = dataclasses.replace(other, pp=2, dtype=torch.bfloat16)
+        results[f"{name} pp2 bf16"] = half.run(read, first)
+    return results
+
+
+def reward_model(folder: Path) -> dict[str, Any]:
+    """A reward model from a language model's archive; a language model from a reward model's."""
+    sft, rm = folder / "sft.nemo", folder / "rm.nemo"
+
+    def write(model: MegatronModel, _: Optimizer, path: Path) -> None:
+        save_nemo(path, model, model.architecture.to_nemo_config(), None)
+
+    def from_sft(model: MegatronModel, _: Optimizer) -> dict[str, Any]:
+        parameters = dict(model.named_parameters())
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        load_nemo_weights(sft, model)
+        save_nemo(rm, model, model.architecture.to_nemo_config(), None)
+        unchanged = [name for name, p in parameters.items() if "rm_head" in name and torch.equal(p, before[name])]
+        changed = not torch.equal(
+            parameters["embedding.word_embeddings.weight"], before["embedding.word_embeddings.weight"]
+        )
+        return {"head kept": unchanged, "body loaded": changed, "rewards": rewards(model)}
+
+    def read(model: MegatronModel, _: Optimizer, path: Path) -> Any:
+        load_nemo_weights(path, model)
+        return rewards(model) if model.has_reward_head else None
+
+    def fails(model: MegatronModel, _: Optimizer, path: Path) -> str:
+        try:
+            load_nemo_weights(path, model)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    def keeps_embedding(model: MegatronModel, _: Optimizer) -> bool:
+        embedding = dict(model.named_parameters())["embedding.word_embeddings.weight"]
+        before = embedding.detach().clone()
+        load_nemo_weights(sft, model, skip_prefixes=("embedding.",))
+        return torch.equal(embedding, before)
+
+    Job(seed=3).run(write, sft)
+    head = Job(reward=True)
+    return {
+        **head.run(from_sft),
+        "tp2 pp2": dataclasses.replace(head, tp=2, pp=2, seed=4).run(read, rm),
+        "language model from reward model": Job(tp=2).run(fails, rm),
+        "other width": Job(architecture=dataclasses.replace(UNTIED, ffn_hidden_size=64)).run(fails, sft),
+        "more tokens": Job(architecture=dataclasses.replace(UNTIED, vocab_size=VOCAB + 40)).run(fails, sft),
+        "skipped": Job(seed=8).run(keeps_embedding),
+    }
+
+
+def exact_resume(folder: Path) -> dict[str, Any]:
+    """Five steps with a save after the third against a new process that takes up from there; bit by bit."""
+    jobs = {
+        "fp32 distributed dp2": Job(dp=2, dropout=0.1),
+        "bf16 distributed tp2": Job(tp=2, dtype=torch.bfloat16, dropout=0.1),
+        "bf16 distributed pp2 tied": Job(pp=2, dtype=torch.bfloat16, architecture=TIED),
+        "fp32 plain": Job(distributed=False, dropout=0.1),
+        "bf16 plain reward": Job(distributed=False, dtype=torch.bfloat16, reward=True),
+        "bf16 distributed reward dp2": Job(dp=2, dtype=torch.bfloat16, reward=True),
+    }
+
+    def straight(model: MegatronModel, optimizer: Optimizer, directory: Path | None) -> Any:
+        losses = train(model, optimizer, 3)
+        if directory is not None:
+            save(manager(directory), model, optimizer, 3)
+        return losses + train(model, optimizer, 2), fingerprint(model, optimizer)
+
+    def resumed(model: MegatronModel, optimizer: Optimizer, directory: Path) -> Any:
+        state = manager(directory).resume(model, optimizer)
+        return train(model, optimizer, 2), fingerprint(model, optimizer), state
+
+    results: dict[str, Any] = {}
+    for name, job in jobs.items():
+        directory = folder / name.replace(" ", "_")
+        losses, whole = job.run(straight, directory)
+        # Another seed: nothing may depend on what the new process starts with.
+        last_losses, again, state = dataclasses.replace(job, seed=77).run(resumed, directory)
+        results[name] = {"straight": [losses[3:], whole], "resumed": [last_losses, again], "state": state}
+    # Saving itself changes nothing.
+    results["without a save"] = next(iter(jobs.values())).run(straight, None)[1]
+    return results
+
+
+def layout_change(folder: Path) -> dict[str, Any]:
+    """Training at TP2 x PP2 that goes on at DP2, plain and bf16 forms included, against one layout throughout."""
+    base = folder / "base.nemo"
+
+    def start(model: MegatronModel, _: Optimizer) -> None:
+        save_nemo(base, model, {}, None)
+
+    def straight(model: MegatronModel, optimizer: Optimizer) -> Any:
+        load_nemo_weights(base, model)
+        optimizer.reload_model_params()
+        seed_everything(0)
+        return train(model, optimizer, 3)
+
+    def first_part(model: MegatronModel, optimizer: Optimizer, directory: Path) -> Any:
+        losses = straight(model, optimizer)
+        save(manager(directory), model, optimizer, 3)
+        return losses
+
+    def second_part(model: MegatronModel, optimizer: Optimizer, source: Path, target: Path | None = None) -> Any:
+        manager(source).resume(model, optimizer)
+        if target is not None:
+            save(manager(target), model, optimizer, 3)
+        seed_everything(1)
+        return train(model, optimizer, 2)
+
+    Job().run(start)
+    wide, flat = Job(tp=2, pp=2), Job(dp=2, divisor=16)
+    original, moved, again = folder / "original", folder / "moved", folder / "again"
+    return {
+        "first": wide.run(first_part, original),
+        "same layout": wide.run(second_part, original),
+        "dp2": flat.run(second_part, original, moved),
+        "and back": wide.run(second_part, moved, again),
+        "plain": dataclasses.replace(flat, dp=1, distributed=False).run(second_part, again),
+        "tp2": dataclasses.replace(flat, dp=1, tp=2).run(second_part, again),
+    }
+
+
+def killed(folder: Path) -> dict[str, Any]:
+    """SIGKILL at every instant at which a save forces something to disk or renames it."""
+    job = Job()
+    before = folder / "before"
+
+    def prepare(model: MegatronModel, optimizer: Optimizer) -> str:
+        train(model, optimizer, 1)
+        save(manager(before), model, optimizer, 1)
+        return fingerprint(model, optimizer)
+
+    def save_and_die(model: MegatronModel, optimizer: Optimizer, directory: Path, instant: int) -> Any:
+        count = 0
+
+        def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == instant:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        m = manager(directory)
+        m.resume(model, optimizer)
+        train(model, optimizer, 1)
+        os.fsync, os.replace, os.rename = dying(os.fsync), dying(os.replace), dying(os.rename)
+        save(m, model, optimizer, 2)
+        return count, fingerprint(model, optimizer)
+
+    def look(model: MegatronModel, optimizer: Optimizer, directories: list[Path]) -> Any:
+        outcomes = []
+        for directory in directories:
+            left = sorted(p.name for p in directory.iterdir())
+            state = manager(directory).resume(model, optimizer)
+            names = sorted(p.name for p in directory.iterdir())
+            outcomes.append((state and state["step"], fingerprint(model, optimizer), left, names))
+        return outcomes
+
+    first = job.run(prepare)
+    instants, second = job.run(save_and_die, shutil.copytree(before, folder / "undisturbed"), 0)
+    directories = [shutil.copytree(before, folder / f"instant_{n}") for n in range(1, instants + 1)]
+    for instant, directory in enumerate(directories, 1):
+        job.run(save_and_die, directory, instant, expect_death=True)
+    return {"first": first, "second": second, "outcomes": job.run(look, directories)}
+
+
+def damaged(folder: Path) -> dict[str, Any]:
+    """Files of the newest checkpoint cut short, changed in one bit, or gone."""
+    whole, newest = folder / "whole", "megatron_gpt-step=2-last"
+
+    def damage(path: Path, kind: str) -> None:
+        content = bytearray(path.read_bytes())
+        if kind == "gone":
+            path.unlink()
+        elif kind == "truncated":
+            path.write_bytes(content[:-1])
+        else:
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> Any:
+        m = manager(whole)
+        for step in (1, 2):
+            train(model, optimizer, 1)
+            save(m, model, optimizer, step)
+        outcomes = {}
+        files = sorted(p for p in (whole / newest).rglob("*") if p.is_file())
+        for name in [p.relative_to(whole / newest) for p in files]:
+            for kind in ("gone", "truncated", "flipped") if (whole / newest / name).stat().st_size else ("gone",):
+                directory = folder / f"{name.name}_{kind}"
+                if dist.get_rank() == 0:
+                    shutil.copytree(whole, directory)
+                    damage(directory / newest / name, kind)
+                dist.barrier()
+                m = manager(directory)
+                try:
+                    by_name = f"loaded {m.load(directory / newest, model, optimizer)}"
+                except ValueError as error:
+                    by_name = f"{type(error).__name__}: {error}"
+                state = m.resume(model, optimizer)
+                outcomes[f"{name} {kind}"] = (by_name, state and state["step"], sorted(os.listdir(directory)))
+        save(m, model, optimizer, 3)
+        return outcomes, sorted(os.listdir(directory))
+
+    outcomes, names = Job(dp=2).run(run)
+    return {"outcomes": outcomes, "after another save": names}
+
+
+def full_disk(folder: Path) -> dict[str, Any]:
+    """No room, found out before and while writing."""
+
+    def try_to_save(model: MegatronModel, optimizer: Optimizer) -> Any:
+        directory = folder / "full"
+        m = manager(directory)
+        save(m, model, optimizer, 1)
+        errors = []
+        usage = shutil.disk_usage
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(100, 99, 1)
+        try:
+            save(m, model, optimizer, 2)
+        except OSError as error:
+            errors.append(str(error))
+        shutil.disk_usage = usage
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        try:
+            save(m, model, optimizer, 3)
+        except OSError as error:
+            errors.append(str(error))
+        dist.barrier()
+        return errors, sorted(p.name for p in directory.iterdir())
+
+    errors, names = Job(tp=2).run(try_to_save)
+    return {"errors": errors, "names": names}
+
+
+def pruning(folder: Path) -> dict[str, Any]:
+    """What is left after saves with these monitored values."""
+
+    def names(directory: Path) -> list[str]:
+        return sorted(p.name for p in directory.iterdir())
+
+    def write(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        results = {}
+        cases = {
+            "top 2 min": {"monitor": "val_loss", "save_top_k": 2, "save_last_n": 1},
+            "top 1 max": {"monitor": "val_loss", "save_top_k": 1, "mode": "max", "save_last_n": 1},
+            "none": {"monitor": "val_loss", "save_top_k": 0, "save_last_n": 1},
+            "none but two": {"monitor": "val_loss", "save_top_k": 0},
+            "all": {"monitor": "val_loss", "save_top_k": -1},
+            "unmonitored": {"save_top_k": 3, "save_last_n": 1},
+        }
+        values = [0.5, 0.1, 0.9, float("nan"), 0.4]
+        for name, settings in cases.items():
+            directory = folder / name.replace(" ", "_")
+            for step, value in enumerate(values, 1):
+                # A new manager each time: ranking outlives the process.
+                save(manager(directory, filename="m-{step}", **settings), model, None, step, val_loss=value)
+            results[name] = names(directory)
+        return results
+
+    return Job().run(write)
+
+
+def resuming(folder: Path) -> dict[str, Any]:
+    """The keys of exp_manager, and .nemo archives at the end of training."""
+
+    class FakeTokenizer:
+        def save(self, directory: Path) -> None:
+            (directory / "tokenizer.json").write_text("{}")
+
+    def error_of(action: Callable[[], Any]) -> str:
+        try:
+            return f"no error: {action()}"
+        except (OSError, ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        directory = folder / "checkpoints"
+        results = {
+            "nothing, ignored": manager(directory).resume(model, optimizer),
+            "nothing, not ignored": error_of(
+                lambda: manager(directory, resume_ignore_no_checkpoint=False).resume(model, optimizer)
+            ),
+        }
+        settings = {"monitor": "val_loss", "save_best_model": True, "filename": "m--{val_loss:.3f}-{step}"}
+        export = NemoExport({"num_layers": 2}, FakeTokenizer())  # type: ignore[arg-type]
+        m = CheckpointManager(directory, CheckpointSettings(**settings), export)
+        best = logprobs(model)
+        save(m, model, optimizer, 1, val_loss=0.1)
+        train(model, optimizer, 2)
+        last = logprobs(model)
+        m.save(model, optimizer, {"step": 3}, {"val_loss": 0.7}, is_train_end=True)
+        m.save(model, optimizer, {"step": 3}, {"val_loss": 0.7}, is_train_end=True)
+        results["names"] = sorted(p.name for p in directory.iterdir())
+        results["model kept"] = logprobs(model) == last
+        load_nemo_weights(directory / "megatron_gpt.nemo", model)
+        results["best exported"] = logprobs(model) == best
+        results["newest"] = manager(directory).resume(model, optimizer)
+        results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
+        explicit = str(directory / "m--val_loss=0.100-step=1")
+        results["explicit"] = manager(directory, resume_from_checkpoint=explicit).resume(model, optimizer)
+        results["explicit, wrong"] = error_of(
+            lambda: manager(directory, resume_from_checkpoint=str(folder / "nothing")).resume(model, optimizer)
+        )
+        results["not JSON"] = error_of(lambda: m.save(model, None, {"step": 4, "a": {1: 2}}, {}))
+        save(m, model, None, 5)
+        results["no optimizer"] = error_of(lambda: manager(directory).resume(model, optimizer))
+        return results
+
+    return Job().run(run)
+
+
+SCENARIOS = (archives, reward_model, exact_resume, layout_change, killed, damaged, full_disk, pruning, resuming)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    results: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        if sys.argv[2:] and scenario.__name__ not in sys.argv[2:]:
+            continue
+        directory = folder / scenario.__name__
+        directory.mkdir()
+        start = time.monotonic()
+        try:
+            results[scenario.__name__] = scenario(directory)
+        except RuntimeError as error:  # the other scenarios have something to say too
+            results[scenario.__name__] = {"error": str(error)}
+        print(f"{scenario.__name__}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Checkpoints: archives at any layout, exact resumes, and nothing lost to kills, damage or a full disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
+from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
+from nemo_style_aligner.checkpoints.training import CheckpointSettings, checkpoint_name
+from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def multirank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of all scenarios of multirank_checkpoints.py, run once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    script = [sys.executable, str(ROOT / "tests" / "multirank_checkpoints.py"), str(folder)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads((folder / "results.json").read_text())
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    assert not errors, f"{errors}\n{done.stderr[-4000:]}"
+    return results
+
+
+def difference(a: list[list[float]], b: list[list[float]]) -> float:
+    return float((torch.tensor(a) - torch.tensor(b)).abs().max())
+
+
+# ---- archives -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_an_archive_gives_the_same_model_at_any_layout(multirank: dict[str, Any], kind: str) -> None:
+    results = multirank["archives"]
+    written = results[f"{kind} written"]
+    assert difference(results[f"{kind} tp2 pp2"], written) < 2e-6
+    assert difference(results[f"{kind} pp2 bf16"], written) < 1e-2
+    # From one rank to TP2 x PP2, as a directory, with another padding of the vocabulary, and back.
+    assert results[f"{kind} from directory"] == written
+
+
+def test_a_reward_model_starts_from_a_language_model(multirank: dict[str, Any]) -> None:
+    results = multirank["reward_model"]
+    assert results["head kept"] == ["rm_head.weight", "rm_head.bias"]
+    assert results["body loaded"]
+    assert difference(results["tp2 pp2"], results["rewards"]) < 2e-6
+
+
+def test_an_archive_that_does_not_fit_is_refused_by_name(multirank: dict[str, Any]) -> None:
+    results = multirank["reward_model"]
+    wrong_head = results["language model from reward model"]
+    assert "missing from the checkpoint: model.output_layer.weight" in wrong_head
+    assert "not in the model: model.rm_head.bias, model.rm_head.weight" in wrong_head
+    assert "linear_fc1.weight: checkpoint [2, 96, 32], model [2, 128, 32]" in results["other width"]
+    assert "64 embeddings" in results["more tokens"]
+    assert results["skipped"]
+
+
+def test_the_tokenizer_travels_in_the_archive(tmp_path: Path) -> None:
+    tokenizer = train_character_tokenizer("abc 123", tmp_path / "tokenizer")
+    config = yaml.safe_dump({"tokenizer": {"library": "huggingface"}})
+    with tarfile.open(tmp_path / "own.nemo", "w") as tar:
+        _add(tar, "model_config.yaml", config.encode())
+        tar.add(tmp_path / "tokenizer", "tokenizer")
+    loaded = load_nemo_tokenizer(tmp_path / "own.nemo")
+    assert loaded.text_to_ids("a1 c") == tokenizer.text_to_ids("a1 c")
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").is_file()
+
+
+def test_a_tokenizer_that_nemo_put_in_is_found(tmp_path: Path) -> None:
+    config = {"num_layers": 2, "tokenizer": {"library": "sentencepiece", "model": "nemo:ab12_tokenizer.model"}}
+    with tarfile.open(tmp_path / "foreign.nemo", "w") as tar:
+        _add(tar, "./model_config.yaml", yaml.safe_dump(config).encode())
+        _add(tar, "./ab12_tokenizer.model", b"pieces")
+    assert load_nemo_config(tmp_path / "foreign.nemo")["num_layers"] == 2
+    with nemo_tokenizer_dir(tmp_path / "foreign.nemo") as path:
+        assert path.name == "ab12_tokenizer.model"
+        assert path.read_bytes() == b"pieces"
+    assert not path.exists()
+
+
+def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model_config.yaml").write_text("num_layers: 2\n")
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"), nemo_tokenizer_dir(tmp_path):
+        pass
+
+
+# ---- foreign files --------------------------------------------------------------------------
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def test_nothing_outside_an_archive_can_be_reached(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with tarfile.open(tmp_path / "evil.nemo", "w") as tar:
+        _add(tar, "../escaped", b"out")
+        _add(tar, "/tmp/escaped", b"out")
+        _add(tar, "tokenizer/../../escaped", b"out")
+        link = tarfile.TarInfo("tokenizer/link")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret")
+        tar.addfile(link)
+        _add(tar, "tokenizer/fine", b"fine")
+    with open_source(tmp_path / "evil.nemo") as source:
+        assert source.names() == ["tokenizer/fine"]
+        with pytest.raises(FileNotFoundError):
+            source.open("tokenizer/link")
+        with pytest.raises(ValueError, match="leads out"):
+            source.open("../escaped")
+    directory = tmp_path / "directory.nemo"
+    directory.mkdir()
+    (directory / "model_config.yaml").symlink_to(tmp_path / "secret")
+    with pytest.raises(FileNotFoundError):
+        load_nemo_config(directory)
+
+
+def test_metadata_that_would_execute_something_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    (tmp_path / "model_weights").mkdir()
+    (tmp_path / "model_weights" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with open_source(tmp_path) as source, pytest.raises(UnsafeCheckpointError, match="system"):
+        stored_shapes(source, "model_weights")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_truncated_archive_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "cut.nemo").write_bytes(b"not a tar file" * 100)
+    with pytest.raises(ValueError, match=r"cut\.nemo is not a readable tar file"):
+        load_nemo_config(tmp_path / "cut.nemo")
+
+
+# ---- training checkpoints -------------------------------------------------------------------
+
+EXACT = [
+    "fp32 distributed dp2",
+    "bf16 distributed tp2",
+    "bf16 distributed pp2 tied",
+    "fp32 plain",
+    "bf16 plain reward",
+    "bf16 distributed reward dp2",
+]
+
+
+@pytest.mark.parametrize("job", EXACT)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(multirank: dict[str, Any], job: str) -> None:
+    result = multirank["exact_resume"][job]
+    assert result["resumed"][0] == result["straight"][0]  # losses
+    assert result["resumed"][1] == result["straight"][1]  # weights, main weights, moments, random streams
+    assert result["state"] == {"step": 3, "sampler": {"epoch": 1, "position": 7}}
+
+
+def test_saving_does_not_change_the_run(multirank: dict[str, Any]) -> None:
+    results = multirank["exact_resume"]
+    assert results["without a save"] == results[EXACT[0]]["straight"][1]
+
+
+def test_training_goes_on_at_another_layout(multirank: dict[str, Any]) -> None:
+    results = multirank["layout_change"]
+    for layout in ("dp2", "and back", "plain", "tp2"):
+        assert results[layout] == pytest.approx(results["same layout"], rel=1e-6), layout
+
+
+def test_a_save_killed_at_any_instant_loses_nothing(multirank: dict[str, Any]) -> None:
+    result = multirank["killed"]
+    first, second = [1, result["first"]], [2, result["second"]]
+    found = [[step, fingerprint] for step, fingerprint, _, _ in result["outcomes"]]
+    assert len(found) > 10
+    # Each finds the previous checkpoint or, once it was renamed into place, the new one; whole in both cases.
+    published = found.index(second)
+    assert found == [first] * published + [second] * (len(found) - published)
+    assert any(name.endswith(".unfinished") for _, _, left, _ in result["outcomes"] for name in left)
+    assert not any(name.endswith(".unfinished") for _, _, _, names in result["outcomes"] for name in names)
+
+
+def test_any_damaged_file_is_found_and_the_previous_checkpoint_used(multirank: dict[str, Any]) -> None:
+    outcomes = multirank["damaged"]["outcomes"]
+    assert len(outcomes) > 15
+    for case, (by_name, step, names) in outcomes.items():
+        assert by_name.startswith("DamagedCheckpointError"), case
+        assert step == 1, case
+        assert names == ["megatron_gpt-step=1", "megatron_gpt-step=2-last.damaged"], case
+    # A damaged one takes nobody's place: the one that was used is still there after the next save.
+    assert multirank["damaged"]["after another save"] == [
+        "megatron_gpt-step=1",
+        "megatron_gpt-step=2-last.damaged",
+        "megatron_gpt-step=3-last",
+    ]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -> None:
+    result = multirank["full_disk"]
+    before, during = result["errors"]
+    assert "does not fit" in before
+    assert "rank 1" in during and "File too large" in during
+    assert result["names"] == ["megatron_gpt-step=1-last"]
+
+
+def test_the_best_and_the_newest_are_kept(multirank: dict[str, Any]) -> None:
+    # Monitored values 0.5, 0.1, 0.9, NaN, 0.4.
+    names = {case: [int(n[7]) for n in names] for case, names in multirank["pruning"].items()}
+    assert names == {
+        "top 2 min": [2, 5],
+        "top 1 max": [3, 5],
+        "none": [5],
+        "none but two": [4, 5],
+        "all": [1, 2, 3, 4, 5],
+        "unmonitored": [3, 4, 5],
+    }
+    for kept in multirank["pruning"].values():
+        assert [name.endswith("-last") for name in kept] == [False] * (len(kept) - 1) + [True]
+
+
+def test_resume_keys_of_exp_manager(multirank: dict[str, Any]) -> None:
+    results = multirank["resuming"]
+    assert results["nothing, ignored"] is None
+    assert results["nothing, not ignored"].startswith("FileNotFoundError")
+    assert results["newest"] == {"step": 3}
+    assert results["off"] is None
+    assert results["explicit"]["step"] == 1
+    assert results["explicit, wrong"].startswith("FileNotFoundError")
+    assert "saved without an optimizer" in results["no optimizer"]
+    assert "only strings come back" in results["not JSON"]
+
+
+def test_the_end_of_training_writes_the_best_model_once(multirank: dict[str, Any]) -> None:
+    results = multirank["resuming"]
+    assert results["names"] == ["m--val_loss=0.100-step=1", "m--val_loss=0.700-step=3-last", "megatron_gpt.nemo"]
+    assert results["best exported"]
+    assert results["model kept"]
+
+
+def test_checkpoint_names_are_lightnings() -> None:
+    template = "megatron_gpt--{val_loss:.3f}-{step}-{consumed_samples}-{epoch}"
+    values = {"val_loss": 0.12345, "step": 7, "consumed_samples": 64.0}
+    expected = "megatron_gpt--val_loss=0.123-step=7-consumed_samples=64-epoch=none"
+    assert checkpoint_name(template, values) == expected
+    assert checkpoint_name("a-{val/loss}", {"val/loss": 0.5}) == "a-val_loss=0.5"
+    with pytest.raises(ValueError, match="step"):
+        checkpoint_name("{step:q}", {"step": 1})
+
+
+def test_settings_are_read_from_exp_manager() -> None:
+    config = OmegaConf.create(
+        """
+        name: megatron_gpt_ppo_actor
+        resume_if_exists: true
+        resume_ignore_no_checkpoint: false
+        resume_from_checkpoint: null
+        checkpoint_callback_params:
+          monitor: val_rewards
+          save_top_k: 1
+          mode: max
+          filename: 'megatron_gpt--{${.monitor}:.3f}-{step}'
+          model_parallel_size: 4
+        """
+    )
+    settings = CheckpointSettings.from_config(config)
+    assert settings.filename == "megatron_gpt--{val_rewards:.3f}-{step}"
+    assert (settings.monitor, settings.mode, settings.nemo_name) == ("val_rewards", "max", "megatron_gpt_ppo_actor")
+    assert not settings.resume_ignore_no_checkpoint
+    with pytest.raises(ValueError, match="choose min or max"):
+        CheckpointSettings.from_config({"checkpoint_callback_params": {"mode": "best"}})
