@@ -326,4 +326,3 @@ class PPOTrainer:
         self.consumed_samples = int(state["consumed_samples"])
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         self.critic.load_state_dict(state["critic"])
-

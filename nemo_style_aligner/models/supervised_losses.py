@@ -82,5 +82,3 @@ def attribute_regression_loss(head: RewardHeadConfig, ignore_value: float) -> Lo
         return error, count, {}
 
     return loss
-
-

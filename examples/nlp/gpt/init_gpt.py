@@ -1,6 +1,6 @@
 """Make a .nemo checkpoint of a randomly initialised Llama-style model, to train from scratch.
 
-    python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
+python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
 """
 
 import argparse
