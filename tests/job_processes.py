@@ -1,0 +1,134 @@
+"""The project's entry scripts as processes, for tests that start them as users do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nemo_style_aligner.parallel.machine import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
+
+_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_", "SLURM_")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what a launcher put there; one thread per process."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCHRUN}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Job:
+    """A running process with its output in a file.
+
+    Args:
+        command: what to run.
+        log: where standard output and error go, together.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.command = list(command)
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            # A session of its own: whatever a failed test leaves behind is ended with the group.
+            self.process = subprocess.Popen(
+                self.command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=log.parent,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def output(self) -> str:
+        """Everything written so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        """The exit status; AssertionError with the output when it takes longer than ``timeout`` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not done after {timeout} s: {self.describe()}") from None
+
+    def check(self, timeout: float) -> str:
+        """Wait for success; the output."""
+        status = self.wait(timeout)
+        assert status == 0, f"status {status}: {self.describe()}"
+        return self.output()
+
+    def describe(self) -> str:
+        """Command line and the end of the output, for failures."""
+        return f"{' '.join(self.command)}\n{self.output()[-6000:]}"
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """SIGTERM, as a user or Slurm ends a service; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def kill(self) -> None:
+        """End the process and all that it started and that is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    """The command line of an entry script under plain python."""
+    return [sys.executable, "-u", str(SCRIPTS / name), *arguments]
+
+
+def mpirun(ranks: int, command: Sequence[str]) -> list[str]:
+    """The command under the mpirun of this environment."""
+    return [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks), "--allow-run-as-root", *command]
+
+
+def run(command: Sequence[str], log: Path, timeout: float = 120.0) -> str:
+    """Run to the end, which must be a success; the output."""
+    job = Job(command, log)
+    try:
+        return job.check(timeout)
+    finally:
+        job.kill()
+
+
+def wait_until_ready(job: Job, port: int, timeout: float = 90.0) -> None:
+    """Until the service answers 200 on ``/v2/health/ready``; AssertionError when it ends or takes too long."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        assert job.process.poll() is None, f"ended with status {job.process.returncode}: {job.describe()}"
+        with contextlib.suppress(OSError):  # urllib.error.URLError is one: not there yet, or not ready
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"not ready after {timeout} s: {job.describe()}")
+
+
+@contextlib.contextmanager
+def critic_service(rm: Path, log_dir: Path, *arguments: str, port: int | None = None) -> Iterator[tuple[Job, int]]:
+    """``serve_ppo_critic.py`` on one rank in fp32, ready; the job and its port."""
+    port = port or free_port()
+    job = Job(
+        script(
+            "serve_ppo_critic.py",
+            f"pretrained_checkpoint.restore_from_path={rm}",
+            f"exp_manager.explicit_log_dir={log_dir}",
+            f"trainer.ppo.port={port}",
+            "trainer.precision=32",
+            "model.encoder_seq_length=64",
+            *arguments,
+        ),
+        log_dir.with_suffix(".log"),
+    )
+    try:
+        wait_until_ready(job, port)
+        yield job, port
+    finally:
+        job.kill()

@@ -1,0 +1,318 @@
+"""One PPO step at many layouts, for test_ppo_invariance.py: ``python multirank_ppo.py <folder> [name ...]``.
+
+Imports torch and megatron-core once and forks the ranks of every layout. The same rollouts go through the real
+parts: archives, log-probs, critic service, advantages, policy and critic updates. Each layout leaves
+``<folder>/<name>.safetensors`` and ``<name>.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.tensorboard  # slow: imported here once, for all ranks
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+
+from nemo_style_aligner.algorithms.experience import make_experience
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.ppo_setup import build_actor
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.service_setup import build_critic_service
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
+from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.weights.stream import export_weights
+
+CORPUS = "User: What is 6*10?\nAssistant: 60 " + "0123456789+-*/="
+NUM_SAMPLES, GLOBAL_BATCH, WIDTH = 16, 8, 23
+"""Two updates per step; an odd width, which sequence parallelism must pad."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one PPO step is computed. Every field but ``tied`` and ``precision`` must leave the result as it is."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro: int = 4
+    sequence_parallel: bool = False
+    optimizer: str = "distributed_fused_adam"
+    overlap: bool = False
+    placement: str = "swap"
+    recompute: str | None = None
+    tied: bool = False
+    precision: str = "32"
+    vocab_divisor: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+LAYOUTS = (
+    # one rank
+    Layout("reference"),
+    Layout("micro1", micro=1),
+    Layout("plain_optimizer", optimizer="fused_adam"),
+    Layout("resident", placement="resident"),
+    Layout("selective", recompute="selective"),
+    Layout("full_recompute", recompute="full", micro=2),
+    Layout("padded_vocabulary", vocab_divisor=128),
+    Layout("tied_reference", tied=True),
+    Layout("bf16_reference", precision="bf16"),
+    # two
+    Layout("tp2", tp=2),
+    Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident"),
+    Layout("tp2_sp", tp=2, sequence_parallel=True),
+    Layout("tp2_sp_full", tp=2, sequence_parallel=True, micro=2, recompute="full"),
+    Layout("pp2", pp=2),
+    Layout("pp2_micro1", pp=2, micro=1, placement="resident", optimizer="fused_adam", recompute="selective"),
+    Layout("dp2", dp=2),
+    Layout("dp2_micro1", dp=2, micro=1, optimizer="fused_adam"),
+    Layout("dp2_overlap", dp=2, micro=2, overlap=True),
+    Layout("tied_tp2", tp=2, tied=True),
+    Layout("tied_pp2", pp=2, tied=True),
+    Layout("bf16_tp2_sp", tp=2, sequence_parallel=True, precision="bf16"),
+    Layout("bf16_pp2", pp=2, precision="bf16"),
+    Layout("bf16_dp2", dp=2, precision="bf16"),
+    # four
+    Layout("tp2_dp2_sp", tp=2, dp=2, sequence_parallel=True, micro=2),
+    Layout("pp2_dp2", pp=2, dp=2, micro=1),
+    Layout("tied_tp2_pp2_sp", tp=2, pp=2, sequence_parallel=True, micro=2, recompute="full", tied=True),
+)
+
+
+# ---- what goes in -------------------------------------------------------------------------------
+
+
+def architecture(tied: bool, vocab_size: int) -> ModelArchitecture:
+    return ModelArchitecture(
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2,
+        vocab_size=vocab_size, max_position_embeddings=64, tied_embeddings=tied, qkv_bias=tied, init_method_std=0.15,
+    )  # fmt: skip
+
+
+def make_archives(folder: Path) -> None:
+    """sft (the initial policy), policy (moved a little from it) and rm (critic and reward model)."""
+    tokenizer = train_character_tokenizer(CORPUS, folder / "tokenizer")
+    initialize_model_parallel(1, 1, seed=3)
+    for tied in (False, True):
+        shape = architecture(tied, tokenizer.vocab_size)
+        config = shape.to_nemo_config() | {"encoder_seq_length": 64}
+        model = build_model(shape, {}, torch.float32, trainable=False)
+        save_nemo(folder / _file("sft", tied), model, config, folder / "tokenizer")
+        with torch.no_grad():
+            for parameter in model.gpt.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+        save_nemo(folder / _file("policy", tied), model, config, folder / "tokenizer")
+        critic = build_model(shape, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
+        save_nemo(folder / _file("rm", tied), critic, config | {"force_head_dtype": "float32"}, folder / "tokenizer")
+
+
+def _file(name: str, tied: bool) -> str:
+    return f"{name}{'_tied' if tied else ''}.nemo"
+
+
+def rollouts(vocab_size: int) -> RolloutBatch:
+    """Sequences of all lengths; two responses are truncated, one prompt is a single token."""
+    generator = torch.Generator().manual_seed(5)
+    prompt_lengths = torch.randint(1, 10, (NUM_SAMPLES,), generator=generator)
+    lengths = prompt_lengths + torch.randint(1, 14, (NUM_SAMPLES,), generator=generator)
+    prompt_lengths[0], lengths[0] = 9, WIDTH
+    tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, WIDTH), generator=generator)
+    tokens[torch.arange(WIDTH)[None, :] >= lengths[:, None]] = 0
+    is_end = torch.ones(NUM_SAMPLES, dtype=torch.bool)
+    is_end[[0, 7]] = False
+    ids = torch.arange(NUM_SAMPLES)
+    engine_logprobs = -4.0 * torch.rand(NUM_SAMPLES, WIDTH - 1, generator=generator)
+    return RolloutBatch(ids, ids, tokens, prompt_lengths, lengths, is_end, engine_logprobs, torch.zeros_like(ids))
+
+
+def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig:
+    cfg = OmegaConf.merge(
+        load_defaults(job),
+        {
+            "trainer": {"precision": layout.precision},
+            "pretrained_checkpoint": {"restore_from_path": str(archive)},
+            "exp_manager": {"explicit_log_dir": str(log_dir)},
+            "model": {
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "sequence_parallel": layout.sequence_parallel,
+                "micro_batch_size": layout.micro,
+                "global_batch_size": GLOBAL_BATCH,
+                "encoder_seq_length": 64,
+                "make_vocab_size_divisible_by": layout.vocab_divisor,
+                "activations_checkpoint_granularity": layout.recompute,
+                "optim": {
+                    "name": layout.optimizer,
+                    "overlap_grad_sync": layout.overlap,
+                    "lr": 2e-3,
+                    # Adam divides by the gradient's size: where that is rounding noise, so would be the update.
+                    "eps": 1e-5,
+                    "sched": {"name": "constant", "warmup_steps": 0, "min_lr": 0.0},
+                },
+            },
+        },
+    )
+    assert isinstance(cfg, DictConfig)
+    if job == "gpt_ppo_actor":
+        ppo = {"num_rollout_samples": NUM_SAMPLES, "entropy_bonus": 0.01, "forward_micro_batch_size": layout.micro}
+        OmegaConf.update(cfg, "model.ppo", ppo)
+        OmegaConf.update(
+            cfg,
+            "trainer.ppo",
+            {
+                "reference_policy_placement": layout.placement,
+                "initial_policy_kl_penalty": 0.1,
+                "importance_weight_cap": 2.0,
+                "num_ppo_epochs": 1,
+                "max_steps": 4,
+            },
+        )
+    else:
+        cfg.model.rm_placement = layout.placement
+    return cfg
+
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+def ppo_step(folder: Path, layout: Layout) -> None:
+    """What `PPOTrainer.fit` does from the rollouts on, and what the critic job does meanwhile."""
+    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1)
+    log_dir = folder / "logs" / layout.name
+    actor_cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
+    base = open_base_model(actor_cfg.pretrained_checkpoint.restore_from_path, actor_cfg)
+    batch = rollouts(base.architecture.vocab_size)
+    trainer = _trainer(folder, layout, actor_cfg, base, log_dir)
+    critic_cfg = config("gpt_ppo_critic", layout, folder / _file("rm", layout.tied), log_dir / "critic")
+    critic_base = open_base_model(critic_cfg.pretrained_checkpoint.restore_from_path, critic_cfg)
+    service = build_critic_service(critic_cfg, _run(critic_cfg, groups), critic_base, TrainingLedger())
+
+    answer = service.infer(batch.tokens, batch.lengths)
+    scores = Scores(answer["rewards"][:, 0], answer["values"])
+    logprobs = trainer.actor.logprobs(batch.tokens)
+    init_logprobs = trainer.actor.initial_logprobs(batch.tokens)
+    experience, metrics = make_experience(batch, scores, logprobs, init_logprobs, trainer.settings.advantages)
+    trainer.train_policy(experience)
+    critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
+
+    tensors = _tensors(experience, scores)
+    for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
+        tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
+    trainer.metrics.close()
+    service.metrics.close()
+    if dist.get_rank() == 0:
+        for part in ("actor", "critic"):
+            curves = read_metrics(log_dir / part)
+            metrics |= {f"{part}/{k}/{step}": v for k, points in curves.items() for step, v in points}
+        metrics = {k: v for k, v in metrics.items() if "timers/" not in k} | {"critic_loss": critic_loss}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
+        (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
+
+
+def _tensors(experience: Experience, scores: Scores) -> dict[str, torch.Tensor]:
+    fields = ("policy_mask", "logprobs", "init_logprobs", "values", "advantages", "returns", "importance_weights")
+    return {name: getattr(experience, name) for name in fields} | {"rewards": scores.rewards}
+
+
+def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> PPOTrainer:
+    """The trainer around the policy, without the parts that make rollouts."""
+    settings = PPOSettings.from_config(cfg, steps_per_epoch=4)
+    actor = build_actor(cfg, base, base.load(), settings)
+    load_nemo_weights(folder / _file("policy", layout.tied), actor.model)  # as if it had been trained for a while
+    actor.optimizer.reload_model_params()
+    missing: Any = None
+    return PPOTrainer(
+        settings, actor, missing, missing, missing, missing, missing,
+        MetricsLogger(log_dir / "actor", dist.get_rank()), RunControl(), ScopedTimer(),
+    )  # fmt: skip
+
+
+def _run(cfg: DictConfig, groups: ParallelLayout) -> Run:
+    log_dir = Path(cfg.exp_manager.explicit_log_dir)
+    checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager))
+    return Run(log_dir, groups, MetricsLogger(log_dir, dist.get_rank()), RunControl(), checkpoints)
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+
+def fork_ranks(folder: Path, world_size: int, action: Callable[[], None]) -> None:
+    """Run ``action`` on forked ranks; the first failure ends this process."""
+    context = multiprocessing.get_context("fork")
+    store = folder / f"store_{derive_seed(str(os.times()), world_size)}"
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        logging.basicConfig(level=logging.WARNING)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+            action()
+            dist.barrier()
+        except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+
+    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(240)
+    failed = [process.exitcode for process in ranks if process.exitcode != 0]
+    for process in ranks:
+        process.kill()
+    if failed:
+        sys.exit(f"of {world_size} ranks {len(failed)} failed: {failed}")
+
+
+def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
+    from megatron.core import parallel_state
+
+    for layout in layouts:
+        ppo_step(folder, layout)
+        parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    fork_ranks(folder, 1, lambda: make_archives(folder))
+    for world_size in (1, 2, 4):
+        chosen = [c for c in LAYOUTS if c.world_size == world_size and (not names or c.name in names)]
+        if chosen:
+            fork_ranks(folder, world_size, lambda chosen=chosen: run_layouts(folder, chosen))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The same prompts on different ranks, engines and work sources: ``python multirank_rollouts.py <folder> <port>``.
+
+Needs ``<folder>/sft.nemo`` and a critic service on 127.0.0.1:<port>. Each way leaves
+``<folder>/rollouts_<name>.safetensors``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from multirank_ppo import fork_ranks
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.rollout.prompts import build_prompt_sources
+from nemo_style_aligner.rollout.setup import build_collector, build_scorer
+from nemo_style_aligner.weights.stream import export_weights
+
+NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How rollouts are made; none of it may show in them."""
+
+    name: str
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    flask: bool = False
+    engine: str = "embedded"
+    slots: int = 4
+    scoring_batch: int = 4
+
+
+WAYS = (
+    Way("static"),
+    Way("flask", flask=True),
+    Way("one_by_one", slots=1, scoring_batch=1),
+    Way("megatron", engine="megatron", slots=5),
+    Way("static_2", ranks=2),
+    Way("flask_2", ranks=2, flask=True, scoring_batch=3),
+    Way("flask_pp2", ranks=2, pp=2, flask=True),
+    Way("megatron_tp2_flask", ranks=2, tp=2, flask=True, engine="megatron"),
+)
+
+
+def config(folder: Path, port: int, way: Way) -> DictConfig:
+    prompts = str(folder / "prompts.jsonl")
+    cfg = OmegaConf.merge(
+        load_defaults("gpt_ppo_actor"),
+        {
+            "trainer": {
+                "precision": "32",
+                "ppo": {
+                    "generation": {"engine": way.engine, "num_slots": way.slots},
+                    "batch_iterator": {"use_flask": way.flask, "port": 0},
+                },
+            },
+            "remote_critic_rm": {"critic": {"ip": "127.0.0.1", "port": port}},
+            "model": {
+                "tensor_model_parallel_size": way.tp,
+                "pipeline_model_parallel_size": way.pp,
+                "encoder_seq_length": 64,
+                "ppo": {
+                    "num_rollout_samples": NUM_SAMPLES,
+                    "rollout_micro_batch_size": way.scoring_batch,
+                    "length_params": {"max_length": MAX_NEW_TOKENS},
+                    "sampling_params": {"temperature": 0.8, "end_strings": ["4"]},
+                },
+                "data": {"data_prefix": {"train": [prompts], "validation": [prompts], "test": [prompts]}},
+            },
+        },
+    )
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def make_rollouts(folder: Path, port: int, way: Way) -> None:
+    initialize_model_parallel(way.tp, way.pp, seed=1)
+    cfg = config(folder, port, way)
+    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    train_prompts, _ = build_prompt_sources(cfg, base.tokenizer)
+    model = base.load(trainable=False)
+    scorer = build_scorer(cfg)
+    scorer.wait_until_ready(60)
+    collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)
+    collector.engine.refit(export_weights(model), 3)
+    for step in range(2):  # a second round must find the queue ready for it
+        pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
+        scores = pending.wait_for_scores()
+    if dist.get_rank() == 0:
+        tensors = dataclasses.asdict(pending.rollouts) | dataclasses.asdict(scores)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"rollouts_{way.name}.safetensors")
+    collector.close()
+
+
+def main() -> None:
+    from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
+
+    folder, port, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    lines = [{"text": f"User: What is {a}*{a + 10 * (a % 3)}?\nAssistant:"[: 12 + 7 * (a % 4)]} for a in range(40)]
+    write_jsonl(folder / "prompts.jsonl", lines)
+    for ranks in (1, 2):
+        chosen = [way for way in WAYS if way.ranks == ranks and (not names or way.name in names)]
+
+        def run(chosen: list[Way] = chosen) -> None:
+            for way in chosen:
+                make_rollouts(folder, port, way)
+                parallel_state.destroy_model_parallel()
+
+        if chosen:
+            fork_ranks(folder, ranks, run)
+
+
+if __name__ == "__main__":
+    main()

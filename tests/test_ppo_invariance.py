@@ -1,0 +1,127 @@
+"""One PPO step is the same at every layout, and rollouts are the same whoever makes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_processes import ROOT, critic_service, run
+from multirank_ppo import LAYOUTS
+from multirank_rollouts import MAX_NEW_TOKENS, NUM_SAMPLES, WAYS
+from safetensors.torch import load_file
+
+Result = tuple[dict[str, torch.Tensor], dict[str, float]]
+
+FP32 = [layout for layout in LAYOUTS if layout.precision == "32"]
+BF16 = [layout for layout in LAYOUTS if layout.precision == "bf16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layouts' results, and the archives they were made from."""
+    folder = tmp_path_factory.mktemp("ppo")
+    run([sys.executable, str(ROOT / "tests" / "multirank_ppo.py"), str(folder)], folder / "layouts.log", 240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> Callable[[str], Result]:
+    def load(name: str) -> Result:
+        return load_file(folder / f"{name}.safetensors"), json.loads((folder / f"{name}.json").read_text())
+
+    return load
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: str = "") -> float:
+    assert a.keys() == b.keys()
+    return max((a[k].float() - b[k].float()).abs().max().item() for k in a if k.startswith(prefix))
+
+
+def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> None:
+    """Every term of the loss is at work, and both models move by far more than the tolerance below."""
+    tensors, metrics = result("reference")
+    assert metrics["init_policy_kl"] > 0.05
+    assert metrics["actor/train_optim/ppo_ratio/0"] == 1.0 and metrics["actor/train_optim/ppo_ratio/1"] != 1.0
+    assert metrics["actor/train_optim/clip_fraction/1"] > 0
+    assert metrics["actor/train_optim/scaled_entropy/0"] > 0
+    assert metrics["actor/train_optim/grad_norm/0"] > 1.0  # it is clipped
+    assert 0 < metrics["importance_weights"] < 2
+    assert metrics["fraction_of_samples_properly_ended"] == 0.875
+    assert tensors["policy_mask"].sum(1).eq(0).sum() == 2
+    assert not torch.equal(tensors["logprobs"], tensors["init_logprobs"])
+    assert tensors["rewards"].std() > 0.1 and tensors["values"].std() > 0.1
+    tied, _ = result("tied_reference")
+    assert "policy.lm_head.weight" in tensors and "policy.lm_head.weight" not in tied
+
+
+@pytest.mark.parametrize("layout", FP32, ids=lambda layout: layout.name)
+def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> None:
+    """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""
+    tensors, metrics = result(layout.name)
+    expected_tensors, expected_metrics = result("tied_reference" if layout.tied else "reference")
+    assert largest_difference(tensors, expected_tensors) < 5e-6
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        assert value == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["plain_optimizer", "resident", "selective"])
+def test_what_changes_no_arithmetic_changes_no_bit(result: Callable[[str], Result], name: str) -> None:
+    """Whose optimizer, where the frozen weights are, what is recomputed."""
+    tensors, metrics = result(name)
+    expected_tensors, expected_metrics = result("reference")
+    assert largest_difference(tensors, expected_tensors) == 0.0
+    assert metrics == expected_metrics
+
+
+@pytest.mark.parametrize("layout", BF16, ids=lambda layout: layout.name)
+def test_bf16_layouts_agree_roughly(result: Callable[[str], Result], layout: Any) -> None:
+    tensors, metrics = result(layout.name)
+    expected_tensors, expected_metrics = result("bf16_reference")
+    assert largest_difference(tensors, expected_tensors) < 0.1
+    for name in ("actor/train_optim/grad_norm/0", "critic/train/grad_norm/0", "critic_loss", "init_policy_kl"):
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=0.05), name
+    in_fp32, metrics_fp32 = result("reference")
+    for name in ("logprobs", "values", "rewards"):
+        assert (tensors[name] - in_fp32[name]).abs().mean() < 0.05, name
+    assert metrics["critic_loss"] == pytest.approx(metrics_fp32["critic_loss"], rel=0.1)
+
+
+# ---- rollouts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rollouts(folder: Path) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Rollouts of two rounds in every way, scored by a critic service."""
+    with critic_service(folder / "rm.nemo", folder / "critic", "model.forward_micro_batch_size=4") as (_, port):
+        program = str(ROOT / "tests" / "multirank_rollouts.py")
+        run([sys.executable, program, str(folder), str(port)], folder / "rollouts.log", 180)
+    return lambda name: load_file(folder / f"rollouts_{name}.safetensors")
+
+
+def test_rollouts_are_worth_comparing(rollouts: Callable[[str], dict[str, torch.Tensor]]) -> None:
+    batch = rollouts("static")
+    assert batch["sample_ids"].tolist() == list(range(NUM_SAMPLES))
+    generated = batch["lengths"] - batch["prompt_lengths"]
+    assert batch["is_end"].any() and not batch["is_end"].all()
+    assert (generated[~batch["is_end"]] == MAX_NEW_TOKENS).all() and (generated[batch["is_end"]] < MAX_NEW_TOKENS).any()
+    assert batch["weight_versions"].eq(3).all()
+    assert len(set(batch["prompt_lengths"].tolist())) > 1
+    assert batch["rewards"].std() > 0.05
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.name)
+def test_rollouts_are_the_same(rollouts: Callable[[str], dict[str, torch.Tensor]], way: Any) -> None:
+    """With and without the queue, on one rank and two, whatever the batches and the engine."""
+    batch, expected = rollouts(way.name), rollouts("static")
+    assert batch.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(batch[name], tensor, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert torch.equal(batch[name], tensor), name
