@@ -42,7 +42,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     save_sharded_tensors,
     stored_shapes,
 )
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -210,10 +210,12 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
     """
-    # Some tokenizers go back to their files when they are saved: these live as long as the tokenizer does.
     folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
     tokenizer = load_tokenizer(_extract_tokenizer(Path(path), Path(folder.name)))
-    weakref.finalize(tokenizer, folder.cleanup)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        weakref.finalize(tokenizer, folder.cleanup)  # it goes back to its file when it is saved
+    else:
+        folder.cleanup()
     return tokenizer
 
 
