@@ -256,17 +256,14 @@ def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> To
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path) -> Tokenizer:
     """Make a byte-level BPE tokenizer whose digits stay single tokens, and save it as a Hugging Face directory.
 
-    Meant for tiny models of formal languages: words are not kept apart, so a phrase that comes often becomes one
-    token. Any text makes the exact round trip. ``<|endoftext|>`` has id 0, ends a response and pads. ``vocab_size``
+    Any text makes the exact round trip. ``<|endoftext|>`` has id 0, ends a response and pads. ``vocab_size``
     is an upper limit: at least the 256 bytes and ``<|endoftext|>`` are in.
     """
     eos = "<|endoftext|>"
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # A number is tokenized alike whatever stands before it, so that prompt and response have the tokens of their whole.
-    space_before_number = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" (?=\d)"), behavior="isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([space_before_number, digits, byte_level])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -10,6 +10,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.seeds import derive_seed
+
 _DTYPES = {
     "float32": torch.float32,
     "32": torch.float32,
@@ -88,7 +90,10 @@ class RewardHead(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(head.num_attributes, config.hidden_size, dtype=head.dtype))
         self.bias = torch.nn.Parameter(torch.zeros(head.num_attributes, dtype=head.dtype))
-        config.init_method(self.weight)
+        # From a stream of its own: the same start whatever the parallel layout.
+        generator = torch.Generator().manual_seed(derive_seed("reward head", *self.weight.shape))
+        start = torch.empty(self.weight.shape).normal_(std=config.init_method_std, generator=generator)
+        self.weight.data.copy_(start)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (s split over the tensor-parallel group under sequence parallelism) -> [b, s, a] fp32."""
