@@ -277,7 +277,7 @@ class PPOTrainer:
                 self.actor.model,
                 self.actor.optimizer,
                 self.state_dict(),
-                self._last_metrics | {"step": self.step},
+                self._last_metrics | {"step": self.step, "epoch": self.epoch},
                 is_train_end=self.is_finished,
             )
 

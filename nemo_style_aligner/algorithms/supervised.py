@@ -183,7 +183,7 @@ class SupervisedTrainer:
             self.model,
             self.optimizer,
             self.state_dict(),
-            self._last_metrics | {"step": self.step},
+            self._last_metrics | {"step": self.step, "epoch": self.step // self.train_sampler.batches_per_epoch},
             is_train_end=self.is_finished,
         )
 
