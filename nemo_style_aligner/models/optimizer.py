@@ -66,18 +66,22 @@ class Schedule:
 class Optimizer:
     """megatron-core's (distributed) Adam with gradient clipping and the schedule.
 
+    Weights of one dimension (norms and biases) do not decay.
+
     Attributes:
         step_count: updates made so far.
+        weight_decay: of all other weights.
     """
 
     def __init__(self, model: MegatronModel, optim: Mapping[str, Any], schedule: Schedule, clip_grad: float) -> None:
         use_fused_adam_where_megatron_has_none()
         betas = optim.get("betas") or (0.9, 0.98)
+        self.weight_decay = float(optim.get("weight_decay") or 0.0)
         config = OptimizerConfig(
             optimizer="adam",
             lr=schedule.lr,
             min_lr=0.0,
-            weight_decay=float(optim.get("weight_decay") or 0.0),
+            weight_decay=self.weight_decay,
             adam_beta1=float(betas[0]),
             adam_beta2=float(betas[1]),
             adam_eps=float(optim.get("eps") or 1e-8),
@@ -106,15 +110,25 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, advance the schedule. Returns ``grad_norm`` (before clipping) and ``lr``."""
+        """Clip, update, advance the schedule. Returns ``grad_norm`` (before clipping) and ``lr``.
+
+        Raises:
+            FloatingPointError: the gradients held Inf or NaN.
+        """
         lr = self.learning_rate
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
+            # megatron's own scheduler would do this: norms and biases have wd_mult 0.
+            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
         successful, grad_norm, _ = self.megatron.step()
-        if not successful:
-            raise FloatingPointError("the optimizer found Inf or NaN in the gradients and made no update")
+        grad_norm = float(grad_norm) if grad_norm is not None else 0.0
+        if not successful or not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"update {self.step_count + 1}: the gradient norm is {grad_norm}, and the weights are spoilt. Start "
+                "again from the last checkpoint, with a lower model.optim.lr if it happens again"
+            )
         self.step_count += 1
-        return {"grad_norm": float(grad_norm) if grad_norm is not None else 0.0, "lr": lr}
+        return {"grad_norm": grad_norm, "lr": lr}
 
     def reload_model_params(self) -> None:
         """Take the model's weights as the new main weights (after loading a model without its optimizer)."""

@@ -1,0 +1,381 @@
+"""The models' parts on one process: schedule, vocabulary padding, heads, frozen weights; engines against trainer."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from job_processes import ROOT, run
+from safetensors.torch import load_file
+
+from nemo_style_aligner import functional
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.critic import RewardModel
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
+from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.models.logprobs import next_token_entropy, next_token_logprobs
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.pipeline import Tokens, forward_global
+from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.weights.stream import export_weights, import_weights
+
+VOCAB, EOS = 53, 1
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "init_method_std": 0.2,
+}
+ARCHITECTURES = {
+    "llama": ModelArchitecture(**SHAPE),
+    "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),
+    "qk-norm": ModelArchitecture(**SHAPE, qk_layernorm=True, kv_channels=16, rope_scaling_factor=8.0),
+    "layernorm1p": ModelArchitecture(
+        **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True, rotary_percentage=0.5
+    ),
+}
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        pytest.fail("another test has left a process group behind")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    initialize_single_process()
+    initialize_model_parallel(1, 1, seed=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def tokens(rows: int = 5, width: int = 12, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, width), generator=torch.Generator().manual_seed(seed))
+
+
+def logprobs(model: MegatronModel, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    return forward_global(
+        model,
+        Tokens(ids),
+        2,
+        lambda logits, batch: next_token_logprobs(logits, batch.tokens, VOCAB, temperature),
+        (ids.shape[1] - 1,),
+    )
+
+
+# ---- precision and schedule ---------------------------------------------------------------------
+
+
+def test_precision() -> None:
+    assert parse_precision("bf16") == parse_precision("bf16-mixed") == torch.bfloat16
+    assert parse_precision(32) == parse_precision("32-true") == torch.float32
+    with pytest.raises(ValueError, match="choose bf16 or 32"):
+        parse_precision(16)
+
+
+def nemo_cosine_annealing(step: int, lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> float:
+    """NeMo's ``CosineAnnealing`` (nemo/core/optim/lr_scheduler.py), told again, one span of time after the other."""
+    decay_steps = max_steps - warmup - constant
+    if warmup > 0 and step <= warmup:  # the warm-up ends one step after `warmup`
+        return (step + 1) / (warmup + 1) * lr
+    if constant > 0 and warmup + decay_steps < step <= max_steps:
+        return min_lr
+    if step > max_steps:
+        return min_lr
+    fraction = (step - warmup) / decay_steps
+    return (lr - min_lr) * (math.cos(math.pi * fraction) + 1) / 2 + min_lr
+
+
+@pytest.mark.parametrize(
+    "lr, min_lr, warmup, constant, max_steps",
+    [(9e-7, 9e-8, 10, 0, 50), (1e-3, 0.0, 0, 0, 7), (1e-3, 1e-4, 3, 5, 20), (9e-6, 9e-7, 10, 1000, 300)],
+)
+def test_schedule_is_nemos(lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> None:
+    sched = {"name": "CosineAnnealing", "warmup_steps": warmup, "constant_steps": constant, "min_lr": min_lr}
+    schedule = Schedule.from_config({"lr": lr, "sched": sched}, max_steps)
+    for step in range(max_steps + 5):
+        expected = nemo_cosine_annealing(step, lr, min_lr, warmup, constant, max_steps)
+        assert schedule(step) == pytest.approx(expected, rel=1e-12, abs=1e-20), step
+    assert max(schedule(step) for step in range(max_steps)) == pytest.approx(lr)
+
+
+def test_constant_schedule_and_errors() -> None:
+    schedule = Schedule.from_config({"lr": 2.0, "sched": {"name": "constant", "warmup_steps": 3}}, 10)
+    assert [schedule(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert Schedule.from_config({"lr": 2.0}, 10)(0) == 2.0
+    with pytest.raises(ValueError, match="choose CosineAnnealing or constant"):
+        Schedule(lr=1.0, name="Polynomial")
+    with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):
+        Schedule(lr=1.0, min_lr=2.0)
+
+
+# ---- vocabulary ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_padding_of_the_vocabulary_takes_no_probability(name: str) -> None:
+    architecture, ids = ARCHITECTURES[name], tokens()
+    plain = build_model(architecture, {"make_vocab_size_divisible_by": 1}, torch.float32, trainable=False)
+    padded = build_model(architecture, {"make_vocab_size_divisible_by": 128}, torch.float32, trainable=False)
+    import_weights(padded, export_weights(plain))
+    with torch.no_grad():  # whatever stands in the padding
+        for parameter in padded.gpt.parameters():
+            if parameter.shape[0] == 128:
+                parameter[VOCAB:] = 100.0
+    torch.testing.assert_close(logprobs(padded, ids), logprobs(plain, ids), atol=2e-6, rtol=0)
+    torch.testing.assert_close(logprobs(padded, ids, 0.5), logprobs(plain, ids, 0.5), atol=5e-6, rtol=0)
+    entropies = [
+        forward_global(m, Tokens(ids), 2, lambda out, _: next_token_entropy(out, VOCAB), (11,)) for m in (plain, padded)
+    ]
+    torch.testing.assert_close(*entropies, atol=2e-6, rtol=0)
+    assert [key for key, _ in export_weights(padded)] == [key for key, _ in export_weights(plain)]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(export_weights(padded), export_weights(plain), strict=True))
+
+
+def test_split_vocabulary_equals_dense(tmp_path: Path) -> None:
+    """Log-probs, entropy and both gradients at TP 2, padding included, against the dense formulas."""
+    from multirank_models import TEMPERATURE, inputs
+    from multirank_models import VOCAB as SPLIT_VOCAB
+
+    run([sys.executable, str(ROOT / "tests" / "multirank_models.py"), str(tmp_path)], tmp_path / "ranks.log", 120)
+    split = load_file(tmp_path / "split.safetensors")
+    logits, ids, weights = inputs()
+    for name in ("logprobs", "entropy"):
+        leaf = logits.clone().requires_grad_()
+        true = leaf[:, :-1, :SPLIT_VOCAB]
+        if name == "logprobs":
+            dense = functional.logprobs_from_logits(true, ids[:, 1:], TEMPERATURE)
+        else:
+            dense = functional.entropy_from_logits(true / TEMPERATURE)
+        (dense * weights).sum().backward()
+        torch.testing.assert_close(split[name], dense.detach(), atol=2e-6, rtol=0)
+        assert leaf.grad is not None
+        torch.testing.assert_close(split[f"{name} gradient"], leaf.grad, atol=2e-6, rtol=0)
+
+
+# ---- reward heads -------------------------------------------------------------------------------
+
+
+def test_pooling() -> None:
+    outputs = torch.arange(24.0).reshape(2, 4, 3)
+    lengths = torch.tensor([2, 4])
+    last = pool_rewards(outputs, lengths, RewardHeadConfig(num_attributes=3))
+    assert last.tolist() == [[3, 4, 5], [21, 22, 23]]
+    average = pool_rewards(outputs, lengths, RewardHeadConfig(num_attributes=3, pooling="average"))
+    assert average.tolist() == [[1.5, 2.5, 3.5], [16.5, 17.5, 18.5]]
+    merged = RewardHeadConfig(num_attributes=3, merge_attributes=True, attribute_weights=(1.0, 0.0, -2.0))
+    assert pool_rewards(outputs, lengths, merged).tolist() == [[3 - 10.0], [21 - 46.0]]
+    equal = RewardHeadConfig(num_attributes=3, merge_attributes=True)
+    torch.testing.assert_close(pool_rewards(outputs, lengths, equal), torch.tensor([[4.0], [22.0]]))
+    assert merge_attributes(outputs, merged).shape == (2, 4)
+    standardised = RewardHeadConfig(num_attributes=3, mean=1.0, std=2.0)
+    assert pool_rewards(outputs, lengths, standardised).tolist() == [[1, 1.5, 2], [10, 10.5, 11]]
+
+
+def test_head_config_reads_nemo_aligners_keys() -> None:
+    config = {
+        "reward_model_type": "regression",
+        "regression": {"num_attributes": 2, "merge_attributes": True, "attribute_weights": [0.25, 0.75]},
+        "use_avg_pool": True,
+        "force_head_dtype": "torch.bfloat16",
+        "reward_standardization": {"enable": True, "mean": 0.5, "std": 2},
+    }
+    assert RewardHeadConfig.from_model_config(config) == RewardHeadConfig(
+        2, "average", torch.bfloat16, True, (0.25, 0.75), 0.5, 2.0
+    )
+    assert not RewardHeadConfig.from_model_config(config, merge_attributes=False).merge_attributes
+    # A ranking model has one output, whatever the regression section says.
+    ranking = {"reward_model_type": "binary_ranking", "regression": {"num_attributes": 2}}
+    assert RewardHeadConfig.from_model_config(ranking) == RewardHeadConfig()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"reward_model_type": "pairwise"}, "binary_ranking or regression"),
+        ({"reward_model_type": "regression", "regression": {"attribute_weights": [1, 2]}}, "2 entries"),
+        ({"force_head_dtype": "float16"}, "float32 or bfloat16"),
+        ({"reward_standardization": {"enable": True, "mean": 1.0, "std": 0}}, "needs both mean and std"),
+    ],
+)
+def test_head_config_errors(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardHeadConfig.from_model_config(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rewards_ignore_what_follows_the_sequence(dtype: torch.dtype) -> None:
+    """The reward at a sequence's end is that of the sequence alone, unpadded; the head keeps its own dtype."""
+    head = RewardHeadConfig(num_attributes=2, dtype=torch.float32)
+    model = build_model(ARCHITECTURES["llama"], {}, dtype, head=head, trainable=False)
+    assert model.gpt.rm_head.weight.dtype == torch.float32
+    reward_model = RewardModel(model, head, micro_batch_size=2)
+    ids, lengths = tokens(), torch.tensor([3, 12, 1, 7, 9])
+    together = reward_model.rewards(ids, lengths)
+    assert together.shape == (5, 2) and together.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for row, length in enumerate(lengths.tolist()):
+        alone = reward_model.rewards(ids[row : row + 1, :length], torch.tensor([length]))
+        torch.testing.assert_close(together[row : row + 1], alone, atol=tolerance, rtol=0)
+
+
+# ---- frozen weights -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["swap", "resident"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch.dtype) -> None:
+    model = build_model(ARCHITECTURES["tied"], {"optim": OPTIM}, dtype)
+    ids = tokens()
+    first = logprobs(model, ids)
+    frozen = FrozenWeights(model, placement, lambda: build_model(ARCHITECTURES["tied"], {}, dtype, trainable=False))
+    actor = make_actor(model, frozen)
+    actor.update(policy_batch(ids))
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moved = logprobs(model, ids)
+    assert not torch.equal(moved, first)
+    for _ in range(2):
+        assert torch.equal(actor.initial_logprobs(ids), first)
+        assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+        assert torch.equal(actor.logprobs(ids), moved)
+    with pytest.raises(KeyboardInterrupt), frozen.active():
+        raise KeyboardInterrupt
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+    assert frozen.num_swaps == (3 if placement == "swap" else 0)
+    actor.update(policy_batch(ids))  # and training goes on
+
+
+def test_wrong_placement_and_no_initial_policy() -> None:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    with pytest.raises(ValueError, match="choose swap or resident"):
+        FrozenWeights(model, "disk", lambda: model)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="initial_policy_kl_penalty is 0"):
+        make_actor(model, None).initial_logprobs(tokens())
+
+
+# ---- updates ------------------------------------------------------------------------------------
+
+
+def make_actor(model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0) -> Actor:
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip)
+    return Actor(
+        model, optimizer, frozen, micro_batch_size=5, forward_micro_batch_size=2, temperature=1.0, ratio_eps=0.2,
+        entropy_bonus=0.01,
+    )  # fmt: skip
+
+
+def policy_batch(ids: torch.Tensor, mask: float = 1.0, advantage: float = 1.0) -> PolicyBatch:
+    shape = (ids.shape[0], ids.shape[1] - 1)
+    generator = torch.Generator().manual_seed(9)
+    advantages = advantage * torch.randn(shape, generator=generator)
+    return PolicyBatch(ids, torch.full(shape, mask), torch.full(shape, -4.0), advantages, torch.ones(shape))
+
+
+def test_a_batch_without_tokens_changes_nothing_but_the_decay() -> None:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = make_actor(model, None).update(policy_batch(tokens(), mask=0.0))
+    assert report["loss"] == 0.0 and report["grad_norm"] == 0.0 and report["ppo_ratio"] == 0.0
+    for name, parameter in model.named_parameters():
+        decay = 1 - 1e-2 * 0.1 if parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * decay, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_gradients_that_are_no_numbers_end_the_job(clip: float) -> None:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    actor = make_actor(model, None, clip)
+    actor.update(policy_batch(tokens()))
+    with pytest.raises(FloatingPointError, match="update 2"):
+        actor.update(policy_batch(tokens(), advantage=math.nan))
+
+
+def test_the_gradient_norm_is_reported_without_clipping() -> None:
+    norms = []
+    for clip in (0.0, 1e-3):
+        model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+        import_weights(model, export_weights(reference_model()))
+        norms.append(make_actor(model, None, clip).update(policy_batch(tokens()))["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 1e-2
+
+
+def reference_model() -> MegatronModel:
+    torch.manual_seed(4)
+    return build_model(ARCHITECTURES["llama"], {}, torch.float32, trainable=False)
+
+
+def test_rows_that_do_not_divide_are_an_error() -> None:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    with pytest.raises(ValueError, match="7 sequences on this rank are not a multiple of micro_batch_size=5"):
+        make_actor(model, None).update(policy_batch(tokens(rows=7)))
+
+
+# ---- generation against the trainer -------------------------------------------------------------
+
+
+def prompts(count: int = 9) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(6)
+    return [
+        GenerationRequest(i, torch.randint(2, VOCAB, (1 + 3 * (i % 5),), generator=generator).tolist(), seed=i)
+        for i in range(count)
+    ]
+
+
+def generate(engine: EmbeddedEngine | MegatronEngine, model: MegatronModel, sampling: SamplingParams) -> dict[int, Any]:
+    engine.build()
+    engine.refit(export_weights(model), 0)
+    return {result.request_id: result for result in engine.generate(prompts(), sampling)}
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "sampling", [{"use_greedy": True}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "sampled"]
+)
+def test_engines_agree_with_each_other_and_with_the_trainer(name: str, sampling: dict[str, Any]) -> None:
+    """Same tokens from both engines; log-probs within fp32 rounding of those that enter the loss."""
+    params = SamplingParams(max_new_tokens=24, seed=3, **sampling)
+    torch.manual_seed(11)
+    model = build_model(ARCHITECTURES[name], {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
+    options = {"num_slots": 4, "max_sequence_length": 64, "eos_id": EOS, "vocab_limit": VOCAB - 2}
+    embedded = generate(EmbeddedEngine(ARCHITECTURES[name], dtype=torch.float32, **options), model, params)
+    baseline = generate(MegatronEngine(model, **options), model, params)
+    assert embedded.keys() == baseline.keys() == set(range(9))
+    for request_id, result in embedded.items():
+        other: GenerationResult = baseline[request_id]
+        assert result.token_ids == other.token_ids and result.finish_reason == other.finish_reason
+        torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+        ids = torch.tensor([result.prompt_ids + result.token_ids])
+        trainers = logprobs(model, ids, params.logprob_temperature)[0, len(result.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(result.logprobs), trainers, atol=1e-5, rtol=0)
+        assert max(result.token_ids) < VOCAB - 2
+
+
+def test_bf16_engine_stays_near_the_bf16_trainer() -> None:
+    torch.manual_seed(11)
+    model = build_model(ARCHITECTURES["llama"], {}, torch.bfloat16, trainable=False)
+    options = {"num_slots": 4, "max_sequence_length": 64, "eos_id": EOS}
+    engine = EmbeddedEngine(ARCHITECTURES["llama"], dtype=torch.bfloat16, **options)
+    gaps = []
+    for result in generate(engine, model, SamplingParams(max_new_tokens=24)).values():
+        ids = torch.tensor([result.prompt_ids + result.token_ids])
+        gaps.append((torch.tensor(result.logprobs) - logprobs(model, ids)[0, len(result.prompt_ids) - 1 :]).abs())
+    assert torch.cat(gaps).mean() < 0.03
