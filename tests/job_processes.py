@@ -7,10 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_style_aligner.parallel.machine import free_port
 
@@ -77,7 +84,7 @@ class Job:
         """End the process and all that it started and that is still there."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)  # a process in the middle of writing to disk goes when that is done
 
 
 def script(name: str, *arguments: str) -> list[str]:
@@ -132,3 +139,18 @@ def critic_service(rm: Path, log_dir: Path, *arguments: str, port: int | None = 
         yield job, port
     finally:
         job.kill()
+
+
+def stored_weights(archive: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a .nemo archive, by stored name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        reader = FileSystemReader(next(Path(folder).rglob("model_weights")))
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

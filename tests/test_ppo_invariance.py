@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 Result = tuple[dict[str, torch.Tensor], dict[str, float]]
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 FP32 = [layout for layout in LAYOUTS if layout.precision == "32"]
 BF16 = [layout for layout in LAYOUTS if layout.precision == "bf16"]
 

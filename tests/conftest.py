@@ -1,0 +1,121 @@
+"""Fixtures that several files share."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Artefacts:
+    """What the first three jobs of the road leave: data, tokenizer, base model, SFT model, reward model.
+
+    Attributes:
+        folder: everything is in it; tests may put folders of their own beside.
+        sft_log, rm_log: log directories of the two training jobs.
+        outputs: what the scripts printed, by script.
+    """
+
+    folder: Path
+    sft_log: Path
+    rm_log: Path
+    outputs: dict[str, str]
+
+    @property
+    def base(self) -> Path:
+        """A randomly initialised model."""
+        return self.folder / "base.nemo"
+
+    @property
+    def sft(self) -> Path:
+        """It after a few SFT steps."""
+        return self.sft_log / "checkpoints" / "megatron_gpt_sft.nemo"
+
+    @property
+    def rm(self) -> Path:
+        """A reward model from it."""
+        return self.rm_log / "checkpoints" / "megatron_gpt.nemo"
+
+    def data(self, name: str) -> Path:
+        """A JSONL file of the arithmetic task, such as ``train_prompts``."""
+        return self.folder / "data" / f"{name}.jsonl"
+
+    def data_prefix(self, kind: str) -> str:
+        """``{train: [...], validation: [...], test: [...]}`` as on the tutorial's command lines."""
+        train, test = self.data(f"train_{kind}"), self.data(f"test_{kind}")
+        return f"model.data.data_prefix={{train: [{train}], validation: [{test}], test: [{test}]}}"
+
+
+@pytest.fixture(scope="session")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
+    """The supervised half of the road, each script started as a user starts it; the reward model's with the flags of
+    the RLHF tutorial, sizes and paths aside."""
+    from job_processes import ROOT, run, script
+
+    from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+
+    folder = tmp_path_factory.mktemp("road")
+    found = Artefacts(folder, folder / "sft", folder / "rm", {})
+    make_data = [sys.executable, str(ROOT / "examples" / "nlp" / "data" / "make_arithmetic.py")]
+    run(
+        [*make_data, "--output", str(folder / "data"), "--max-operand", "12", "--test-questions", "20"],
+        folder / "data.log",
+    )
+    corpus = "".join(found.data(name).read_text() for name in ("train_sft", "test_sft"))
+    train_character_tokenizer(corpus, folder / "tokenizer")
+    steps = {
+        "init_gpt.py": [
+            *("--tokenizer", str(folder / "tokenizer"), "--output", str(found.base), "--max-length", "64"),
+            *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--num-query-groups", "2"),
+        ],
+        "train_gpt_sft.py": [
+            "trainer.num_nodes=1",
+            "trainer.devices=1",
+            "trainer.precision=32",
+            "trainer.sft.max_steps=4",
+            "trainer.sft.val_check_interval=2",
+            "trainer.sft.limit_val_batches=2",
+            "trainer.sft.save_interval=2",
+            f"model.restore_from_path={found.base}",
+            "model.encoder_seq_length=64",
+            "model.data.chat=False",
+            f"model.data.train_ds.file_path={found.data('train_sft')}",
+            f"model.data.validation_ds.file_path={found.data('test_sft')}",
+            "model.data.train_ds.global_batch_size=16",
+            "model.data.train_ds.micro_batch_size=8",
+            "model.answer_only_loss=True",
+            "model.optim.lr=1e-2",
+            "model.optim.sched.min_lr=1e-3",
+            "model.optim.sched.warmup_steps=1",
+            "exp_manager.create_wandb_logger=False",
+            f"exp_manager.explicit_log_dir={found.sft_log}",
+            "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
+        ],
+        "train_reward_model.py": [
+            "trainer.num_nodes=1",
+            "trainer.devices=1",
+            "++model.micro_batch_size=1",
+            "++model.global_batch_size=8",
+            "++model.data.data_impl=jsonl",
+            f"pretrained_checkpoint.restore_from_path={found.sft}",
+            found.data_prefix("comparisons"),
+            "exp_manager.create_wandb_logger=False",
+            "exp_manager.wandb_logger_kwargs.project=rm_training",
+            "exp_manager.wandb_logger_kwargs.name=rm_training",
+            f"exp_manager.explicit_log_dir={found.rm_log}",
+            # sizes; the tutorial's Slurm script has the intervals
+            "model.encoder_seq_length=64",
+            "trainer.rm.max_steps=3",
+            "trainer.rm.save_interval=2",
+            "trainer.rm.val_check_interval=2",
+            "trainer.rm.limit_val_batches=100000",
+        ],
+    }
+    for name, arguments in steps.items():
+        found.outputs[name] = run(script(name, *arguments), folder / f"{name}.log", timeout=240)
+    return found

@@ -1,0 +1,453 @@
+"""The jobs of the RLHF road, started as users start them: plain python and mpirun, tiny models, CPU.
+
+The flags are those of NeMo-Aligner's RLHF tutorial; sizes and paths are adapted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Artefacts
+from job_processes import Job, critic_service, mpirun, run, script, stored_weights, wait_until_ready
+
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
+
+TIMEOUT = 240.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LOGGED_PER_STEP = {
+    "train_rollouts/rewards",
+    "train_rollouts/init_policy_kl",
+    "train_rollouts/response_lengths",
+    "train_rollouts/generation_length",
+    "train_rollouts/fraction_of_samples_properly_ended",
+    "train_rollouts/advantages_mean",
+    "train_rollouts/returns_mean",
+    "train_rollouts/values_mean",
+    "train_rollouts/engine_logprob_gap_max",
+    "train_optim/loss",
+    "train_optim/ppo_ratio",
+    "train_optim/clip_fraction",
+    "train_optim/grad_norm",
+    "train_optim/lr",
+    "train_critic/critic_loss",
+    "timers/step/rollout_time/generate",
+    "timers/step/rollout_time/refit",
+    "timers/step/rollout_time/logprobs",
+    "timers/step/rollout_time/init_logprobs",
+    "timers/step/rollout_time/critic_wait",
+    "timers/step/train_time",
+    "timers/step/critic_train_wait",
+    "timers/step",
+}
+
+SIZES = (
+    "model.encoder_seq_length=64",
+    "model.global_batch_size=8",
+    "model.micro_batch_size=2",
+    "model.ppo.num_rollout_samples=16",
+    "model.ppo.num_val_samples=8",
+    "model.ppo.rollout_micro_batch_size=4",
+    "model.ppo.length_params.max_length=8",
+    "trainer.ppo.num_table_rows=3",
+)
+
+
+def actor_flags(artefacts: Artefacts, log_dir: Path, port: int, devices: int = 2) -> list[str]:
+    """What every actor job here needs to be told."""
+    return [
+        f"trainer.devices={devices}",
+        f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
+        artefacts.data_prefix("prompts"),
+        f"exp_manager.explicit_log_dir={log_dir}",
+        f"remote_critic_rm.critic.port={port}",
+        "remote_critic_rm.timeouts.ready_seconds=120",
+        *SIZES,
+    ]
+
+
+def check_actor_log(log_dir: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
+    """The job's curves, once the per-step metrics are known to be there for ``steps`` steps and finite."""
+    curves = read_metrics(log_dir)
+    missing = LOGGED_PER_STEP - curves.keys()
+    assert not missing, missing
+    for name in ("train_rollouts/rewards", "train_rollouts/init_policy_kl", "train_critic/critic_loss"):
+        assert [step for step, _ in curves[name]] == list(range(steps)), name
+    for name, points in curves.items():
+        assert all(torch.isfinite(torch.tensor(value)) for _, value in points), name
+    rows = [table for table in read_tables(log_dir) if table["key"] == "table/train_rollouts"][-1]["rows"]
+    assert len(rows) == 3 and rows[0][0].startswith("User: What is ")
+    assert list((log_dir / "tensorboard").iterdir())
+    return curves
+
+
+# ---- the supervised half ------------------------------------------------------------------------
+
+
+def test_supervised_jobs(artefacts: Artefacts) -> None:
+    """SFT and reward model: curves, checkpoints, archives, and a line for each flag without effect."""
+    assert artefacts.base.is_file() and artefacts.sft.is_file() and artefacts.rm.is_file()
+    sft = read_metrics(artefacts.sft_log)
+    assert [step for step, _ in sft["train/loss"]] == [1, 2, 3, 4]
+    assert [step for step, _ in sft["val/loss"]] == [2, 4]
+    assert sft["train/loss"][-1][1] < sft["train/loss"][0][1]
+    names = {path.name for path in (artefacts.sft_log / "checkpoints").iterdir()}
+    assert any(name.endswith("-last") and "step=4" in name for name in names), names
+    rm = read_metrics(artefacts.rm_log)
+    assert [step for step, _ in rm["train/loss"]] == [1, 2, 3]
+    assert rm["train/loss"][0][1] == pytest.approx(0.69, abs=0.1)
+    assert all(0.0 <= value <= 1.0 for _, value in rm["val/accuracy"])
+    assert "rewards_chosen_mean" in " ".join(rm) and "rewards_rejected_mean" in " ".join(rm)
+
+
+# ---- the tutorial's commands --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tutorial_critic(artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, int, Path]]:
+    """The tutorial's critic command, on two ranks started by plain python. Other tests use the service, too."""
+    log_dir, port = tmp_path_factory.mktemp("critic") / "critic_results_dir", free_port()
+    job = Job(
+        script(
+            "serve_ppo_critic.py",
+            "trainer.devices=2",
+            "trainer.num_nodes=1",
+            "++model.tensor_model_parallel_size=1",
+            "++model.pipeline_model_parallel_size=1",
+            "exp_manager.create_wandb_logger=False",
+            "exp_manager.wandb_logger_kwargs.name=critic_training",
+            "exp_manager.wandb_logger_kwargs.project=nemo_aligner_ppo",
+            f"exp_manager.explicit_log_dir={log_dir}",
+            "trainer.ppo.inference_micro_batch_size=4",
+            f"++pretrained_checkpoint.restore_from_path={artefacts.rm}",
+            "++model.megatron_amp_O2=True",
+            "++model.activations_checkpoint_granularity=null",
+            "++trainer.ppo.combine_rm_and_critic_server=True",
+            "++model.offload_adam_states=True",
+            "++model.mcore_gpt=True",
+            # sizes
+            f"trainer.ppo.port={port}",
+            "model.encoder_seq_length=64",
+            "model.global_batch_size=8",
+        ),
+        log_dir.with_suffix(".log"),
+    )
+    try:
+        wait_until_ready(job, port, TIMEOUT)
+        yield job, port, log_dir
+    finally:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def tutorial_actor(
+    artefacts: Artefacts, tutorial_critic: tuple[Job, int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """The tutorial's actor command on two data-parallel ranks under plain python; log directory and output."""
+    log_dir = tmp_path_factory.mktemp("actor") / "actor_test"
+    command = script(
+        "train_gpt_ppo_actor.py",
+        "++" + artefacts.data_prefix("prompts"),
+        "++model.data.data_impl=jsonl",
+        f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
+        "trainer.num_nodes=1",
+        "trainer.devices=2",
+        "++model.pipeline_model_parallel_size=1",
+        "++model.tensor_model_parallel_size=1",
+        "++model.ppo.combine_rm_and_critic_server=True",
+        "++model.ppo.offload_adam_states=True",
+        "++model.megatron_amp_O2=True",
+        "++trainer.ppo.normalize_advantages=True",
+        "++model.mcore_gpt=True",
+        "exp_manager.create_wandb_logger=False",
+        "exp_manager.wandb_logger_kwargs.name=ppo_actor_training",
+        "exp_manager.wandb_logger_kwargs.project=nemo_aligner_ppo",
+        f"exp_manager.explicit_log_dir={log_dir}",
+        "++model.ppo.entropy_bonus=0.0",
+        "remote_critic_rm.pad_to_length=48",
+        # sizes
+        f"remote_critic_rm.critic.port={tutorial_critic[1]}",
+        "trainer.ppo.max_steps=2",
+        "trainer.ppo.val_check_interval=2",
+        *SIZES,
+    )
+    return log_dir, run(command, log_dir.with_suffix(".log"), TIMEOUT)
+
+
+def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[Job, int, Path]) -> None:
+    """bf16, two ranks each, static partition, validation, an archive at the end; each flag reported or at work."""
+    log_dir, output = tutorial_actor
+    curves = check_actor_log(log_dir, steps=2)
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
+    names = sorted(path.name for path in (log_dir / "checkpoints").iterdir())
+    assert names[0].startswith("megatron_gpt-step=2-consumed_samples=32-ppo_optimization_step=4-epoch=0-val_rewards=")
+    assert names[1:] == ["megatron_gpt_ppo_actor.nemo"]
+    for flag in ("model.megatron_amp_O2", "model.mcore_gpt", "model.ppo.offload_adam_states"):
+        assert flag in output, f"{flag} has no effect, and nobody says so"
+    job, _, critic_log = tutorial_critic
+    assert "model.offload_adam_states" in job.output()
+    assert (critic_log / "checkpoints").is_dir()  # the actor's save had the critic save first
+    assert len(read_metrics(critic_log)["train/loss"]) >= 4  # two updates per step
+
+
+def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) -> None:
+    """The flags of the tutorial's Slurm script and its TensorRT-LLM section; tensor parallel, with the queue."""
+    critic_flags = (
+        "trainer.ppo.inference_micro_batch_size=4",
+        "trainer.devices=1",
+        "trainer.num_nodes=1",
+        "exp_manager.create_wandb_logger=False",
+        "exp_manager.wandb_logger_kwargs.name=2p_ppo_critic",
+        "exp_manager.wandb_logger_kwargs.project=ppo_run",
+        "++model.offload_adam_states=True",
+        "++model.micro_batch_size=1",
+        "++model.global_batch_size=8",
+    )
+    actor_log = tmp_path / "actor_results"
+    with critic_service(artefacts.rm, tmp_path / "critic_results", *critic_flags) as (critic, port):
+        command = script(
+            "train_gpt_ppo_actor.py",
+            "trainer.devices=2",
+            "trainer.num_nodes=1",
+            "trainer.ppo.max_steps=2",
+            "++model.data.data_impl=jsonl",
+            "++" + artefacts.data_prefix("prompts"),
+            f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
+            f"exp_manager.explicit_log_dir={actor_log}",
+            "exp_manager.create_wandb_logger=False",
+            "exp_manager.wandb_logger_kwargs.name=2p_ppo_actor",
+            "exp_manager.wandb_logger_kwargs.project=ppo_run",
+            "++model.micro_batch_size=1",
+            "++model.global_batch_size=8",
+            "++model.activations_checkpoint_granularity=selective",
+            "++model.activations_checkpoint_method=uniform",
+            "++model.optim.lr=9e-4",
+            "trainer.ppo.val_check_interval=3",
+            "++model.optim.sched.min_lr=9e-5",
+            "++model.ppo.entropy_bonus=0.0",
+            "++model.ppo.ratio_eps=0.2",
+            "++model.ppo.num_rollout_samples=16",
+            "++model.ppo.rollout_micro_batch_size=8",
+            "++model.ppo.length_params.max_length=8",
+            "trainer.ppo.initial_policy_kl_penalty=0.02",
+            "remote_critic_rm.critic.ip=127.0.0.1",
+            f"remote_critic_rm.critic.port={port}",
+            # the TensorRT-LLM section
+            "trainer.ppo.trt_llm.enable=True",
+            "trainer.ppo.trt_llm.reshard=True",
+            "trainer.ppo.trt_llm.unload_engine_train=True",
+            "trainer.trt_llm.model_type=llama",
+            "trainer.ppo.batch_iterator.use_flask=True",
+            # sizes, and what this test is about beside the flags
+            "trainer.ppo.batch_iterator.port=0",
+            "trainer.precision=32",
+            "model.encoder_seq_length=64",
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=True",
+            "model.ppo.num_val_samples=8",
+            "trainer.ppo.num_table_rows=3",
+        )
+        output = run(mpirun(2, command), actor_log.with_suffix(".log"), TIMEOUT)
+        assert critic.stop() == 0, critic.describe()
+    curves = check_actor_log(actor_log, steps=2)
+    assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
+    assert "TensorRT-LLM is not supported" in output
+    assert "timers/step/rollout_time/unload" in curves
+    first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
+    assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-5
+
+
+# ---- other layouts and services -----------------------------------------------------------------
+
+
+def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
+    """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs, importance sampling."""
+    rm_port, actor_log = free_port(), tmp_path / "actor"
+    reward_model = Job(
+        script(
+            "serve_reward_model.py",
+            f"rm_model_file={artefacts.rm}",
+            f"inference.port={rm_port}",
+            "trainer.precision=32",
+            "model.reward_standardization.enable=True",
+            "model.reward_standardization.mean=100",
+            "model.reward_standardization.std=2",
+        ),
+        tmp_path / "reward_model.log",
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(reward_model.kill)
+        separate = ("trainer.ppo.combine_rm_and_critic_server=False", "model.global_batch_size=8")
+        _, port = stack.enter_context(critic_service(artefacts.rm, tmp_path / "critic", *separate))
+        wait_until_ready(reward_model, rm_port, TIMEOUT)
+        run(
+            script(
+                "train_gpt_ppo_actor.py",
+                *actor_flags(artefacts, actor_log, port),
+                "remote_critic_rm.combine_rm_and_critic_server=False",
+                f"remote_critic_rm.reward_model.port={rm_port}",
+                "trainer.precision=32",
+                "model.pipeline_model_parallel_size=2",
+                "trainer.ppo.max_steps=2",
+                "trainer.ppo.val_check_interval=0",
+                "trainer.ppo.critic_warmup_steps=1",
+                "trainer.ppo.num_ppo_epochs=2",
+                "trainer.ppo.importance_weight_cap=1.5",
+                "trainer.ppo.kl_estimator=k3",
+                "trainer.ppo.reference_policy_placement=resident",
+                "model.activations_checkpoint_granularity=full",
+                "model.optim.name=fused_adam",
+            ),
+            actor_log.with_suffix(".log"),
+            TIMEOUT,
+        )
+        assert reward_model.stop() == 0, reward_model.describe()
+    curves = check_actor_log(actor_log, steps=2)
+    # The reward model of this service alone standardises: (r - 100) / 2.
+    assert all(-60 < value < -40 for _, value in curves["train_rollouts/rewards"])
+    assert [step for step, _ in curves["train_optim/loss"]] == list(range(8))  # 2 steps x 2 epochs x 2 minibatches
+    assert "val_rollouts/rewards" not in curves
+    assert len(read_metrics(tmp_path / "critic")["train/loss"]) == 6  # a warm-up round and two steps, 16 / 8 each
+
+
+def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_path: Path) -> None:
+    """The archive that PPO leaves, greedy and scored."""
+    output = tmp_path / "evaluation" / "results.json"
+    run(
+        script(
+            "evaluate_gpt.py",
+            *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
+            *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
+            *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
+            *("--precision", "32", "--num-slots", "4"),
+        ),
+        tmp_path / "evaluate.log",
+        TIMEOUT,
+    )
+    results = json.loads(output.read_text())
+    assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
+    assert results["summary"]["num_prompts"] == 10 == len(results["responses"])
+    row = results["responses"][0]
+    assert row["is_right"] == (row["response"].strip() == row["answer"])
+    assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def test_a_critic_that_never_comes_up(artefacts: Artefacts, tmp_path: Path) -> None:
+    port = free_port()
+    flags = [*actor_flags(artefacts, tmp_path / "log", port, devices=1), "remote_critic_rm.timeouts.ready_seconds=2"]
+    job = Job(script("train_gpt_ppo_actor.py", *flags), tmp_path / "actor.log")
+    try:
+        assert job.wait(TIMEOUT) == 1, job.describe()
+    finally:
+        job.kill()
+    assert f"the server at http://localhost:{port} was not ready within 2 s" in job.output()
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+def exact_actor(artefacts: Artefacts, log_dir: Path, port: int) -> Job:
+    """Two ranks, fp32. Requests of one width and rows that divide evenly: no batch depends on timing."""
+    return Job(
+        script(
+            "train_gpt_ppo_actor.py",
+            *actor_flags(artefacts, log_dir, port),
+            "trainer.precision=32",
+            "trainer.ppo.max_steps=8",
+            "trainer.ppo.val_check_interval=3",
+            "trainer.ppo.save_interval=2",
+            "model.ppo.rollout_micro_batch_size=8",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.min_lr=1e-4",
+            "model.optim.sched.warmup_steps=2",
+            "model.optim.sched.constant_steps=3",
+            "model.hidden_dropout=0.1",  # random streams matter, too
+        ),
+        log_dir.with_suffix(".log"),
+    )
+
+
+def exact_critic(artefacts: Artefacts, log_dir: Path) -> Any:
+    return critic_service(
+        artefacts.rm,
+        log_dir,
+        "model.global_batch_size=8",
+        "model.micro_batch_size=4",
+        "model.forward_micro_batch_size=8",
+        "trainer.ppo.strip_sequence_length_to_multiple=48",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "exp_manager.checkpoint_callback_params.always_save_nemo=True",
+        "model.hidden_dropout=0.1",
+    )
+
+
+def ranks_of(supervisor: Job) -> list[int]:
+    """Process ids of a plain-python job's ranks, in rank order."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) != supervisor.process.pid:
+                continue
+            env = dict(line.split("=", 1) for line in (entry / "environ").read_text().split("\0") if "=" in line)
+            found[int(env["RANK"])] = int(entry.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for_checkpoint(actor: Job, log_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not list(log_dir.glob(f"checkpoints/*step={step}-*-last")):
+        assert actor.process.poll() is None, f"ended with status {actor.process.returncode}: {actor.describe()}"
+        assert time.monotonic() < deadline, f"no checkpoint: {actor.describe()}"
+        time.sleep(0.02)
+
+
+def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path: Path) -> None:
+    """One rank of the actor is killed: the job ends within seconds. Critic and actor, started again, go on from their
+    checkpoints, and end with the weights and numbers of a run that nobody disturbed, bit for bit."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    with exact_critic(artefacts, straight / "critic") as (critic, port):
+        undisturbed = exact_actor(artefacts, straight / "actor", port)
+        with exact_critic(artefacts, broken / "critic") as (_, other_port):
+            victim = exact_actor(artefacts, broken / "actor", other_port)
+            try:
+                wait_for_checkpoint(victim, broken / "actor", 2)
+                os.kill(ranks_of(victim)[1], signal.SIGKILL)
+                killed = time.monotonic()
+                assert victim.wait(30) == 128 + signal.SIGKILL, victim.describe()
+                assert time.monotonic() - killed < 15
+            finally:
+                victim.kill()
+        undisturbed.check(TIMEOUT)
+    done = max(step for step, _ in read_metrics(broken / "actor")["train_rollouts/rewards"])
+    assert done < 7, "the run was over before it was killed: make it longer"
+    (broken / "critic.log").rename(broken / "critic_first.log")
+    (broken / "actor.log").rename(broken / "actor_first.log")
+    with exact_critic(artefacts, broken / "critic") as (critic, port):
+        assert "resumed from" in critic.output()
+        exact_actor(artefacts, broken / "actor", port).check(TIMEOUT)
+    assert "resumed from" in (broken / "actor.log").read_text()
+
+    for job, archive in (("actor", "megatron_gpt_ppo_actor.nemo"), ("critic", "megatron_gpt_critic.nemo")):
+        expected, resumed = (stored_weights(run / job / "checkpoints" / archive) for run in (straight, broken))
+        assert expected.keys() == resumed.keys() and len(expected) > 5
+        assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == [], job
+        curves, resumed_curves = (read_metrics(run / job) for run in (straight, broken))
+        for name, points in curves.items():
+            if not name.startswith("timers/"):
+                assert resumed_curves[name] == points, name
