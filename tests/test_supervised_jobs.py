@@ -1,0 +1,256 @@
+"""SFT and reward model training: exact resuming, batches that count the same however they are cut, regression."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Artefacts
+from job_processes import Job, mpirun, run, script, stored_weights, wait_until_ready
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_style_aligner.algorithms.supervised_setup import (
+    build_supervised_trainer,
+    reward_loss,
+    reward_task,
+    sft_loss,
+    sft_task,
+)
+from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
+from nemo_style_aligner.weights.stream import export_weights
+
+TIMEOUT = 240.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+def long_sft(artefacts: Artefacts, log_dir: Path) -> Job:
+    return Job(
+        script(
+            "train_gpt_sft.py",
+            f"model.restore_from_path={artefacts.base}",
+            f"exp_manager.explicit_log_dir={log_dir}",
+            f"model.data.train_ds.file_path={artefacts.data('train_sft')}",
+            f"model.data.validation_ds.file_path={artefacts.data('test_sft')}",
+            "trainer.precision=32",
+            "trainer.sft.max_epochs=10",
+            "trainer.sft.max_steps=60",
+            "trainer.sft.val_check_interval=20",
+            "model.encoder_seq_length=64",
+            "model.data.train_ds.global_batch_size=16",
+            "model.data.train_ds.micro_batch_size=4",
+            "model.hidden_dropout=0.1",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.constant_steps=10",
+        ),
+        log_dir.with_suffix(".log"),
+    )
+
+
+def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_path: Path) -> None:
+    """SIGTERM in the middle: a checkpoint after the present step, status 0; then the same numbers to the last bit."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    undisturbed, first = long_sft(artefacts, straight), long_sft(artefacts, stopped)
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while "train/loss" not in read_metrics(stopped) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.process.send_signal(signal.SIGTERM)
+        output = first.check(TIMEOUT)
+        assert "received SIGTERM" in output
+        done = read_metrics(stopped)["train/loss"][-1][0]
+        assert done < 60, "the run was over before it was stopped: make it longer"
+        assert not (stopped / "checkpoints" / "megatron_gpt_sft.nemo").exists()
+        long_sft(artefacts, stopped).check(TIMEOUT)
+        undisturbed.check(TIMEOUT)
+    finally:
+        undisturbed.kill()
+        first.kill()
+    archive = Path("checkpoints") / "megatron_gpt_sft.nemo"
+    expected, resumed = stored_weights(straight / archive), stored_weights(stopped / archive)
+    assert expected.keys() == resumed.keys() and len(expected) > 5
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    curves, resumed_curves = read_metrics(straight), read_metrics(stopped)
+    for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
+        assert resumed_curves[name] == curves[name], name
+    assert [step for step, _ in curves["train/loss"]] == list(range(1, 61))
+
+
+# ---- regression, two attributes, over the wire --------------------------------------------------
+
+
+def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
+    """Trained with TP 2 and sequence parallelism under mpirun, average pooling; served on one rank."""
+    lines = []
+    for line in artefacts.data("train_sft").read_text().splitlines():
+        record = json.loads(line)
+        text = f"{record['input']} {record['output']}"
+        # The first attribute is the text's length, to be learnt; the second is missing in every third line.
+        lines.append({"text": text, "label": [float(len(text) - 32), -100 if len(lines) % 3 == 0 else 1.0]})
+    data = tmp_path / "labelled.jsonl"
+    write_jsonl(data, lines)
+    log_dir = tmp_path / "rm"
+    command = script(
+        "train_reward_model.py",
+        "trainer.devices=2",
+        "trainer.precision=32",
+        f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
+        f"model.data.data_prefix={{train: [{data}], validation: [{data}], test: [{data}]}}",
+        f"exp_manager.explicit_log_dir={log_dir}",
+        "model.tensor_model_parallel_size=2",
+        "model.sequence_parallel=True",
+        "model.reward_model_type=regression",
+        "model.regression.num_attributes=2",
+        "model.use_avg_pool=True",
+        "model.force_head_dtype=float32",
+        "model.encoder_seq_length=64",
+        "model.micro_batch_size=8",
+        "model.global_batch_size=16",
+        "trainer.rm.max_epochs=5",
+        "trainer.rm.max_steps=30",
+        "trainer.rm.val_check_interval=15",
+        "trainer.rm.save_interval=0",
+        "trainer.rm.limit_val_batches=2",
+        "model.optim.lr=1e-2",
+        "model.optim.sched.warmup_steps=2",
+        "model.optim.sched.constant_steps=0",
+    )
+    run(mpirun(2, command), tmp_path / "rm.log", TIMEOUT)
+    curves = read_metrics(log_dir)
+    assert curves["train/loss"][-1][1] < 0.7 * curves["train/loss"][0][1]
+    assert [step for step, _ in curves["val/loss"]] == [15, 30]
+
+    port = free_port()
+    archive = log_dir / "checkpoints" / "megatron_gpt.nemo"
+    service = Job(
+        script("serve_reward_model.py", f"rm_model_file={archive}", f"inference.port={port}", "trainer.precision=32"),
+        tmp_path / "service.log",
+    )
+    try:
+        wait_until_ready(service, port, TIMEOUT)
+        texts = [lines[0]["text"], lines[1]["text"]]
+        body = {"inputs": [{"name": "sentences", "shape": [2, 1], "datatype": "BYTES", "data": texts}]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v2/models/reward_model/infer", json.dumps(body).encode()
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            output = json.load(answer)["outputs"][0]
+        assert output["name"] == "rewards" and output["shape"] == [2, 2]
+        assert all(abs(value - 1.0) < 1.0 for value in output["data"][1::2])  # the second attribute is always 1
+        assert service.stop() == 0, service.describe()
+    finally:
+        service.kill()
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[ParallelLayout]:
+    from megatron.core import parallel_state
+
+    initialize_single_process()
+    yield initialize_model_parallel(1, 1, seed=1)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def trainer_for(
+    kind: str, artefacts: Artefacts, layout: ParallelLayout, folder: Path, global_batch: int, micro_batch: int
+) -> SupervisedTrainer:
+    """A supervised trainer, as the scripts build it, on this process."""
+    job = "gpt_sft" if kind in ("sft", "chat") else "training_rm"
+    cfg = OmegaConf.merge(
+        load_defaults(job),
+        {
+            "trainer": {"precision": "32"},
+            "exp_manager": {"explicit_log_dir": str(folder)},
+            "model": {"encoder_seq_length": 64, "optim": {"lr": 1e-3, "sched": {"warmup_steps": 0}}},
+        },
+    )
+    assert isinstance(cfg, DictConfig)
+    control, metrics = RunControl(), MetricsLogger(folder)
+    checkpoints = CheckpointManager(folder / "checkpoints", CheckpointSettings())
+    surroundings = Run(folder, layout, metrics, control, checkpoints)
+    if job == "gpt_sft":
+        files = {"train": artefacts.data("train_sft"), "validation": artefacts.data("test_sft")}
+        if kind == "chat":
+            files = {name: _as_chat(path, folder / f"{name}_chat.jsonl") for name, path in files.items()}
+        cfg.model.data.chat = kind == "chat"
+        cfg.model.data.train_ds.update(
+            file_path=str(files["train"]), global_batch_size=global_batch, micro_batch_size=micro_batch
+        )
+        cfg.model.data.validation_ds.file_path = str(files["validation"])
+        cfg.model.restore_from_path = str(artefacts.sft)
+        base = open_base_model(cfg.model.restore_from_path, cfg)
+        model = base.load()
+        task = sft_task(cfg, base.tokenizer)
+        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, sft_loss(model))
+    cfg.model.global_batch_size, cfg.model.micro_batch_size = global_batch, micro_batch
+    files = {
+        "train": [str(artefacts.data("train_comparisons"))],
+        "validation": [str(artefacts.data("test_comparisons"))],
+    }
+    cfg.model.data.data_prefix = files
+    base = open_base_model(str(artefacts.rm), cfg)
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    task = reward_task(cfg, base.tokenizer, head)
+    return build_supervised_trainer(
+        cfg, cfg.trainer.rm, surroundings, base.load(head=head), task, reward_loss(cfg, head)
+    )
+
+
+def _as_chat(source: Path, target: Path) -> Path:
+    records = [json.loads(line) for line in source.read_text().splitlines()]
+    chats = [
+        {
+            "system": "",
+            "mask": "User",
+            "conversations": [{"from": "User", "value": r["input"][6:24]}, {"from": "Assistant", "value": r["output"]}],
+        }
+        for r in records
+    ]
+    write_jsonl(target, chats)
+    return target
+
+
+@pytest.mark.parametrize("kind", ["sft", "chat", "ranking"])
+def test_batch_sizes_do_not_show(kind: str, artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path) -> None:
+    """Validation covers every example once, a last partial batch too; no update depends on the micro batch."""
+    results: list[dict[str, Any]] = []
+    for number, (global_batch, micro_batch) in enumerate([(16, 16), (16, 1), (6, 3), (7, 7)]):
+        trainer = trainer_for(kind, artefacts, layout, tmp_path / str(number), global_batch, micro_batch)
+        report = {"val": trainer.validate(), "size": global_batch}
+        if global_batch == 16:
+            report["train"] = trainer.update(range(16))
+            report["weights"] = {name: tensor.clone() for name, tensor in export_weights(trainer.model)}
+        results.append(report)
+    first, second = results[:2]
+    for other in results[1:]:
+        assert other["val"] == pytest.approx(first["val"], rel=1e-5)
+    assert second["train"] == pytest.approx(first["train"], rel=1e-5)
+    for name, tensor in first["weights"].items():
+        torch.testing.assert_close(second["weights"][name], tensor, atol=2e-5, rtol=0)
+    assert first["val"]["loss"] > 0 and first["train"]["grad_norm"] > 0
+    if kind == "ranking":
+        assert 0 <= first["val"]["accuracy"] <= 1
