@@ -17,6 +17,7 @@ the SFT model gives some too and PPO, whose reward model knows better, has somet
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import operator
 import random
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
 Question = tuple[int, int]
+NUM_GUESSES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked, and what kind of mistakes wrong answers are."""
+
+    operation: str
+    max_operand: int
+    mistakes: str
 
 
 def prompt(question: Question, operation: str) -> str:
@@ -36,8 +47,20 @@ def right_answer(question: Question, operation: str) -> int:
     return OPERATIONS[operation][1](*question)
 
 
-def wrong_answers(question: Question, operation: str, rng: random.Random) -> list[int]:
-    """Plausible mistakes, each once, in random order: slips by one, lost carries, swapped or wrong digits."""
+def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[int]:
+    """Different wrong answers in random order: of somebody who slips, or of somebody who guesses."""
+    return slips(question, task.operation, rng) if task.mistakes == "slips" else guesses(question, task, rng)
+
+
+def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
+    """Right answers to other questions."""
+    others = [(rng.randint(0, task.max_operand), rng.randint(0, task.max_operand)) for _ in range(NUM_GUESSES)]
+    wrong = {right_answer(other, task.operation) for other in others} - {right_answer(question, task.operation)}
+    return rng.sample(sorted(wrong), len(wrong))
+
+
+def slips(question: Question, operation: str, rng: random.Random) -> list[int]:
+    """Plausible mistakes: slips by one, lost carries, swapped or wrong digits."""
     right = right_answer(question, operation)
     digits = str(abs(right))
     place = rng.randrange(len(digits))
@@ -74,22 +97,20 @@ def orders(pair: Question) -> list[Question]:
     return [pair] if pair[0] == pair[1] else [pair, pair[::-1]]
 
 
-def demonstrations(questions: list[Question], operation: str, errors: float, rng: random.Random) -> Iterator[dict]:
+def demonstrations(questions: list[Question], task: Task, errors: float, rng: random.Random) -> Iterator[dict]:
     for question in questions:
-        answer = right_answer(question, operation)
+        answer = right_answer(question, task.operation)
         if rng.random() < errors:
-            answer = wrong_answers(question, operation, rng)[0]
-        yield {"input": prompt(question, operation), "output": str(answer)}
+            answer = wrong_answers(question, task, rng)[0]
+        yield {"input": prompt(question, task.operation), "output": str(answer)}
 
 
-def comparisons(questions: list[Question], operation: str, per_question: int, rng: random.Random) -> Iterator[dict]:
-    pairs = [
-        (question, wrong) for question in questions for wrong in wrong_answers(question, operation, rng)[:per_question]
-    ]
+def comparisons(questions: list[Question], task: Task, per_question: int, rng: random.Random) -> Iterator[dict]:
+    pairs = [(question, wrong) for question in questions for wrong in wrong_answers(question, task, rng)[:per_question]]
     rng.shuffle(pairs)
     for question, wrong in pairs:
-        yield {"text": f"{prompt(question, operation)} {right_answer(question, operation)}"}
-        yield {"text": f"{prompt(question, operation)} {wrong}"}
+        yield {"text": f"{prompt(question, task.operation)} {right_answer(question, task.operation)}"}
+        yield {"text": f"{prompt(question, task.operation)} {wrong}"}
 
 
 def prompts(questions: list[Question], operation: str) -> Iterator[dict]:
@@ -107,6 +128,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sft-fraction", type=float, default=1.0, help="share of the training questions with a demonstration"
     )
     parser.add_argument("--sft-errors", type=float, default=0.0, help="share of demonstrations with a wrong answer")
+    parser.add_argument(
+        "--mistakes",
+        choices=("slips", "guesses"),
+        default="slips",
+        help="wrong answers: near the right one, or right ones of other questions",
+    )
     parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question (default: 4)")
     parser.add_argument("--seed", type=int, default=1234)
     options = parser.parse_args(arguments)
@@ -124,15 +151,15 @@ def main(arguments: list[str] | None = None) -> None:
     # A generator of its own for each kind of file: changing one kind's size leaves the others as they were.
     training, test = split_questions(options.max_operand, options.test_questions, random.Random(options.seed))
     shown = training[: max(1, round(options.sft_fraction * len(training)))]
-    operation = options.operation
+    task = Task(options.operation, options.max_operand, options.mistakes)
     rngs = {name: random.Random(f"{options.seed} {name}") for name in ("train_sft", "train_comp", "test_comp")}
     files = {
-        "train_sft": demonstrations(shown, operation, options.sft_errors, rngs["train_sft"]),
-        "test_sft": demonstrations(test, operation, 0.0, random.Random()),
-        "train_comparisons": comparisons(training, operation, options.wrong_per_question, rngs["train_comp"]),
-        "test_comparisons": comparisons(test, operation, options.wrong_per_question, rngs["test_comp"]),
-        "train_prompts": prompts(training, operation),
-        "test_prompts": prompts(test, operation),
+        "train_sft": demonstrations(shown, task, options.sft_errors, rngs["train_sft"]),
+        "test_sft": demonstrations(test, task, 0.0, random.Random()),
+        "train_comparisons": comparisons(training, task, options.wrong_per_question, rngs["train_comp"]),
+        "test_comparisons": comparisons(test, task, options.wrong_per_question, rngs["test_comp"]),
+        "train_prompts": prompts(training, task.operation),
+        "test_prompts": prompts(test, task.operation),
     }
     for name, rows in files.items():
         print(f"{name}.jsonl: {write_jsonl(options.output / f'{name}.jsonl', rows)} lines")
