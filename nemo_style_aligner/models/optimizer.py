@@ -70,18 +70,17 @@ class Optimizer:
 
     Attributes:
         step_count: updates made so far.
-        weight_decay: of all other weights.
     """
 
     def __init__(self, model: MegatronModel, optim: Mapping[str, Any], schedule: Schedule, clip_grad: float) -> None:
         use_fused_adam_where_megatron_has_none()
         betas = optim.get("betas") or (0.9, 0.98)
-        self.weight_decay = float(optim.get("weight_decay") or 0.0)
+        weight_decay = float(optim.get("weight_decay") or 0.0)
         config = OptimizerConfig(
             optimizer="adam",
             lr=schedule.lr,
             min_lr=0.0,
-            weight_decay=self.weight_decay,
+            weight_decay=weight_decay,
             adam_beta1=float(betas[0]),
             adam_beta2=float(betas[1]),
             adam_eps=float(optim.get("eps") or 1e-8),
@@ -96,6 +95,9 @@ class Optimizer:
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             config, [model.module], config_overrides=weight_decay_overrides(config)
         )
+        for group in self.megatron.param_groups:
+            # megatron leaves this to its own scheduler: norms and biases have wd_mult 0.
+            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
         model.config.grad_scale_func = self.megatron.scale_loss
 
     @property
@@ -118,8 +120,6 @@ class Optimizer:
         lr = self.learning_rate
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-            # megatron's own scheduler would do this: norms and biases have wd_mult 0.
-            group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
         successful, grad_norm, _ = self.megatron.step()
         grad_norm = float(grad_norm) if grad_norm is not None else 0.0
         if not successful or not math.isfinite(grad_norm):
