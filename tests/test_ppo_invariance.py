@@ -66,7 +66,12 @@ def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> Non
     """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""
     tensors, metrics = result(layout.name)
     expected_tensors, expected_metrics = result("tied_reference" if layout.tied else "reference")
-    assert largest_difference(tensors, expected_tensors) < 5e-6
+    models = ("policy.", "critic.")
+    experience = {k: v for k, v in tensors.items() if not k.startswith(models)}
+    assert largest_difference(experience, {k: expected_tensors[k] for k in experience}) < 5e-6
+    for prefix in models:
+        # 1% of the learning rate, at those few weights whose gradient is next to nothing.
+        assert largest_difference(tensors, expected_tensors, prefix) < 2e-5
     assert metrics.keys() == expected_metrics.keys()
     for name, value in metrics.items():
         assert value == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-6), name
