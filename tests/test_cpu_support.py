@@ -24,18 +24,42 @@ from nemo_style_aligner.parallel import cpu
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="parallel/cpu.py does nothing where there is CUDA")
 
 # What the jobs run through in megatron-core, whatever else they import.
-USED = """
-parallel_state utils tensor_parallel.cross_entropy tensor_parallel.layers tensor_parallel.mappings
-tensor_parallel.random tensor_parallel.utils pipeline_parallel.schedules pipeline_parallel.p2p_communication
-pipeline_parallel.utils transformer.attention transformer.mlp transformer.module transformer.transformer_block
-transformer.transformer_config transformer.transformer_layer transformer.utils models.gpt.gpt_model
-models.common.embeddings.rotary_pos_embedding models.common.embeddings.rope_utils
-models.common.embeddings.language_model_embedding models.common.language_module.language_module
-optimizer optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer distributed.distributed_data_parallel
-distributed.param_and_grad_buffer distributed.finalize_model_grads dist_checkpointing.serialization
-dist_checkpointing.strategies.torch dist_checkpointing.strategies.common dist_checkpointing.mapping
-inference.contexts.static_context
-""".split()
+USED = [
+    "parallel_state",
+    "utils",
+    "tensor_parallel.cross_entropy",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "tensor_parallel.utils",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.utils",
+    "transformer.attention",
+    "transformer.mlp",
+    "transformer.module",
+    "transformer.transformer_block",
+    "transformer.transformer_config",
+    "transformer.transformer_layer",
+    "transformer.utils",
+    "models.gpt.gpt_model",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.rope_utils",
+    "models.common.embeddings.language_model_embedding",
+    "models.common.language_module.language_module",
+    "optimizer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.optimizer",
+    "distributed.distributed_data_parallel",
+    "distributed.param_and_grad_buffer",
+    "distributed.finalize_model_grads",
+    "dist_checkpointing.serialization",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.common",
+    "dist_checkpointing.mapping",
+    "inference.contexts.static_context",
+]
 
 # Calls of torch.cuda that may stay in these modules: they are guarded, or belong to what jobs leave off on a CPU.
 ALLOWED_CALLS = {
