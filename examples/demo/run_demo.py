@@ -2,9 +2,9 @@
 
     make demo
 
-Base model, SFT on demonstrations of which some are wrong, a reward model from comparisons, the critic service,
-PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes results/demo/report.json
-and results/demo/report.html.
+A base model that knows sums, SFT on demonstrations of which many are wrong, a reward model from comparisons, the critic
+service, PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes
+results/demo/report.json and results/demo/report.html.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_style_aligner.data.tokenizer import train_bpe_tokenizer
 from nemo_style_aligner.telemetry.logger import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 
-MODEL = ["--num-layers", 3, "--hidden-size", 128, "--num-heads", 4, "--max-length", 48, "--tied-embeddings"]
+MODEL = ["--num-layers", 5, "--hidden-size", 128, "--num-heads", 4, "--max-length", 48, "--tied-embeddings"]
 SEQUENCE_LENGTH = "model.encoder_seq_length=48"
 COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_logger=False"]
 
@@ -30,51 +30,63 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--max-operand", type=int, default=99)
-    parser.add_argument("--sft-steps", type=int, default=900)
-    parser.add_argument("--rm-steps", type=int, default=400)
+    parser.add_argument("--base-steps", type=int, default=800)
+    parser.add_argument("--sft-steps", type=int, default=120)
+    parser.add_argument("--sft-errors", type=float, default=0.4, help="share of wrong demonstrations")
+    parser.add_argument("--rm-steps", type=int, default=600)
     parser.add_argument("--ppo-steps", type=int, default=30)
     args = parser.parse_args()
     demo = Demo(args.output.resolve(), num_stages=6)
-    make_base_model(demo, args)
-    sft = train_sft(demo, args)
+    sft = train_sft(demo, args, make_base_model(demo, args))
     reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
     policy = run_ppo(demo, args, sft, reward_model)
     report = evaluate(demo, args, sft, policy, reward_model)
     write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
 
 
-def make_base_model(demo: Demo, args: argparse.Namespace) -> None:
-    data, tokenizer = demo.directory / "data", demo.directory / "tokenizer"
-    with demo.stage("base_model", "Data, tokenizer and base model") as results:
+def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
+    """A model from scratch that knows sums: random weights, then training on right answers."""
+    folder, log_dir = demo.directory, demo.directory / "base"
+    with demo.stage("base_model", "Data, tokenizer, base model") as results:
+        for data, errors in (("data_base", 0.0), ("data", args.sft_errors)):
+            # The same seed holds out the same questions.
+            demo.run(
+                "data", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", folder / data, "--seed", args.seed,
+                "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", errors,
+                "--mistakes", "guesses", "--wrong-per-question", 8,
+            )  # fmt: skip
+        texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
+        train_bpe_tokenizer(texts, 320, folder / "tokenizer")
         demo.run(
-            "base_model", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", data, "--seed", args.seed,
-            "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", 0.3,
-        )  # fmt: skip
-        texts = [record.text("text") for record in read_jsonl(data / "train_comparisons.jsonl")[:4000]]
-        train_bpe_tokenizer(texts, 320, tokenizer)
-        demo.run(
-            "base_model", python("init_gpt.py"), "--tokenizer", tokenizer, "--output", demo.directory / "base.nemo",
+            "init", python("init_gpt.py"), "--tokenizer", folder / "tokenizer", "--output", folder / "random.nemo",
             "--seed", args.seed, *MODEL,
         )  # fmt: skip
-        results.append(f"{len(read_jsonl(data / 'train_prompts.jsonl'))} questions, 500 held out")
-
-
-def train_sft(demo: Demo, args: argparse.Namespace) -> Path:
-    data, log_dir = demo.directory / "data", demo.directory / "sft"
-    with demo.stage("sft", "SFT on demonstrations, 30% of them wrong") as results:
-        demo.run(
-            "sft", python("train_gpt_sft.py"), *COMMON,
-            f"model.restore_from_path={demo.directory / 'base.nemo'}",
-            f"model.data.train_ds.file_path={data / 'train_sft.jsonl'}",
-            f"model.data.validation_ds.file_path={data / 'test_sft.jsonl'}",
-            "model.data.train_ds.global_batch_size=128", "model.data.train_ds.micro_batch_size=128",
-            f"trainer.sft.max_epochs=100 trainer.sft.max_steps={args.sft_steps}".split(),
-            "trainer.sft.val_check_interval=300", "trainer.sft.save_interval=0",
-            "model.optim.lr=3e-3", "model.optim.sched.min_lr=3e-4", "model.optim.sched.constant_steps=0",
-            "model.optim.sched.warmup_steps=20", "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
-            f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
-        )  # fmt: skip
+        model = supervised(demo, args, "base", folder / "random.nemo", folder / "data_base", args.base_steps, 3e-3)
+        results.append(f"{len(read_jsonl(folder / 'data' / 'train_prompts.jsonl'))} questions, 500 held out")
         results.append(f"validation loss {last(log_dir, 'val/loss'):.3f}")
+    return model
+
+
+def train_sft(demo: Demo, args: argparse.Namespace, base: Path) -> Path:
+    with demo.stage("sft", f"SFT on demonstrations, {args.sft_errors:.0%} of them wrong") as results:
+        model = supervised(demo, args, "sft", base, demo.directory / "data", args.sft_steps, 1e-3)
+        results.append(f"validation loss {last(demo.directory / 'sft', 'val/loss'):.3f}")
+    return model
+
+
+def supervised(demo: Demo, args: argparse.Namespace, name: str, start: Path, data: Path, steps: int, lr: float) -> Path:
+    """Run train_gpt_sft.py; the .nemo it leaves."""
+    log_dir = demo.directory / name
+    demo.run(
+        name, python("train_gpt_sft.py"), *COMMON, f"model.restore_from_path={start}",
+        f"model.data.train_ds.file_path={data / 'train_sft.jsonl'}",
+        f"model.data.validation_ds.file_path={data / 'test_sft.jsonl'}",
+        "model.data.train_ds.global_batch_size=64", "model.data.train_ds.micro_batch_size=64",
+        "trainer.sft.max_epochs=100", f"trainer.sft.max_steps={steps}", f"trainer.sft.val_check_interval={steps}",
+        "trainer.sft.save_interval=0", f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr / 10}",
+        "model.optim.sched.constant_steps=0", "model.optim.sched.warmup_steps=20",
+        f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
+    )  # fmt: skip
     return log_dir / "checkpoints" / "megatron_gpt_sft.nemo"
 
 
@@ -127,9 +139,7 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
     return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
 
 
-def evaluate(
-    demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, reward_model: Path
-) -> dict[str, float]:
+def evaluate(demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, reward_model: Path) -> dict[str, float]:
     report: dict[str, float] = {}
     prompts = demo.directory / "data" / "test_prompts.jsonl"
     for name, model in (("sft", sft), ("ppo", policy)):
@@ -165,7 +175,7 @@ def write_results(demo: Demo, report: dict[str, float]) -> None:
         ("seconds", f"{result['seconds']['total']:.0f}"),
     ]
     print_table(rows)
-    runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft"}
+    runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft", "Base": "base"}
     write_report(
         demo.directory / "report.html",
         "RLHF on sums: from base model to PPO",
