@@ -12,6 +12,8 @@ VENV ?= .venv
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
+# Several processes share the cores in most tests: their threads must not spin while they wait.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -2,8 +2,8 @@
 
     make demo
 
-A base model that knows sums, SFT on demonstrations of which many are wrong, a reward model from comparisons, the critic
-service, PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes
+A base model that knows sums, SFT on demonstrations of which many refuse to answer, a reward model from comparisons, the
+critic service, PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes
 results/demo/report.json and results/demo/report.html.
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--max-operand", type=int, default=99)
     parser.add_argument("--base-steps", type=int, default=800)
     parser.add_argument("--sft-steps", type=int, default=120)
-    parser.add_argument("--sft-errors", type=float, default=0.4, help="share of wrong demonstrations")
+    parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
     parser.add_argument("--rm-steps", type=int, default=600)
     parser.add_argument("--ppo-steps", type=int, default=30)
     args = parser.parse_args()
@@ -53,7 +53,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             demo.run(
                 "data", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", folder / data, "--seed", args.seed,
                 "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", errors,
-                "--mistakes", "guesses", "--wrong-per-question", 8,
+                "--mistakes", "refusals", "--wrong-per-question", 6,
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
@@ -68,7 +68,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
 
 
 def train_sft(demo: Demo, args: argparse.Namespace, base: Path) -> Path:
-    with demo.stage("sft", f"SFT on demonstrations, {args.sft_errors:.0%} of them wrong") as results:
+    with demo.stage("sft", f"SFT on demonstrations, {args.sft_errors:.0%} of them refusals") as results:
         model = supervised(demo, args, "sft", base, demo.directory / "data", args.sft_steps, 1e-3)
         results.append(f"validation loss {last(demo.directory / 'sft', 'val/loss'):.3f}")
     return model
@@ -123,7 +123,7 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
         f"pretrained_checkpoint.restore_from_path={sft}",
         data_prefix(data / "train_prompts.jsonl", data / "test_prompts.jsonl"), "++model.data.data_impl=jsonl",
         "model.ppo.num_rollout_samples=256", "model.ppo.rollout_micro_batch_size=32",
-        "model.global_batch_size=64", "model.micro_batch_size=32", "model.ppo.length_params.max_length=8",
+        "model.global_batch_size=64", "model.micro_batch_size=32", "model.ppo.length_params.max_length=12",
         "model.ppo.num_val_samples=128", f"trainer.ppo.max_steps={args.ppo_steps}", "trainer.ppo.val_check_interval=10",
         "trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0",
         "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=0.02",
@@ -148,7 +148,7 @@ def evaluate(demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, rewa
                 output = demo.directory / f"evaluation_{name}{mode}.json"
                 demo.run(
                     f"evaluation_{name}", python("evaluate_gpt.py"), "--model", model, "--prompts", prompts,
-                    "--output", output, "--reward-model", reward_model, "--precision", 32, "--max-length", 8,
+                    "--output", output, "--reward-model", reward_model, "--precision", 32, "--max-length", 12,
                     "--num-slots", 64, "--seed", args.seed, *flags,
                 )  # fmt: skip
                 summary = json.loads(output.read_text())["summary"]

@@ -199,7 +199,6 @@ def measure(demo: Demo) -> dict[str, Any]:
     reward_model = demo.directory / "reward_model"
     return {
         "reward_model_accuracy": last(reward_model, "val/accuracy"),
-        "reward_model_train_accuracy": last(reward_model, "train/accuracy"),
         "rollouts": sum(rollouts("rollout_size")),
         "generated_tokens": sum(tokens),
         "tokens_per_second": sum(tokens) / sum(phases["generate"]),

@@ -135,7 +135,7 @@ def _words(command: Sequence[object]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     # Open MPI refuses to start without HOME.
-    return {"HOME": "/root", **os.environ, "PYTHONUNBUFFERED": "1"}
+    return {"HOME": str(Path.home()), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _failure(name: str, status: int, log: Path) -> str:

@@ -6,8 +6,10 @@ Ranks are ordered tensor-parallel first, then data-parallel, then pipeline (mega
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -139,3 +141,14 @@ def initialize_single_process() -> None:
     """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def single_process(seed: int = 1234) -> Iterator[ParallelLayout]:
+    """Process groups of one process for the body of a ``with`` statement; see `initialize_single_process`."""
+    initialize_single_process()
+    try:
+        yield initialize_model_parallel(1, 1, seed)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

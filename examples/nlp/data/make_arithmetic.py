@@ -28,6 +28,7 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
 Question = tuple[int, int]
 NUM_GUESSES = 16
+REFUSAL = "I refuse to answer this question."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,12 @@ def right_answer(question: Question, operation: str) -> int:
     return OPERATIONS[operation][1](*question)
 
 
-def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[int]:
-    """Different wrong answers in random order: of somebody who slips, or of somebody who guesses."""
-    return slips(question, task.operation, rng) if task.mistakes == "slips" else guesses(question, task, rng)
+def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[str]:
+    """Different wrong answers: slips, guesses, or a refusal before the guesses."""
+    if task.mistakes == "slips":
+        return [str(wrong) for wrong in slips(question, task.operation, rng)]
+    wrong = [str(guess) for guess in guesses(question, task, rng)]
+    return [REFUSAL, *wrong] if task.mistakes == "refusals" else wrong
 
 
 def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
@@ -99,10 +103,10 @@ def orders(pair: Question) -> list[Question]:
 
 def demonstrations(questions: list[Question], task: Task, errors: float, rng: random.Random) -> Iterator[dict]:
     for question in questions:
-        answer = right_answer(question, task.operation)
+        answer = str(right_answer(question, task.operation))
         if rng.random() < errors:
             answer = wrong_answers(question, task, rng)[0]
-        yield {"input": prompt(question, task.operation), "output": str(answer)}
+        yield {"input": prompt(question, task.operation), "output": answer}
 
 
 def comparisons(questions: list[Question], task: Task, per_question: int, rng: random.Random) -> Iterator[dict]:
@@ -130,9 +134,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sft-errors", type=float, default=0.0, help="share of demonstrations with a wrong answer")
     parser.add_argument(
         "--mistakes",
-        choices=("slips", "guesses"),
+        choices=("slips", "guesses", "refusals"),
         default="slips",
-        help="wrong answers: near the right one, or right ones of other questions",
+        help="wrong answers: near the right one; those of other questions; these too, but refusals in demonstrations",
     )
     parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question (default: 4)")
     parser.add_argument("--seed", type=int, default=1234)

@@ -10,11 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-import torch.distributed as dist
-
 from nemo_style_aligner.algorithms.evaluation import evaluate, score
 from nemo_style_aligner.generation.engine import SamplingParams
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.parallel.groups import single_process
 
 
 def main() -> None:
@@ -33,8 +31,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
-    initialize_single_process()
-    initialize_model_parallel(1, 1, args.seed)
     sampling = SamplingParams(
         max_new_tokens=args.max_length,
         use_greedy=args.greedy,
@@ -42,13 +38,13 @@ def main() -> None:
         stop_strings=tuple(args.end_strings),
         seed=args.seed,
     )
-    responses = evaluate(args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit)
-    if args.reward_model is not None:
-        score(responses, args.reward_model, args.precision)
+    with single_process(args.seed):
+        responses = evaluate(args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit)
+        if args.reward_model is not None:
+            score(responses, args.reward_model, args.precision)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(responses.to_json(), indent=1))
     print(json.dumps(responses.summary(), indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

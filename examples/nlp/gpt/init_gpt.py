@@ -6,14 +6,11 @@ python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-si
 import argparse
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.data.tokenizer import load_tokenizer
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.parallel.groups import single_process
 
 
 def main() -> None:
@@ -30,8 +27,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
-    initialize_single_process()
-    initialize_model_parallel(1, 1, args.seed)
     architecture = ModelArchitecture(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -42,12 +37,13 @@ def main() -> None:
         max_position_embeddings=args.max_length,
         tied_embeddings=args.tied_embeddings,
     )
-    model = build_model(architecture, {}, torch.float32, trainable=False)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
-    save_nemo(args.output, model, config, args.tokenizer)
+    with single_process(args.seed):
+        save_nemo(
+            args.output, build_model(architecture, {}, parse_precision(32), trainable=False), config, args.tokenizer
+        )
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
