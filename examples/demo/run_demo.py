@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
     parser.add_argument("--rm-steps", type=int, default=600)
-    parser.add_argument("--ppo-steps", type=int, default=30)
+    parser.add_argument("--ppo-steps", type=int, default=10)
     args = parser.parse_args()
     demo = Demo(args.output.resolve(), num_stages=6)
     sft = train_sft(demo, args, make_base_model(demo, args))
@@ -53,7 +53,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             demo.run(
                 "data", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", folder / data, "--seed", args.seed,
                 "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", errors,
-                "--mistakes", "refusals", "--wrong-per-question", 6,
+                "--mistakes", "refusals", "--wrong-per-question", 4,
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
@@ -124,10 +124,10 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
         data_prefix(data / "train_prompts.jsonl", data / "test_prompts.jsonl"), "++model.data.data_impl=jsonl",
         "model.ppo.num_rollout_samples=256", "model.ppo.rollout_micro_batch_size=32",
         "model.global_batch_size=64", "model.micro_batch_size=32", "model.ppo.length_params.max_length=12",
-        "model.ppo.num_val_samples=128", f"trainer.ppo.max_steps={args.ppo_steps}", "trainer.ppo.val_check_interval=10",
+        "model.ppo.num_val_samples=128", f"trainer.ppo.max_steps={args.ppo_steps}", "trainer.ppo.val_check_interval=5",
         "trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0",
-        "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=0.02",
-        "trainer.ppo.critic_warmup_steps=2", "model.optim.lr=3e-4", "model.optim.sched.min_lr=1e-4",
+        "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=1.0",
+        "trainer.ppo.critic_warmup_steps=2", "model.optim.lr=1e-4", "model.optim.sched.min_lr=5e-5",
         "model.optim.sched.constant_steps=0", "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
         f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}",
     ]  # fmt: skip

@@ -28,6 +28,7 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
 Question = tuple[int, int]
 NUM_GUESSES = 16
+CLEARLY_WRONG = 5
 REFUSAL = "I refuse to answer this question."
 
 
@@ -57,10 +58,12 @@ def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[st
 
 
 def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
-    """Right answers to other questions."""
+    """Right answers to other questions that are clearly wrong for this one: nobody compares what is nearly equal."""
     others = [(rng.randint(0, task.max_operand), rng.randint(0, task.max_operand)) for _ in range(NUM_GUESSES)]
-    wrong = {right_answer(other, task.operation) for other in others} - {right_answer(question, task.operation)}
-    return rng.sample(sorted(wrong), len(wrong))
+    right = right_answer(question, task.operation)
+    answers = {right_answer(other, task.operation) for other in others}
+    wrong = sorted(answer for answer in answers if abs(answer - right) >= CLEARLY_WRONG)
+    return rng.sample(wrong, len(wrong))
 
 
 def slips(question: Question, operation: str, rng: random.Random) -> list[int]:
