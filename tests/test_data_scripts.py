@@ -116,6 +116,21 @@ def test_arithmetic_options(tmp_path: Path) -> None:
         make(["--output", str(tmp_path), "--sft-errors", "1.5"])
 
 
+def test_arithmetic_mistakes(tmp_path: Path) -> None:
+    make = script("make_arithmetic").main
+    common = ["--max-operand", "30", "--sft-errors", "1.0", "--wrong-per-question", "3"]
+    make(["--output", str(tmp_path / "guesses"), *common, "--mistakes", "guesses"])
+    texts = [row["text"] for row in rows(tmp_path / "guesses" / "train_comparisons.jsonl")]
+    for bad in texts[1::2]:
+        _, _, right, given = parsed(bad)
+        assert given is not None and 0 <= given <= 60 and abs(given - right) >= 5
+    make(["--output", str(tmp_path / "refusals"), *common, "--mistakes", "refusals"])
+    outputs = {row["output"] for row in rows(tmp_path / "refusals" / "train_sft.jsonl")}
+    assert outputs == {"I refuse to answer this question."}
+    bad_ones = [row["text"] for row in rows(tmp_path / "refusals" / "train_comparisons.jsonl")][1::2]
+    assert sum("refuse" in text for text in bad_ones) * 3 == len(bad_ones)
+
+
 # ---- process_gsm8k ----------------------------------------------------------------------------
 
 

@@ -10,7 +10,13 @@ import pytest
 import sentencepiece
 import transformers
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.data.tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+    train_bpe_tokenizer,
+    train_character_tokenizer,
+)
 
 TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
 CHATML = (
@@ -71,6 +77,19 @@ def test_character_tokenizer_does_not_depend_on_the_order_of_its_corpus(tmp_path
     assert a.text_to_ids("abc") == b.text_to_ids("abc") == [3, 4, 5]
     with pytest.raises(TokenizerError, match="at least one character"):
         train_character_tokenizer("", tmp_path / "c")
+
+
+def test_bpe_tokenizer_keeps_digits_apart_and_makes_the_round_trip(tmp_path: Path) -> None:
+    tokenizer = train_bpe_tokenizer(["User: What is 12+34?\nAssistant: 46"] * 4, 300, tmp_path / "bpe")
+    digits = [tokenizer.token_to_id(digit) for digit in "0123456789"]
+    prompt, response = "User: What is 7+85?\nAssistant:", " 92"
+    ids = tokenizer.text_to_ids(prompt + response)
+    assert [digits.index(i) for i in ids if i in digits] == [7, 8, 5, 9, 2]
+    assert ids == tokenizer.text_to_ids(prompt) + tokenizer.text_to_ids(response)  # as in a rollout
+    assert len(ids) < len(prompt)
+    for text in (prompt + response, "Grüße, 世界!\n\t x  y"):
+        assert tokenizer.ids_to_text(tokenizer.text_to_ids(text)) == text
+    assert tokenizer.eos_id == tokenizer.pad_id == 0
 
 
 def test_saved_tokenizer_is_the_same(characters: Tokenizer, tmp_path: Path) -> None:
