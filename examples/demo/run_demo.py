@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=800)
     parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
-    parser.add_argument("--rm-steps", type=int, default=600)
+    parser.add_argument("--rm-steps", type=int, default=800)
     parser.add_argument("--ppo-steps", type=int, default=10)
     args = parser.parse_args()
     demo = Demo(args.output.resolve(), num_stages=6)
@@ -53,7 +53,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             demo.run(
                 "data", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", folder / data, "--seed", args.seed,
                 "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", errors,
-                "--mistakes", "refusals", "--wrong-per-question", 4,
+                "--mistakes", "refusals", "--wrong-per-question", 6,
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
