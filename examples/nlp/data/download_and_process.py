@@ -40,14 +40,13 @@ def local_files(source: Path, split: str) -> list[Path]:
 def download(folder: Path | None) -> Path:
     """Fetch the dataset's files from the hub; returns the folder that has them."""
     # Here, because only this way of getting the data needs it.
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = [f"{subset}/{split}.jsonl.gz" for subset in SUBSETS for split in SPLITS]
     try:
         return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns=patterns, cache_dir=folder))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
             f"cannot download {REPOSITORY} from the Hugging Face hub ({type(error).__name__}). Where there is no "
             f"network, copy its files */{{train,test}}.jsonl.gz over and give their folder as --source"
