@@ -429,7 +429,8 @@ def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path
                 wait_for_checkpoint(victim, broken / "actor", 2)
                 os.kill(ranks_of(victim)[1], signal.SIGKILL)
                 killed = time.monotonic()
-                assert victim.wait(30) == 128 + signal.SIGKILL, victim.describe()
+                # The supervisor reports whoever it sees end first: the killed rank, or the other one, which misses it.
+                assert victim.wait(30) in (128 + signal.SIGKILL, 1), victim.describe()
                 assert time.monotonic() - killed < 15
             finally:
                 victim.kill()

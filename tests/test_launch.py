@@ -172,7 +172,7 @@ from nemo_style_aligner.parallel.launch import job
 def main(cfg: DictConfig) -> None:
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
-    print(f"sum {total.item():g} on rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+    print(f"sum {total.item():g} on rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="", flush=True)
     mode = cfg.exp_manager.name
     if mode == "raise" and dist.get_rank() == dist.get_world_size() - 1:
         raise RuntimeError("this rank is broken")
