@@ -14,6 +14,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.parallel.launch import bind_address, detect_launch
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -100,13 +101,9 @@ def _dispatch(section: DictConfig, layout: ParallelLayout, base: BaseModel) -> D
 
 
 def _http_settings(section: DictConfig) -> HttpSettings:
-    # In a cluster's job the actor may run on another machine than this service.
-    on_cluster = "SLURM_PROCID" in os.environ or int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < int(
-        os.environ.get("WORLD_SIZE", 1)
-    )
     return HttpSettings(
         port=int(section.port),
-        host=section.host or ("0.0.0.0" if on_cluster else "127.0.0.1"),
+        host=bind_address(section.host, detect_launch(os.environ)),
         token=section.token,
         max_body_bytes=int(section.max_body_bytes),
         max_outstanding_requests=int(section.max_outstanding_requests),
