@@ -29,7 +29,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ValueError: settings that do not fit together (found before any weight is read).
         ServerUnavailableError: the service is not there in time.
     """
-    _check_batch_sizes(cfg, run.layout)
+    _check_batch_size(cfg, run.layout)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
@@ -81,15 +81,10 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
     )
 
 
-def _check_batch_sizes(cfg: DictConfig, layout: ParallelLayout) -> None:
+def _check_batch_size(cfg: DictConfig, layout: ParallelLayout) -> None:
     share = cfg.model.micro_batch_size * layout.dp_size
     if cfg.model.global_batch_size % share:
         raise ValueError(
             f"model.global_batch_size={cfg.model.global_batch_size} is not a multiple of model.micro_batch_size="
             f"{cfg.model.micro_batch_size} x {layout.dp_size} data-parallel ranks"
-        )
-    if cfg.model.ppo.num_rollout_samples % cfg.model.global_batch_size:
-        raise ValueError(
-            f"model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples} is not a multiple of "
-            f"model.global_batch_size={cfg.model.global_batch_size}"
         )

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
@@ -133,9 +132,3 @@ class Optimizer:
     def reload_model_params(self) -> None:
         """Take the model's weights as the new main weights (after loading a model without its optimizer)."""
         self.megatron.reload_model_params()
-
-
-def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of optimizer state on this rank, for the memory report."""
-    states = optimizer.megatron.state.values() if hasattr(optimizer.megatron, "state") else []
-    return sum(t.numel() * t.element_size() for s in states for t in s.values() if isinstance(t, torch.Tensor))

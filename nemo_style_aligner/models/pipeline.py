@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -22,13 +22,6 @@ from nemo_style_aligner.parallel.groups import (
     data_parallel_group,
     device,
 )
-
-
-class TokenBatch(Protocol):
-    """What every batch has. Implementations are dataclasses whose other tensors share dimension 0."""
-
-    tokens: torch.Tensor
-
 
 B = TypeVar("B", bound=Any)
 
