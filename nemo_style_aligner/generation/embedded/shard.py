@@ -1,0 +1,107 @@
+"""A tensor-parallel rank's share of a model: sizes, and slices of full tensors.
+
+q, k, v, gate and up projections and the vocabulary are cut by rows, the output and down projections by
+columns; norms are whole on every rank. With more ranks than key heads, ranks share a key head and each
+holds a copy of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that run one engine together: this one's number, how many, and their process group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``tensor`` (equal shapes), by rank."""
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's ``tensor`` on every rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
+
+
+class ModelShard:
+    """One rank's part of ``architecture``.
+
+    Attributes:
+        num_heads, num_groups: query heads and key (= value) heads held here.
+        ffn_size: of the MLP's inner dimension.
+        vocab_start, vocab_rows: the ids whose embedding and output rows are held here; ``vocab_rows`` is the
+            same on every rank, the last rank's may reach beyond the vocabulary (rows that stay zero).
+    """
+
+    def __init__(self, architecture: ModelArchitecture, rank: int = 0, size: int = 1) -> None:
+        """Raises ValueError where the heads or the MLP cannot be divided by ``size``."""
+        a = architecture
+        if a.num_attention_heads % size or a.ffn_hidden_size % size:
+            raise ValueError(
+                f"generation with tensor parallelism of {size}: num_attention_heads={a.num_attention_heads} and "
+                f"ffn_hidden_size={a.ffn_hidden_size} must be multiples of it; "
+                "set trainer.ppo.generation.tensor_parallel_size to a divisor of both"
+            )
+        if a.num_query_groups % size and size % a.num_query_groups:
+            raise ValueError(
+                f"generation with tensor parallelism of {size}: num_query_groups={a.num_query_groups} must be a "
+                "multiple or a divisor of it; set trainer.ppo.generation.tensor_parallel_size accordingly"
+            )
+        self.architecture = a
+        self.rank, self.size = rank, size
+        self.num_heads = a.num_attention_heads // size
+        self.num_groups = max(1, a.num_query_groups // size)
+        self.first_group = rank * a.num_query_groups // size
+        self.ffn_size = a.ffn_hidden_size // size
+        self.vocab_rows = -(-a.vocab_size // size)
+        self.vocab_start = rank * self.vocab_rows
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the q projection held here."""
+        return self.num_heads * self.architecture.kv_channels
+
+    @property
+    def group_size(self) -> int:
+        """Rows of the k projection (and of v) held here."""
+        return self.num_groups * self.architecture.kv_channels
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's view of the full tensor with Hugging Face name ``name``."""
+        if self.size == 1:
+            return tensor
+        module, _, kind = name.rpartition(".")
+        projection = module.rpartition(".")[2]
+        channels = self.architecture.kv_channels
+        if projection == "q_proj":
+            return tensor.narrow(0, self.rank * self.query_size, self.query_size)
+        if projection in ("k_proj", "v_proj"):
+            return tensor.narrow(0, self.first_group * channels, self.group_size)
+        if projection in ("gate_proj", "up_proj"):
+            return tensor.narrow(0, self.rank * self.ffn_size, self.ffn_size)
+        if projection == "o_proj" and kind == "weight":
+            return tensor.narrow(1, self.rank * self.query_size, self.query_size)
+        if projection == "down_proj" and kind == "weight":
+            return tensor.narrow(1, self.rank * self.ffn_size, self.ffn_size)
+        if projection in ("embed_tokens", "lm_head"):
+            return tensor[self.vocab_start : self.vocab_start + self.vocab_rows]  # the last rank's may be shorter
+        return tensor  # norms, and biases added once after the ranks' sum

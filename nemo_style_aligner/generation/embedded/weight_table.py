@@ -1,0 +1,148 @@
+"""What a refit does: a stream of named full tensors into this rank's places for them, checked.
+
+The places belong to a `ModelStep`, which lays weights out as its kernels want them. Nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+
+from nemo_style_aligner.generation.embedded.shard import ModelShard
+from nemo_style_aligner.generation.engine import WeightStream
+from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+
+RefitCheck = Literal["off", "sampled", "full"]
+
+_SAMPLED_ROWS = 4  # of each tensor, about, under refit_check=sampled
+_FINGERPRINT_CHUNK = 1 << 20  # values hashed at a time: bounds the temporary memory of a full check
+
+
+class Destination(Protocol):
+    """Where one tensor's part of this rank goes."""
+
+    def write(self, part: torch.Tensor) -> None:
+        """Store ``part``, any float dtype and any strides, in the layout of the step."""
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """What is stored in ``rows`` (of the first dimension) of the part."""
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """What `read` returns after writing rows ``part``: cast, or quantised row by row and back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewDestination:
+    """A view into a buffer of the step."""
+
+    view: torch.Tensor
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `Destination.write`."""
+        self.view.copy_(part)
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """See `Destination.read`."""
+        return self.view[rows]
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Destination.as_stored`."""
+        return part.to(self.view.device, self.view.dtype)
+
+
+class WeightTable:
+    """Every tensor a refit must bring, and its destination on this rank.
+
+    Attributes:
+        shapes: name and full shape of every tensor, in the stream's order.
+    """
+
+    def __init__(self, shard: ModelShard, destinations: Mapping[str, Destination]) -> None:
+        """Raises ValueError unless ``destinations`` are exactly the architecture's tensors."""
+        self._shard = shard
+        self._destinations = destinations
+        tensors = hf_tensors(weight_layout(shard.architecture))
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if self.shapes.keys() != destinations.keys():
+            raise ValueError(
+                f"a step and the layout table disagree on {sorted(self.shapes.keys() ^ destinations.keys())[:5]}"
+            )
+
+    def copy_from(self, stream: WeightStream, check: RefitCheck) -> None:
+        """Write the whole stream to its destinations.
+
+        With ``check`` each part's bits are hashed before it is written (all of them, or those of a few rows) and
+        compared with what the destination holds after the last one.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, given twice or of the wrong shape, or the check failed.
+                The content is then undefined.
+        """
+        expected: dict[str, int] = {}
+        rows: dict[str, slice] = {}
+        seen: set[str] = set()
+        for name, tensor in stream:
+            shape = self.shapes.get(name)
+            if shape is None:
+                raise ValueError(f"refit: unexpected tensor {name!r}; {_nearest(name, self.shapes)}")
+            if name in seen:
+                raise ValueError(f"refit: tensor {name!r} comes twice in the stream")
+            if tuple(tensor.shape) != tuple(shape):
+                raise ValueError(
+                    f"refit: tensor {name!r} has shape {tuple(tensor.shape)}, the engine was built for "
+                    f"{tuple(shape)}; refit with full, unsharded and unpadded tensors of the same model"
+                )
+            seen.add(name)
+            part, destination = self._shard.take(name, tensor.detach()), self._destinations[name]
+            destination.write(part)
+            if check != "off":
+                rows[name] = _checked_rows(len(part), check)
+                expected[name] = _fingerprint(destination.as_stored(part[rows[name]]))
+        missing = [name for name in self.shapes if name not in seen]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"refit: tensor {missing[0]!r}{more} missing from the stream")
+        for name, value in expected.items():
+            if _fingerprint(self._destinations[name].read(rows[name])) != value:
+                raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    """A hint on why ``name`` is not ``known``."""
+    if name == "lm_head.weight":
+        return "the engine was built with tied embeddings, so the stream must not bring an output layer"
+    if name.endswith(".bias") and name.removesuffix("bias") + "weight" in known:
+        return "the engine was built for an architecture without this bias"
+    return "the engine was built for another architecture"
+
+
+def _checked_rows(num_rows: int, check: RefitCheck) -> slice:
+    """All rows, or a few evenly spaced ones with the first among them."""
+    return slice(None) if check == "full" else slice(None, None, max(1, num_rows // _SAMPLED_ROWS))
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    """Position-dependent 64-bit hash of all values' bits."""
+    flat = tensor.reshape(-1)
+    bits = flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _FINGERPRINT_CHUNK):
+        chunk = bits[start : start + _FINGERPRINT_CHUNK].long()
+        weight = torch.arange(start, start + chunk.numel(), device=chunk.device) * 2654435761 + 1
+        total = (total + int((chunk * weight).sum())) & ((1 << 64) - 1)
+    return total
+
+
+def release(buffers: list[torch.Tensor]) -> None:
+    """Free the memory behind ``buffers``; the tensors and their views stay valid objects."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
+
+
+def acquire(buffers: list[torch.Tensor]) -> None:
+    """Allocate the memory of released ``buffers`` again; the content is undefined."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
