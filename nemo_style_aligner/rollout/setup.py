@@ -14,6 +14,8 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
+from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import broadcast_object, device
 from nemo_style_aligner.rollout.collector import GenerationGroup, RolloutCollector
@@ -49,17 +51,24 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
 def choose_engine(cfg: DictConfig) -> str:
     """The engine's name: ``trainer.ppo.generation.engine``, or trtllm where ``trt_llm.enable`` asks for it.
 
+    Where TensorRT-LLM cannot be used, ``trt_llm.enable`` leaves its work to the embedded engine.
+
     Raises:
         ValueError: there is no such engine.
+        RuntimeError: TensorRT-LLM is asked for by name and missing, or installed in a version that does not fit.
     """
     name = str(cfg.trainer.ppo.generation.engine)
-    if cfg.trainer.ppo.trt_llm.enable and name == "embedded":
-        logger.info(
-            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is not supported in this version; the embedded engine does "
-            "its work (compile once, refit every step)"
-        )
-    if name not in ("embedded", "megatron"):
-        raise ValueError(f"trainer.ppo.generation.engine={name!r}: choose embedded or megatron")
+    if name not in ("embedded", "megatron", "trtllm"):
+        raise ValueError(f"trainer.ppo.generation.engine={name!r}: choose embedded, megatron or trtllm")
+    if name == "trtllm":
+        find_trtllm(cfg)
+    elif name == "embedded" and cfg.trainer.ppo.trt_llm.enable:
+        try:
+            find_trtllm(cfg)
+        except TensorRTLLMUnavailable as reason:
+            logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine does its work.", reason)
+        else:
+            name = "trtllm"
     return name
 
 
@@ -69,7 +78,7 @@ def build_engine(
     """The generation engine of this rank, built, and the ranks that share it.
 
     The embedded engine holds whole, unsharded weights on each rank: every rank of the job generates on its own,
-    whatever the training layout. The megatron engine is shared by a tensor-parallel group.
+    whatever the training layout. The megatron and trtllm engines are shared by a tensor-parallel group.
     """
     num_slots = int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
     options: dict[str, Any] = {
@@ -82,11 +91,12 @@ def build_engine(
     }
     layout = model.layout
     engine: GenerationEngine
-    if choose_engine(cfg) == "megatron":
-        engine = MegatronEngine(model, **options)
+    name = choose_engine(cfg)
+    if name in ("megatron", "trtllm"):
+        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, **options)
         group = GenerationGroup(
-            index=layout.dp_rank,
-            count=layout.dp_size,
+            index=layout.dp_rank * layout.pp_size + layout.pp_rank,
+            count=layout.dp_size * layout.pp_size,
             is_leader=layout.tp_rank == 0,
             group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
             leader=parallel_state.get_tensor_model_parallel_src_rank(),
