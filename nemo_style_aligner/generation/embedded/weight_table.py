@@ -58,12 +58,13 @@ class WeightTable:
 
     Attributes:
         shapes: name and full shape of every tensor, in the stream's order.
+        destinations: where each one's part goes.
     """
 
     def __init__(self, shard: ModelShard, destinations: Mapping[str, Destination]) -> None:
         """Raises ValueError unless ``destinations`` are exactly the architecture's tensors."""
         self._shard = shard
-        self._destinations = destinations
+        self.destinations = destinations
         tensors = hf_tensors(weight_layout(shard.architecture))
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if self.shapes.keys() != destinations.keys():
@@ -96,7 +97,7 @@ class WeightTable:
                     f"{tuple(shape)}; refit with full, unsharded and unpadded tensors of the same model"
                 )
             seen.add(name)
-            part, destination = self._shard.take(name, tensor.detach()), self._destinations[name]
+            part, destination = self._shard.take(name, tensor.detach()), self.destinations[name]
             destination.write(part)
             if check != "off":
                 rows[name] = _checked_rows(len(part), check)
@@ -106,7 +107,7 @@ class WeightTable:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"refit: tensor {missing[0]!r}{more} missing from the stream")
         for name, value in expected.items():
-            if _fingerprint(self._destinations[name].read(rows[name])) != value:
+            if _fingerprint(self.destinations[name].read(rows[name])) != value:
                 raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")
 
 

@@ -1,0 +1,257 @@
+// Weight matrices as panels: 32 output features each, k in pairs (see pair_index), padded with zeros to whole panels and
+// to a multiple of 32 in k. Packing is what a refit does; multiplying is what a pass does.
+#pragma once
+#include "threads.h"
+#include "vectors.h"
+
+constexpr int PANEL = 32;
+constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+#if STORAGE_INT8
+typedef int8_t weight_t;
+#else
+typedef panel_t weight_t;
+#endif
+
+struct Matrix {
+    const weight_t* data;  // [panels][k][32], pairs of k interleaved
+    const float* scales;   // [panels * 32], of int8 weights: value = scale * data
+};
+
+#if KERNEL == KERNEL_FMA && LANES == 8
+constexpr int BLOCK_ROWS = 6;  // 6 rows x 2 vectors of accumulators in 16 registers
+#elif KERNEL == KERNEL_AMX
+constexpr int BLOCK_ROWS = 32;
+#else
+constexpr int BLOCK_ROWS = 12;  // 12 rows x 2 vectors in 32 registers
+#endif
+constexpr int VECTOR_ROWS = BLOCK_ROWS < 12 ? BLOCK_ROWS : 12;  // rows of the vector kernels, attention's too
+
+// ---- AMX tiles ------------------------------------------------------------------------------------------------------
+
+#if KERNEL == KERNEL_AMX
+#if EMULATE
+struct Tile { unsigned char bytes[16][64]; };
+static thread_local Tile tiles[8];
+#define TILE_ZERO(t) memset(&tiles[t], 0, sizeof(Tile))
+#define TILE_LOAD(t, p, stride) \
+    for (int r_ = 0; r_ < 16; ++r_) memcpy(tiles[t].bytes[r_], (const char*)(p) + (size_t)r_ * (stride), 64)
+#define TILE_STORE(t, p, stride) \
+    for (int r_ = 0; r_ < 16; ++r_) memcpy((char*)(p) + (size_t)r_ * (stride), tiles[t].bytes[r_], 64)
+static void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
+    float(*sum)[16] = (float(*)[16])c.bytes;
+    const bf16(*x)[32] = (const bf16(*)[32])a.bytes;
+    const bf16(*w)[32] = (const bf16(*)[32])b.bytes;
+    for (int m = 0; m < 16; ++m)
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < 16; ++n) {
+                sum[m][n] += widen(x[m][2 * k]) * widen(w[k][2 * n]);
+                sum[m][n] += widen(x[m][2 * k + 1]) * widen(w[k][2 * n + 1]);
+            }
+}
+#define TILE_MULTIPLY(c, a, b) tile_multiply(tiles[c], tiles[a], tiles[b])
+static void tiles_begin() {}
+static void tiles_end() {}
+#else
+#define TILE_ZERO(t) _tile_zero(t)
+#define TILE_LOAD(t, p, stride) _tile_loadd(t, p, stride)
+#define TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
+#define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
+static void tiles_begin() {  // eight tiles of 16 rows of 64 bytes
+    struct alignas(64) { uint8_t palette = 1, start = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+    for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = 16;
+    _tile_loadconfig(&config);
+}
+static void tiles_end() { _tile_release(); }
+#endif
+
+// c[16 * TALL][32] = a[16 * TALL rows][k] * panel
+template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, float* c) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    if (TALL == 2) {
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (int i = 0; i < k; i += 32, panel += 32 * PANEL) {
+#if !EMULATE
+#pragma GCC unroll 32
+        for (int line = 0; line < 32; ++line)  // three blocks of k ahead; the hardware's prefetcher is too late
+            _mm_prefetch((const char*)panel + 3 * 2048 + 64 * line, _MM_HINT_T0);
+#endif
+        TILE_LOAD(6, panel, 128);
+        TILE_LOAD(7, panel + 32, 128);
+        TILE_LOAD(4, a + i, lda * 2);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_MULTIPLY(1, 4, 7);
+        if (TALL == 2) {
+            TILE_LOAD(5, a + (size_t)16 * lda + i, lda * 2);
+            TILE_MULTIPLY(2, 5, 6);
+            TILE_MULTIPLY(3, 5, 7);
+        }
+    }
+    TILE_STORE(0, c, 128);
+    TILE_STORE(1, c + 16, 128);
+    if (TALL == 2) {
+        TILE_STORE(2, c + 16 * PANEL, 128);
+        TILE_STORE(3, c + 16 * PANEL + 16, 128);
+    }
+}
+#endif
+
+// ---- vector kernel --------------------------------------------------------------------------------------------------
+
+// c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. As many columns at a time as there are registers for.
+static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const panel_t* panel, float* c) {
+    with_constant<VECTOR_ROWS>(n, [&](auto rows) {
+        constexpr int N = decltype(rows)::value;
+        constexpr int ALL = PANEL / LANES, V = ALL > 2 && N > 3 ? 2 : ALL;
+        const act_t* row[N];
+        for (int i = 0; i < N; ++i) row[i] = a + (size_t)i * lda;
+        for (int j = 0; j < ALL; j += V) {
+            vf acc[N][V] = {};
+            multiply_pairs<N, V>(row, k / 2, panel + (size_t)j * LANES * COLUMN_STEP, PANEL, acc);
+#pragma GCC unroll 16
+            for (int i = 0; i < N; ++i)
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) store(c + i * PANEL + (j + v) * LANES, acc[i][v]);
+        }
+    });
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// Panel `index` of `matrix` as the kernels read it; int8 is widened into `scratch` (integers up to 127 are exact in bf16).
+static INLINE const panel_t* open_panel(const Matrix& matrix, int index, int k, panel_t* scratch) {
+    const weight_t* data = matrix.data + (size_t)index * k * PANEL;
+#if STORAGE_INT8
+    for (int i = 0; i < k * PANEL; i += LANES) {
+        vf wide;
+        for (int lane = 0; lane < LANES; ++lane) wide[lane] = data[i + lane];
+        store_as(scratch + i, wide);
+    }
+    return scratch;
+#else
+    (void)scratch;
+    return data;
+#endif
+}
+
+// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up to a
+// multiple of 32 must be readable.
+template <class Use>
+static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, panel_t* scratch, Use&& use) {
+    const panel_t* panel = open_panel(matrix, index, k, scratch);
+    alignas(64) float c[BLOCK_ROWS * PANEL];
+    for (int r = 0; r < rows; r += BLOCK_ROWS) {
+        const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
+#if KERNEL == KERNEL_AMX
+        if (n > 16) multiply_tiles<2>(a + (size_t)r * k, k, k, panel, c);
+        else multiply_tiles<1>(a + (size_t)r * k, k, k, panel, c);
+#else
+        multiply_rows(a + (size_t)r * k, k, n, k, panel, c);
+#endif
+#if STORAGE_INT8
+        for (int i = 0; i < n; ++i)
+            for (int j = 0; j < PANEL; j += LANES)
+                store(c + i * PANEL + j, load<vf>(c + i * PANEL + j) * load<vf>(matrix.scales + index * PANEL + j));
+#endif
+        use(r, n, c);
+    }
+}
+
+// ---- packing --------------------------------------------------------------------------------------------------------
+
+// Where output feature `row` lies: its panel and its lane. Gated layers put 16 features of the gate and the same 16 of
+// the other half into one panel, so that the activation is applied while the product is in registers.
+enum Half { WHOLE = 0, GATE = 1, UP = 2 };
+struct Place { int panel, lane; };
+static INLINE Place place_of(int row, int half) {
+    if (half == WHOLE) return {row / PANEL, row % PANEL};
+    return {row / 16, row % 16 + (half == UP ? 16 : 0)};
+}
+
+typedef uint32_t vu8 __attribute__((vector_size(32)));
+
+// out[c][r] = in[r][c] of 8 x 8 32-bit words
+static INLINE void transpose8(const vu8 (&in)[8], vu8 (&out)[8]) {
+    vu8 a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = __builtin_shuffle(in[i], in[i + 1], vu8{0, 8, 1, 9, 4, 12, 5, 13});
+        a[i + 1] = __builtin_shuffle(in[i], in[i + 1], vu8{2, 10, 3, 11, 6, 14, 7, 15});
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = __builtin_shuffle(a[i], a[i + 2], vu8{0, 1, 8, 9, 4, 5, 12, 13});
+        b[i + 1] = __builtin_shuffle(a[i], a[i + 2], vu8{2, 3, 10, 11, 6, 7, 14, 15});
+        b[i + 2] = __builtin_shuffle(a[i + 1], a[i + 3], vu8{0, 1, 8, 9, 4, 5, 12, 13});
+        b[i + 3] = __builtin_shuffle(a[i + 1], a[i + 3], vu8{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        out[i] = __builtin_shuffle(b[i], b[i + 4], vu8{0, 1, 2, 3, 8, 9, 10, 11});
+        out[i + 4] = __builtin_shuffle(b[i], b[i + 4], vu8{4, 5, 6, 7, 12, 13, 14, 15});
+    }
+}
+
+struct PackArguments {
+    weight_t* data;      // of the matrix
+    float* scales;       // of the matrix, int8 only
+    const void* source;  // [rows][columns], the columns next to each other
+    int64_t source_stride;  // elements from row to row
+    int32_t source_is_f32;  // else bf16
+    int32_t rows, columns, padded_columns;
+    int32_t first_row;  // of the matrix, where the source's first row goes
+    int32_t half;
+};
+
+// Up to eight neighbouring rows of the source, which go to neighbouring lanes of one panel.
+static void pack_rows(const PackArguments& p, int row, int n) {
+    const Place place = place_of(p.first_row + row, p.half);
+    weight_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
+    auto value = [&](int i, int k) -> float {
+        const size_t at = (size_t)(row + i) * p.source_stride + k;
+        return p.source_is_f32 ? ((const float*)p.source)[at] : widen(((const bf16*)p.source)[at]);
+    };
+#if STORAGE_INT8
+    for (int i = 0; i < n; ++i) {
+        float most = 0;
+        for (int k = 0; k < p.columns; ++k) most = std::fmax(most, std::fabs(value(i, k)));
+        const float scale = most > 0 ? most / 127 : 1;
+        p.scales[place.panel * PANEL + place.lane + i] = scale;
+        for (int k = 0; k < p.columns; ++k)
+            panel[(size_t)(k / 2) * 2 * PANEL + (place.lane + i) * 2 + (k & 1)] = (int8_t)std::nearbyint(value(i, k) / scale);
+    }
+#else
+    // Words of 32 bits, two bf16 or one float, are transposed in squares of eight.
+    constexpr int PER_WORD = sizeof(panel_t) == 2 ? 2 : 1;
+    const bool same = p.source_is_f32 == (sizeof(panel_t) == 4);
+    int k = 0;
+    if (n == 8) {
+        for (; k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) {
+            vu8 in[8], out[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                const size_t at = (size_t)(row + i) * p.source_stride + k;
+                if (same) {
+                    in[i] = load<vu8>((const panel_t*)p.source + at);
+                } else if (sizeof(panel_t) == 2) {  // fp32 to bf16
+                    for (int w = 0; w < 8; ++w) {
+                        const float* pair = (const float*)p.source + at + 2 * w;
+                        in[i][w] = narrow(pair[0]) | (uint32_t)narrow(pair[1]) << 16;
+                    }
+                } else {  // bf16 to fp32
+                    for (int w = 0; w < 8; ++w) in[i][w] = (uint32_t)((const bf16*)p.source)[at + w] << 16;
+                }
+            }
+            transpose8(in, out);
+#pragma GCC unroll 8
+            for (int w = 0; w < 8; ++w)
+                store(panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD, out[w]);
+        }
+    }
+    for (; k < p.columns; ++k)
+        for (int i = 0; i < n; ++i) set_as(panel + pair_index(k, place.lane + i, PANEL), value(i, k));
+#endif
+}

@@ -1,0 +1,355 @@
+// One forward pass of a decoder-only transformer over any mix of decoding tokens and prompt chunks.
+//
+// Compiled once per model shape; the shape comes as macros from `native/library.py`:
+//   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
+//   NORM (0 RMSNorm, 1 LayerNorm, 2 LayerNorm with weights stored less one)  EPSILON
+//   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU)  GATED  QK_NORM
+//   SUM_RANKS: other ranks hold the rest of the model; what they must add up is left in `partial`
+//   STORAGE_F32, STORAGE_INT8 (else bf16)  KERNEL  LANES  EMULATE
+#define KERNEL_FMA 0
+#define KERNEL_DOT 1
+#define KERNEL_AMX 2
+#include "attention.h"
+#include "sample.h"
+
+constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
+constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_DIM, 32), FFN_K = round_up(FFN, 32);
+constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
+constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
+
+// Mirrored by `native/library.py`. Biases and scales have one float per lane of their matrix's panels.
+struct Layer {
+    Matrix qkv, output, fc1, fc2;
+    const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias;  // null: none
+    const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+    panel_t *keys, *values;  // [page][GROUPS][PAGE_SIZE]
+};
+struct Model {
+    const Layer* layers;
+    const float *final_norm, *final_norm_bias;
+    Matrix head;
+    const panel_t* embedding;      // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
+    const float *cosines, *sines;  // [positions][ROTARY / 2]
+    // Activations of up to as many tokens as a pass may have, rounded up to 32.
+    float *hidden, *qkv, *partial, *logits;        // [t][HIDDEN], [t][QKV], [t][HIDDEN], [t][round_up(VOCAB_ROWS, 32)]
+    act_t *normed, *queries, *attended, *inner;    // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
+    int32_t max_length, vocab_start;
+};
+struct Pass {
+    const int32_t *token_ids, *positions, *slots, *segments, *output_rows, *block_table;
+    int32_t num_tokens, num_segments, num_outputs, pages_per_sequence;
+};
+
+struct AttentionItem { int32_t first, tokens; };
+
+struct Context {
+    Context(const Model& model, int threads) : model(model), team(threads), panels(threads), scores(threads) {
+        for (auto& p : panels) p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
+        for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
+    }
+    Model model;
+    Team team;
+    std::vector<std::vector<panel_t>> panels;  // by thread: an int8 panel, widened
+    std::vector<std::vector<float>> scores;    // by thread
+    std::vector<AttentionItem> items;
+    Counter counters[LAYERS * 8 + 4];
+};
+
+// ---- parts of a layer -----------------------------------------------------------------------------------------------
+
+static void norm_row(const float* x, const float* weight, const float* bias, act_t* out) {
+    constexpr int WHOLE_VECTORS = HIDDEN / LANES * LANES;
+    float mean = 0;
+#if NORM > 0
+    vf sums = {};
+    for (int i = 0; i < WHOLE_VECTORS; i += LANES) sums += load<vf>(x + i);
+    mean = sum_lanes(sums);
+    for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) mean += x[i];
+    mean /= HIDDEN;
+#endif
+    vf lanes = {};
+    for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
+        vf d = load<vf>(x + i) - mean;
+        lanes += d * d;
+    }
+    float squares = sum_lanes(lanes);
+    for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) squares += (x[i] - mean) * (x[i] - mean);
+    const float factor = 1.0f / std::sqrt(squares / HIDDEN + (float)EPSILON);
+    for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
+        vf w = load<vf>(weight + i) + (NORM == 2 ? 1.0f : 0.0f);
+        vf y = (load<vf>(x + i) - mean) * factor * w;
+        store_as(out + i, NORM > 0 ? y + load<vf>(bias + i) : y);
+    }
+    for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) {
+        const float y = (x[i] - mean) * factor * (weight[i] + (NORM == 2 ? 1.0f : 0.0f));
+        set_as(out + i, NORM > 0 ? y + bias[i] : y);
+    }
+}
+
+static INLINE float activate(float x) {
+    if (ACTIVATION == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    const float positive = x > 0 ? x : 0;
+    return positive * positive;
+}
+static INLINE vf activate(vf x) {
+    if (ACTIVATION == 0) return x / (1.0f + vexp(-x));
+    vf y;
+    for (int lane = 0; lane < LANES; ++lane) y[lane] = activate(x[lane]);
+    return y;
+}
+
+// Rotates q and k, norms them where the model does, and files k and v in the row's page.
+static void file_row(const Model& m, const Layer& layer, const Pass& pass, int row) {
+    const int position = pass.positions[row];
+    const int page = pass.block_table[(size_t)pass.slots[row] * pass.pages_per_sequence + position / PAGE];
+    const int at = position % PAGE;
+    const float *cosines = m.cosines + (size_t)position * (ROTARY / 2), *sines = m.sines + (size_t)position * (ROTARY / 2);
+    const float* source = m.qkv + (size_t)row * QKV;
+    for (int head = 0; head < HEADS + GROUPS; ++head, source += HEAD_DIM) {
+        float x[HEAD_DIM], y[HEAD_DIM];
+        memcpy(x, source, sizeof x);
+#if QK_NORM
+        float squares = 0;
+        for (float v : x) squares += v * v;
+        const float factor = 1.0f / std::sqrt(squares / HEAD_DIM + (float)EPSILON);
+        const float* weight = head < HEADS ? layer.query_norm : layer.key_norm;
+        for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * weight[i];
+#endif
+        memcpy(y, x, sizeof x);
+        for (int i = 0; i < ROTARY / 2; ++i) {
+            y[i] = x[i] * cosines[i] - x[i + ROTARY / 2] * sines[i];
+            y[i + ROTARY / 2] = x[i + ROTARY / 2] * cosines[i] + x[i] * sines[i];
+        }
+        if (head < HEADS) {
+            act_t* query = m.queries + ((size_t)row * HEADS + head) * CHANNELS;
+            for (int i = 0; i < HEAD_DIM; ++i) set_as(query + i, y[i]);
+        } else {
+            panel_t* keys = layer.keys + ((size_t)page * GROUPS + head - HEADS) * PAGE_SIZE;
+            for (int i = 0; i < HEAD_DIM; ++i) set_as(keys + pair_index(i, at, PAGE), y[i]);
+        }
+    }
+    for (int group = 0; group < GROUPS; ++group, source += HEAD_DIM) {
+        panel_t* values = layer.values + ((size_t)page * GROUPS + group) * PAGE_SIZE;
+        for (int i = 0; i < HEAD_DIM; ++i) set_as(values + pair_index(at, i, CHANNELS), source[i]);
+    }
+}
+
+static void embed_row(const Model& m, int token, float* out) {
+    const int row = token - m.vocab_start;
+    if (row < 0 || row >= VOCAB_ROWS) {  // another rank's
+        memset(out, 0, HIDDEN * sizeof(float));
+    } else if (m.embedding) {
+        for (int i = 0; i < HIDDEN; ++i) out[i] = widen(m.embedding[(size_t)row * HIDDEN + i]);
+    } else {
+#if !STORAGE_INT8
+        const panel_t* panel = m.head.data + (size_t)(row / PANEL) * HIDDEN_K * PANEL;
+        for (int i = 0; i < HIDDEN; ++i) out[i] = widen(panel[pair_index(i, row % PANEL, PANEL)]);
+#endif
+    }
+}
+
+// ---- the pass -------------------------------------------------------------------------------------------------------
+
+// What one thread does of a pass; every thread of the team runs it.
+class Worker {
+  public:
+    Worker(Context& context, const Pass& pass, int thread)
+        : c(context), m(context.model), pass(pass), scratch(context.panels[thread].data()), scores(context.scores[thread].data()) {}
+
+    // Stages: 0 embedding, 1 + 2l attention of layer l, 2 + 2l its MLP, 1 + 2 LAYERS the output layer.
+    void run(int first, int end) {
+#if KERNEL == KERNEL_AMX
+        tiles_begin();
+#endif
+        for (int stage = first; stage < end; ++stage) {
+            if (stage == 0) embed();
+            else if (stage == 1 + 2 * LAYERS) output();
+            else if (stage % 2) attention((stage - 1) / 2);
+            else mlp(stage / 2 - 1);
+        }
+#if KERNEL == KERNEL_AMX
+        tiles_end();
+#endif
+    }
+
+  private:
+    void embed() {
+        each(pass.num_tokens, rows_chunk(), [&](int row) {
+            float* hidden = m.hidden + (size_t)row * HIDDEN;
+            if (SUM_RANKS) {
+                memset(hidden, 0, HIDDEN * sizeof(float));
+                embed_row(m, pass.token_ids[row], m.partial + (size_t)row * HIDDEN);
+            } else {
+                embed_row(m, pass.token_ids[row], hidden);
+            }
+        });
+    }
+
+    void attention(int l) {
+        const Layer& layer = m.layers[l];
+        norm_rows(layer.input_norm, layer.input_norm_bias);
+        product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), [&](int panel, int first, int n, const float* block) {
+            for (int i = 0; i < n; ++i)
+                for (int j = 0; j < PANEL && panel * PANEL + j < QKV; ++j)
+                    m.qkv[(size_t)(first + i) * QKV + panel * PANEL + j] =
+                        block[i * PANEL + j] + (layer.qkv_bias ? layer.qkv_bias[panel * PANEL + j] : 0.0f);
+        });
+        each(pass.num_tokens, rows_chunk(), [&](int row) { file_row(m, layer, pass, row); });
+        each((int)c.items.size() * GROUPS, 1, [&](int i) {
+            const AttentionItem& item = c.items[i / GROUPS];
+            const int32_t* table = pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence;
+            attend(m.queries + (size_t)item.first * HEADS * CHANNELS, item.tokens, pass.positions[item.first], i % GROUPS,
+                   layer.keys, layer.values, table, scores, m.attended + (size_t)item.first * HEADS_K, HEADS_K);
+        });
+        residual_product(m.attended, HEADS_K, layer.output, layer.output_bias);
+    }
+
+    void mlp(int l) {
+        const Layer& layer = m.layers[l];
+        norm_rows(layer.mlp_norm, layer.mlp_norm_bias);
+        product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, [&](int panel, int first, int n, float* block) {
+            constexpr int WIDTH = GATED ? 16 : PANEL;
+            for (int i = 0; i < n; ++i) {
+                float* x = block + i * PANEL;
+                if (layer.fc1_bias)
+                    for (int j = 0; j < PANEL; ++j) x[j] += layer.fc1_bias[panel * PANEL + j];
+                act_t* out = m.inner + (size_t)(first + i) * FFN_K + panel * WIDTH;
+                for (int j = 0; j < WIDTH; j += LANES) {
+                    vf y = activate(load<vf>(x + j));
+                    store_as(out + j, GATED ? y * load<vf>(x + 16 + j) : y);
+                }
+            }
+        });
+        residual_product(m.inner, FFN_K, layer.fc2, layer.fc2_bias);
+    }
+
+    void output() {
+        constexpr int STRIDE = round_up(VOCAB_ROWS, PANEL);
+        if (SUM_RANKS) each(pass.num_tokens, rows_chunk(), [&](int row) { add_partial(row); });
+        each(pass.num_outputs, 1, [&](int i) {
+            norm_row(m.hidden + (size_t)pass.output_rows[i] * HIDDEN, m.final_norm, m.final_norm_bias, m.normed + (size_t)i * HIDDEN_K);
+        });
+        rows = pass.num_outputs;
+        product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), [&](int panel, int first, int n, const float* block) {
+            for (int i = 0; i < n; ++i)
+                memcpy(m.logits + (size_t)(first + i) * STRIDE + panel * PANEL, block + i * PANEL, PANEL * sizeof(float));
+        });
+    }
+
+    // A row-parallel product: into the residual stream, or to where the ranks' sums are taken.
+    void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias) {
+        product(a, k, matrix, panels(HIDDEN), [&](int panel, int first, int n, const float* block) {
+            const int width = HIDDEN - panel * PANEL < PANEL ? HIDDEN - panel * PANEL : PANEL;
+            for (int i = 0; i < n; ++i) {
+                const size_t at = (size_t)(first + i) * HIDDEN + panel * PANEL;
+                for (int j = 0; j < width; ++j) {
+                    const float y = block[i * PANEL + j] + (bias ? bias[panel * PANEL + j] : 0.0f);
+                    if (SUM_RANKS) m.partial[at + j] = y;
+                    else m.hidden[at + j] += y;
+                }
+            }
+        });
+    }
+
+    void norm_rows(const float* weight, const float* bias) {
+        each(pass.num_tokens, rows_chunk(), [&](int row) {
+            if (SUM_RANKS) add_partial(row);
+            norm_row(m.hidden + (size_t)row * HIDDEN, weight, bias, m.normed + (size_t)row * HIDDEN_K);
+        });
+    }
+
+    void add_partial(int row) {
+        for (int i = 0; i < HIDDEN; ++i) m.hidden[(size_t)row * HIDDEN + i] += m.partial[(size_t)row * HIDDEN + i];
+    }
+
+    template <class Use> void product(const act_t* a, int k, const Matrix& matrix, int count, Use&& use) {
+        const int chunk = std::max(1, count / (c.team.size * 8));
+        each(count, chunk, [&](int panel) {
+            multiply_panel(a, k, rows, matrix, panel, scratch, [&](int first, int n, float* block) { use(panel, first, n, block); });
+        });
+    }
+
+    int rows_chunk() const { return std::max(1, pass.num_tokens / (c.team.size * 4)); }
+
+    // f(i) for i < n, shared with the other threads; all of it is done when it returns.
+    template <class F> void each(int n, int chunk, F&& f) {
+        c.counters[phase++].each(n, chunk, f);
+        c.team.barrier();
+    }
+
+    Context& c;
+    const Model& m;
+    const Pass& pass;
+    panel_t* const scratch;
+    float* const scores;
+    int phase = 0;
+    int rows = pass.num_tokens;  // of the products
+};
+
+// ---- what Python calls ----------------------------------------------------------------------------------------------
+
+#if KERNEL == KERNEL_AMX && !EMULATE
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+extern "C" {
+
+// Sizes of the structures above, so that the caller can tell that it mirrors them.
+void step_sizes(int32_t* out) {
+    const size_t sizes[] = {sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(PackArguments), sizeof(SampleArguments)};
+    for (size_t i = 0; i < 5; ++i) out[i] = (int32_t)sizes[i];
+}
+
+// Asks the kernel for what the processor's tiles need; 0 if they may be used. Once per process, before step_create.
+int step_prepare() {
+#if KERNEL == KERNEL_AMX && !EMULATE
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+    return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+#else
+    return 0;
+#endif
+}
+
+void* step_create(const Model* model, int threads) { return new Context(*model, threads); }
+void step_destroy(void* context) { delete (Context*)context; }
+void step_bind(void* context, const Model* model) { ((Context*)context)->model = *model; }
+
+void step_run(void* context, const Pass* pass, int first_stage, int end_stage) {
+    Context& c = *(Context*)context;
+    c.items.clear();
+    for (int s = 0; s < pass->num_segments; ++s) {
+        const int begin = pass->segments[2 * s], end = begin + pass->segments[2 * s + 1];
+        for (int token = begin; token < end; token += QUERY_TOKENS)
+            c.items.push_back({token, std::min(QUERY_TOKENS, end - token)});
+    }
+    for (auto& counter : c.counters) counter.reset();
+    c.team.run([&](int thread) { Worker(c, *pass, thread).run(first_stage, end_stage); });
+}
+
+void step_pack(void* context, const PackArguments* arguments) {
+    Context& c = *(Context*)context;
+    const PackArguments& p = *arguments;
+    Counter& counter = c.counters[0];
+    counter.reset();
+    // Groups of rows that go to neighbouring lanes: up to the next multiple of eight.
+    const int lead = std::min(p.rows, (8 - p.first_row % 8) % 8);
+    const int groups = (p.rows - lead + 7) / 8;
+    c.team.run([&](int) {
+        counter.each(groups + 1, 4, [&](int g) {
+            if (g == 0) {
+                for (int row = 0; row < lead; ++row) pack_rows(p, row, 1);
+            } else {
+                const int row = lead + (g - 1) * 8;
+                pack_rows(p, row, std::min(8, p.rows - row));
+            }
+        });
+    });
+}
+
+void step_sample(void* context, const SampleArguments* arguments) {
+    Context& c = *(Context*)context;
+    c.counters[0].reset();
+    c.team.run([&](int) { c.counters[0].each(arguments->rows, 1, [&](int row) { sample_row(*arguments, row); }); });
+}
+}

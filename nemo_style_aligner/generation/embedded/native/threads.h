@@ -1,0 +1,94 @@
+// A few threads that share the work of a call. Between calls they sleep; within one they wait for each other by yielding,
+// so that a process that wants their core gets it.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <sched.h>
+#include <thread>
+#include <vector>
+
+class Team {
+  public:
+    explicit Team(int size) : size(size) {
+        for (int t = 1; t < size; ++t) helpers.emplace_back([this, t] { serve(t); });
+    }
+    ~Team() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            task = nullptr;
+            ++call;
+        }
+        wake.notify_all();
+        for (auto& helper : helpers) helper.join();
+    }
+
+    // work(thread number) on every thread; returns when all are done.
+    void run(const std::function<void(int)>& work) {
+        if (size > 1) {
+            std::lock_guard<std::mutex> lock(mutex);
+            task = &work;
+            ++call;
+            wake.notify_all();
+        }
+        work(0);
+        barrier();
+    }
+
+    // Waits until every thread of the team is here.
+    void barrier() {
+        if (size == 1) return;
+        const unsigned mine = turn.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            turn.store(mine + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; turn.load(std::memory_order_acquire) == mine; ++spins) {
+            if (spins >= 2000) sched_yield();
+        }
+    }
+
+    const int size;
+
+  private:
+    void serve(int t) {
+        unsigned seen = 0;
+        for (;;) {
+            std::unique_lock<std::mutex> lock(mutex);
+            wake.wait(lock, [&] { return call != seen; });
+            seen = call;
+            const std::function<void(int)>* work = task;
+            lock.unlock();
+            if (!work) return;
+            (*work)(t);
+            barrier();
+        }
+    }
+
+    std::vector<std::thread> helpers;
+    std::mutex mutex;
+    std::condition_variable wake;
+    unsigned call = 0;
+    const std::function<void(int)>* task = nullptr;
+    std::atomic<int> arrived{0};
+    std::atomic<unsigned> turn{0};
+};
+
+// Numbers 0..n-1, handed out in chunks to whichever thread asks next.
+class Counter {
+  public:
+    template <class F> void each(int n, int chunk, F&& f) {
+        for (;;) {
+            const int begin = next.fetch_add(chunk, std::memory_order_relaxed);
+            if (begin >= n) return;
+            for (int i = begin; i < n && i < begin + chunk; ++i) f(i);
+        }
+    }
+    void reset() { next.store(0, std::memory_order_relaxed); }
+
+  private:
+    std::atomic<int> next{0};
+    char padding[60];
+};

@@ -1,0 +1,170 @@
+// Vectors of LANES floats in the compiler's own vector types, so that one source serves every processor. What has an
+// instruction of its own (bf16 dot products, AMX tiles) is chosen by KERNEL:
+//
+//   KERNEL_FMA  fp32 fused multiply-add; activations are fp32, bf16 weights are widened in registers
+//   KERNEL_DOT  AVX-512 bf16 dot products; activations are bf16, sums fp32
+//   KERNEL_AMX  AMX bf16 tiles for matrix products, dot products for attention
+//
+// EMULATE replaces those instructions by plain C++ of the same meaning, for processors (and tests) without them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if !EMULATE && (KERNEL == KERNEL_DOT || KERNEL == KERNEL_AMX)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef uint16_t bf16;
+
+template <class V> static INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+static INLINE vf splat(float x) { return vf{} + x; }
+static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+static INLINE float sum_lanes(vf v) {
+    float s = 0;
+    for (int i = 0; i < LANES; ++i) s += v[i];
+    return s;
+}
+static INLINE float max_lanes(vf v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// ---- bf16: the upper half of a float; rounding is to nearest, ties to even -----------------------------------------
+
+static INLINE float widen(bf16 x) {
+    uint32_t u = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static INLINE float widen(float x) { return x; }
+static INLINE bf16 narrow(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+static INLINE void store_as(float* p, vf v) { store(p, v); }
+static INLINE void store_as(bf16* p, vf v) {
+#if !EMULATE && KERNEL != KERNEL_FMA
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &h, 32);
+#else
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    store(p, __builtin_convertvector(u, vh));
+#endif
+}
+static INLINE void set_as(float* p, float x) { *p = x; }
+static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
+
+// ---- exp ------------------------------------------------------------------------------------------------------------
+
+// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal. x is split into
+// n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7 (remainder below 6e-9).
+static INLINE vf vexp(vf x) {
+    const vf low = splat(-87.0f);
+    vf c = vmax(x, low);
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf shifted = c * 1.44269504089f + round;
+    vf n = shifted - round;
+    vf f = c - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
+    f = f + n * 2.12194440e-4f;
+    vf p = splat(1.0f / 5040);
+    p = p * f + 1.0f / 720;
+    p = p * f + 1.0f / 120;
+    p = p * f + 1.0f / 24;
+    p = p * f + 1.0f / 6;
+    p = p * f + 0.5f;
+    p = p * f + 1.0f;
+    p = p * f + 1.0f;
+    vi exponent = ((vi)shifted - 0x4B400000) << 23;
+    vf y = (vf)((vi)p + exponent);
+    return x < low ? vf{} : y;
+}
+
+// ---- products of pairs ----------------------------------------------------------------------------------------------
+
+#if KERNEL == KERNEL_FMA
+typedef float act_t;  // what is multiplied with weights
+#else
+typedef bf16 act_t;
+#endif
+#if STORAGE_F32
+typedef float panel_t;  // what matrix products read: weights (int8 ones are widened first), keys and values
+#else
+typedef bf16 panel_t;
+#endif
+
+// Matrices that are multiplied from the right lie in memory as rows of pairs: for two neighbouring k, `width` columns.
+// bf16: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
+static INLINE size_t pair_index(int k, int column, int width) {
+    if (sizeof(panel_t) == 2) return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
+    return (size_t)k * width + column;
+}
+constexpr int COLUMN_STEP = sizeof(panel_t) == 2 ? 2 : 1;  // elements from one column to the next
+
+// acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the order of
+// k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is computed with.
+template <int ROWS, int VECTORS>
+static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const panel_t* b, int width,
+                                  vf (&acc)[ROWS][VECTORS]) {
+    for (int p = 0; p < pairs; ++p, b += 2 * width) {
+#if KERNEL == KERNEL_FMA
+        for (int odd = 0; odd < 2; ++odd) {
+            vf w[VECTORS];
+#pragma GCC unroll 8
+            for (int j = 0; j < VECTORS; ++j) {
+#if STORAGE_F32
+                w[j] = load<vf>(b + odd * width + j * LANES);
+#else
+                vu raw = load<vu>(b + j * LANES * 2);
+                w[j] = odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
+#endif
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < ROWS; ++i) {
+                vf x = splat(a[i][2 * p + odd]);
+#pragma GCC unroll 8
+                for (int j = 0; j < VECTORS; ++j) acc[i][j] += x * w[j];
+            }
+        }
+#else
+        vu w[VECTORS];
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; ++j) w[j] = load<vu>(b + j * LANES * 2);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; ++i) {
+            uint32_t pair;
+            memcpy(&pair, a[i] + 2 * p, 4);
+#pragma GCC unroll 8
+            for (int j = 0; j < VECTORS; ++j) {
+#if EMULATE
+                acc[i][j] += widen((bf16)pair) * (vf)(w[j] << 16);
+                acc[i][j] += widen((bf16)(pair >> 16)) * (vf)(w[j] & 0xffff0000u);
+#else
+                acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32((int)pair),
+                                                 (__m512bh)w[j]);
+#endif
+            }
+        }
+#endif
+    }
+}
+
+// f.operator()<n>() for a number n in 1..MOST that is known only at run time.
+template <int MOST, class F> static INLINE void with_constant(int n, F&& f) {
+    if constexpr (MOST > 1) {
+        if (n < MOST) return with_constant<MOST - 1>(n, f);
+    }
+    f(std::integral_constant<int, MOST>{});
+}

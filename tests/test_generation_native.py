@@ -1,0 +1,184 @@
+"""The native step computes what `transformers` computes, with every kernel, and a token's bits do not depend on its neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
+
+from nemo_style_aligner.generation.embedded.native.library import KERNELS, usable_kernels
+from nemo_style_aligner.generation.embedded.native.native_step import NativeStep, quantize_rows
+from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
+from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.generation.sampling import SamplingRows, sample
+
+pytestmark = pytest.mark.skipif(
+    not usable_kernels(torch.float32), reason="the native step needs an x86-64 processor with AVX2 and FMA"
+)
+
+FP32_KERNELS = [name for name in KERNELS if KERNELS[name].number == 0]
+BF16_KERNELS = list(KERNELS)
+
+
+def native_step(family: str, dtype: torch.dtype, kernel: str | None, **options: object) -> NativeStep:
+    if kernel is not None and not KERNELS[kernel].emulated and kernel not in usable_kernels(dtype):
+        pytest.skip(f"this processor has no {kernel}")
+    shape = EngineShape(
+        architecture(family), dtype, num_slots=6, max_sequence_length=160, num_pages=60, max_step_tokens=256, **options
+    )
+    step = NativeStep(shape, kernel)
+    step.build()
+    return step
+
+
+def run(step: NativeStep, chunks: list[tuple[int, int, list[int]]], decode: int = 0) -> torch.Tensor:
+    """Logits of every token of ``chunks`` (slot, first position, tokens)."""
+    table = np.arange(60, dtype=np.int32).reshape(6, 10)
+    tokens = [t for _, _, ids in chunks for t in ids]
+    lengths = [len(ids) for _, _, ids in chunks]
+    starts = np.cumsum([0, *lengths[:-1]])
+
+    def int32(values: object) -> np.ndarray:
+        return np.ascontiguousarray(values, dtype=np.int32)
+
+    logits = []
+    # All rows' logits, as many at a time as there are slots; computing a pass again changes nothing.
+    for first in range(0, len(tokens), 6):
+        logits.append(
+            step.forward(
+                StepInput(
+                    token_ids=int32(tokens),
+                    positions=int32([p + i for _, p, ids in chunks for i in range(len(ids))]),
+                    slots=int32([slot for slot, _, ids in chunks for _ in ids]),
+                    segments=int32(np.stack([starts, lengths], 1)),
+                    num_decode=decode,
+                    output_rows=int32(range(first, min(first + 6, len(tokens)))),
+                    block_table=table,
+                )
+            ).clone()
+        )
+    return torch.cat(logits)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (1, 17, 33, 70, 100)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", FP32_KERNELS)
+def test_fp32_logits_equal_hugging_face(family: str, kernel: str) -> None:
+    model = hf_model(family)
+    step = native_step(family, torch.float32, kernel)
+    step.weights.copy_from(weights_of(model).items(), "full")
+    logits = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()])
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", BF16_KERNELS)
+def test_bf16_logits_are_those_of_rounded_weights(kernel: str) -> None:
+    """Against fp32 arithmetic on the same bf16 weights; activations and cache are rounded to bf16 here and there."""
+    model = hf_model("llama-geglu-bias" if "emulated" in kernel else "qwen3")
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    step = native_step("llama-geglu-bias" if "emulated" in kernel else "qwen3", torch.bfloat16, kernel)
+    step.weights.copy_from(weights.items(), "full")
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()])
+    logits = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
+    error = (logits - expected).abs().mean() / expected.std()
+    assert error < 0.02, error
+
+
+@pytest.mark.parametrize("kernel", BF16_KERNELS)
+@pytest.mark.parametrize("weight_format", ["dtype", "int8"])
+def test_bits_do_not_depend_on_the_pass(kernel: str, weight_format: str) -> None:
+    """Whole prompts at once, prompts in chunks beside others, and token by token: the same bits."""
+    step = native_step("llama", torch.bfloat16, kernel, weight_format=weight_format)
+    step.weights.copy_from(weights_of(hf_model("llama")).items(), "full")
+    together = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
+    ids = prompts()[4]
+    whole = together[-len(ids) :]
+    step.clear_pages()
+    chunks = [run(step, [(2, start, ids[start : start + 23])]) for start in range(0, len(ids), 23)]
+    assert torch.equal(torch.cat(chunks), whole)
+    step.clear_pages()
+    single = [run(step, [(5, i, [token]), (1, i, [token])], decode=2)[0] for i, token in enumerate(ids)]
+    assert torch.equal(torch.stack(single), whole)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    shape = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
+    logits = []
+    for count in (1, threads):
+        step = NativeStep(shape, num_threads=count)
+        step.build()
+        step.weights.copy_from(weights_of(hf_model("llama")).items(), "off")
+        logits.append(run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())]))
+    assert torch.equal(*logits)
+
+
+def test_int8_is_the_product_with_rounded_rows() -> None:
+    """int8 panels give what fp32 arithmetic gives with each row rounded to 255 levels; embeddings are not rounded."""
+    model = hf_model("llama")
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
+    step = native_step("llama", torch.bfloat16, None, weight_format="int8")
+    step.weights.copy_from(weights.items(), "full")
+    rounded = {
+        name: quantize_rows(tensor) if name.endswith(("_proj.weight", "lm_head.weight")) else tensor.float()
+        for name, tensor in weights.items()
+    }
+    model.load_state_dict(rounded)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()])
+    logits = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
+    assert (logits - expected).abs().mean() / expected.std() < 0.02
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_packing_is_a_cast(source: torch.dtype, held: torch.dtype) -> None:
+    """What is read back out of the panels is the stream, cast: every family, whatever lanes its rows fall on."""
+    for family in FAMILIES:
+        step = native_step(family, held, None)
+        weights = {name: tensor.to(source) for name, tensor in weights_of(hf_model(family)).items()}
+        step.weights.copy_from(weights.items(), "full")
+        for name, tensor in weights.items():
+            destination = step.weights.destinations[name]
+            assert torch.equal(destination.read(slice(None)), destination.as_stored(tensor)), name
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_native_sampling_is_that_of_the_sampling_module(greedy: bool) -> None:
+    step = native_step("llama", torch.float32, None)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, VOCAB, generator=generator) * 4
+    logits[:100, EOS] += 12.0  # nearly certain, and held back in every other row
+    params = SamplingParams(max_new_tokens=5, temperature=0.7, use_greedy=greedy)
+    rows = SamplingRows(
+        keys=torch.randint(-(2**62), 2**62, (200,), generator=generator),
+        positions=torch.randint(0, 500, (200,), generator=generator),
+        suppress_stop=torch.arange(200) % 2 == 0,
+    )
+    stop_ids = torch.tensor([EOS, 90])
+    before = logits.clone()
+    tokens, logprobs = step.sample(logits, params, rows, stop_ids, 80)
+    assert torch.equal(logits, before)
+    expected_tokens, expected_logprobs = sample(logits, params, rows, stop_ids, 80)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=1e-5)
+    assert tokens[rows.suppress_stop].ne(EOS).all() and tokens.max() < 80
+
+
+def test_native_sampling_reports_what_is_not_finite() -> None:
+    step = native_step("llama", torch.float32, None)
+    logits = torch.zeros(4, VOCAB)
+    logits[1, 3], logits[2, 95], logits[3, 0] = torch.nan, torch.inf, -torch.inf
+    rows = SamplingRows(keys=torch.arange(4), positions=torch.arange(4))
+    for greedy in (True, False):
+        _, logprobs = step.sample(logits, SamplingParams(max_new_tokens=1, use_greedy=greedy), rows, None, VOCAB)
+        assert logprobs.isfinite().tolist() == [True, False, False, False]
