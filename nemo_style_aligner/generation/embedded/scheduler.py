@@ -1,49 +1,48 @@
-"""In-flight batching: which sequence sits in which slot, and what the next step computes.
+"""In-flight batching: which sequence sits in which slot, and what the next pass computes.
 
-Pure bookkeeping on Python integers; no tensors, no model. Each step decodes one token of every
-sequence whose prompt is done and, in the same forward pass, prefills prompt chunks of waiting ones
-up to a token budget, so that the weights are read once for both.
+Bookkeeping on the host only: no tensors, no model, no clock. Ranks that share a model run it side by side on the same
+requests and tokens, and agree. Each pass decodes one token of every sequence whose prompt is done and, in the same
+forward pass, prefills prompt chunks of waiting ones up to a token budget, so that the weights are read once for both.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+
+from nemo_style_aligner.generation.embedded.block_table import BlockTable
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.generation.engine import GenerationRequest
+
+_WAITING = -1
 
 
 @dataclasses.dataclass
 class Sequence:
-    """A request in a slot and its response so far."""
+    """A request and its response so far, in a slot or waiting for one."""
 
     request: GenerationRequest
-    slot: int
+    number: int  # of arrival: the lower, the older
     key: int  # of the random numbers, see `sampling.request_key`
-    prefilled: int = 0  # prompt tokens in the KV cache
+    prefill_ids: list[int]  # to compute before the next token: the prompt; again with the response after a preemption
+    slot: int = _WAITING
+    prefilled: int = 0  # of them, in KV memory
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
-
-    @property
     def is_decoding(self) -> bool:
-        """Whether the whole prompt is in the cache."""
-        return self.prefilled == self.prompt_length
-
-    @property
-    def cached_length(self) -> int:
-        """Positions of the slot's cache that are filled (the newest token's is not)."""
-        return self.prefilled + max(0, len(self.token_ids) - 1)
+        """Whether all that precedes the newest token is in KV memory."""
+        return self.prefilled == len(self.prefill_ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:
-    """``length`` prompt tokens of ``sequence`` from position ``start`` on."""
+    """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on."""
 
     sequence: Sequence
     start: int
@@ -51,36 +50,83 @@ class PrefillChunk:
 
     @property
     def completes_prompt(self) -> bool:
-        """Whether the first response token can be sampled after this chunk."""
-        return self.start + self.length == self.sequence.prompt_length
+        """Whether the next response token can be sampled after this chunk."""
+        return self.start + self.length == len(self.sequence.prefill_ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One forward pass: a token of each of ``decode`` (by ascending slot), then the chunks."""
+    """One forward pass: a token of each of ``decode``, then the chunks."""
 
     decode: list[Sequence]
+    decode_slots: np.ndarray  # int32, theirs, ascending
     prefill: list[PrefillChunk]
+
+    def sampled(self) -> tuple[list[Sequence], np.ndarray]:
+        """The sequences that get a token from this pass, in the order of the logits' rows, and their slots."""
+        completed = [chunk.sequence for chunk in self.prefill if chunk.completes_prompt]
+        if not completed:
+            return self.decode, self.decode_slots
+        slots = np.array([sequence.slot for sequence in completed], dtype=np.int32)
+        return self.decode + completed, np.concatenate((self.decode_slots, slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerLimits:
+    """How much a pass computes, and how long a response may get.
+
+    Attributes:
+        prefill_chunk_tokens: prompt tokens of a pass that also decodes, at most.
+        max_step_tokens: tokens of a pass that does not, at most.
+        prefill_share: of the passes that decode, at most this share, in (0, 1], also prefills.
+        max_new_tokens: of each response.
+    """
+
+    prefill_chunk_tokens: int
+    max_step_tokens: int
+    prefill_share: float
+    max_new_tokens: int
 
 
 class Scheduler:
-    """Fills slots from a lazy iterator of requests and plans steps."""
+    """Fills slots from a lazy iterator of requests and plans passes.
+
+    Sequences enter in order of arrival and prefill in that order, and those in slots are older than those that wait.
+    So a sequence that shares pages of an older one never computes before them.
+
+    Attributes:
+        newest: int32 [num_slots], newest token of each decoding slot.
+        positions: int32 [num_slots], where that token belongs.
+        num_preemptions, num_shared_tokens: so far.
+    """
 
     def __init__(
         self,
         requests: Iterable[GenerationRequest],
-        num_slots: int,
-        prefill_chunk_tokens: int,
+        blocks: BlockTable,
+        limits: SchedulerLimits,
         admit: Callable[[GenerationRequest], int],
     ) -> None:
-        """``admit`` checks a request as it is pulled (raises ValueError) and returns its random key."""
+        """``admit`` checks a request as it is pulled (raises ValueError) and returns its random key.
+
+        ``blocks`` must have room for the longest sequence, else it could never finish.
+        """
+        num_slots = len(blocks.table)
+        self.newest = np.zeros(num_slots, dtype=np.int32)
+        self.positions = np.zeros(num_slots, dtype=np.int32)
+        self.num_preemptions = 0
+        self.num_shared_tokens = 0
         self._requests: Iterator[GenerationRequest] = iter(requests)
+        self._blocks = blocks
+        self._limits = limits
         self._admit = admit
-        self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._free_slots = list(range(num_slots))  # a heap: low slots first, so the used ones stay dense
+        self._free_slots = list(range(num_slots))  # a heap: low slots first
         self._active: dict[int, Sequence] = {}  # by slot
-        self._prefilling: list[Sequence] = []  # first come, first served
-        self._exhausted = False
+        self._waiting: collections.deque[Sequence] = collections.deque()  # for memory; the oldest first
+        self._prefilling: collections.deque[Sequence] = collections.deque()  # the oldest first
+        self._decoding: tuple[list[Sequence], np.ndarray] | None = None  # None: not known any more
+        self._prefill_credit = 0.0
+        self._num_pulled = 0
 
     @property
     def num_active(self) -> int:
@@ -88,53 +134,114 @@ class Scheduler:
         return len(self._active)
 
     def refill(self) -> list[Sequence]:
-        """Pull a request for every free slot, as far as there are any; returns the newcomers."""
+        """Pull a request for every free slot, as far as there are any and memory allows; returns the newcomers."""
         newcomers: list[Sequence] = []
-        while self._free_slots and not self._exhausted:
-            request = next(self._requests, None)
-            if request is None:
-                self._exhausted = True
+        while self._free_slots:
+            if not self._waiting and not self._pull():
                 break
-            key = self._admit(request)
-            sequence = Sequence(request, heapq.heappop(self._free_slots), key)
-            self._active[sequence.slot] = sequence
+            sequence, slot = self._waiting[0], self._free_slots[0]
+            shared = self._blocks.enter(slot, sequence.prefill_ids, self._watermark(sequence))
+            if shared is None:
+                break
+            self._waiting.popleft()
+            sequence.slot, sequence.prefilled = heapq.heappop(self._free_slots), shared
+            self.num_shared_tokens += shared
+            self._active[slot] = sequence
             self._prefilling.append(sequence)
             newcomers.append(sequence)
         return newcomers
 
     def plan(self) -> StepPlan:
-        """What the next forward pass computes; marks the chunks' prompt tokens as prefilled."""
-        decode = [self._active[slot] for slot in sorted(self._active) if self._active[slot].is_decoding]
+        """What the next pass computes: takes the pages for it and marks the chunks as prefilled."""
+        self._grow()
+        decode, slots = self._decode_rows()
+        return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
+
+    def record(self, sequences: list[Sequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]) -> None:
+        """Add the sampled token to each of ``sequences``, which sit in ``slots``."""
+        self.newest[slots] = tokens
+        self.positions[slots] += 1
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Free the slot and the pages of ``sequence``."""
+        self._leave(sequence)
+
+    def _pull(self) -> bool:
+        """Put the next request at the end of those that wait; False if there is none."""
+        request = next(self._requests, None)
+        if request is None:
+            return False
+        key = self._admit(request)
+        self._waiting.append(Sequence(request, self._num_pulled, key, request.prompt_ids))
+        self._num_pulled += 1
+        return True
+
+    def _watermark(self, newcomer: Sequence) -> int:
+        """Pages to leave when ``newcomer`` enters: one for each sequence that may still grow, or it would have to
+        leave again soon."""
+        sequences = [*self._active.values(), newcomer]
+        held = [self._blocks.held(sequence.slot) for sequence in self._active.values()]
+        held.append(-(-len(newcomer.prefill_ids) // PAGE_TOKENS))
+        # The last token of a response is never computed.
+        longest = (len(sequence.request.prompt_ids) + self._limits.max_new_tokens - 1 for sequence in sequences)
+        return sum(pages * PAGE_TOKENS < length for pages, length in zip(held, longest, strict=True))
+
+    def _grow(self) -> None:
+        """Give a page to every sequence whose newest token begins one, the oldest first; the youngest pay."""
+        decode, slots = self._decode_rows()
+        starved = np.flatnonzero(self.positions[slots] % PAGE_TOKENS == 0)
+        for sequence in sorted((decode[row] for row in starved), key=lambda sequence: sequence.number):
+            while sequence.slot != _WAITING and not self._blocks.grow(sequence.slot):
+                self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the memory of ``sequence``; it will compute prompt and response again, and go on as if nothing was."""
+        if not sequence.is_decoding:
+            self._prefilling.remove(sequence)
+        self._leave(sequence)
+        sequence.prefill_ids = sequence.request.prompt_ids + sequence.token_ids
+        sequence.prefilled = 0
+        self._waiting.appendleft(sequence)  # the youngest of all that were in slots, older than all that wait
+        self.num_preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._blocks.release(sequence.slot, sequence.prefilled)
+        del self._active[sequence.slot]
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = _WAITING
+        self._decoding = None
+
+    def _decode_rows(self) -> tuple[list[Sequence], np.ndarray]:
+        """The decoding sequences and their slots, ascending."""
+        if self._decoding is None:
+            slots = sorted(slot for slot, sequence in self._active.items() if sequence.is_decoding)
+            self._decoding = [self._active[slot] for slot in slots], np.array(slots, dtype=np.int32)
+        return self._decoding
+
+    def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
+        """The chunks of a pass that ``decodes`` too, or not."""
+        budget = self._limits.max_step_tokens
+        if decodes:
+            budget = self._limits.prefill_chunk_tokens
+            # Each pass earns a share of a pass with chunks; what nobody waits for is not saved up.
+            self._prefill_credit += self._limits.prefill_share
+            if not self._prefilling:
+                self._prefill_credit = min(1.0, self._prefill_credit)  # what nobody waits for is not saved up
+            if self._prefill_credit < 1 - 1e-9 or not self._prefilling:
+                return []
+            self._prefill_credit -= 1
         chunks: list[PrefillChunk] = []
-        budget = self._prefill_chunk_tokens
         while self._prefilling and budget > 0:
             sequence = self._prefilling[0]
-            length = min(budget, sequence.prompt_length - sequence.prefilled)
+            length = min(budget, len(sequence.prefill_ids) - sequence.prefilled)
             chunks.append(PrefillChunk(sequence, sequence.prefilled, length))
             sequence.prefilled += length
             budget -= length
             if sequence.is_decoding:
-                self._prefilling.pop(0)
-        return StepPlan(decode, chunks)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Free the slot of ``sequence``."""
-        del self._active[sequence.slot]
-        heapq.heappush(self._free_slots, sequence.slot)
-
-    def compact(self) -> list[tuple[Sequence, int]]:
-        """Close holes once no requests are left to fill them, so that steps shrink with the batch.
-
-        Returns (sequence, the slot it left) for each move; ``sequence.slot`` is its new slot. The
-        cache content must be moved in this order.
-        """
-        moves: list[tuple[Sequence, int]] = []
-        if not self._exhausted:
-            return moves
-        while self._active and self._free_slots and self._free_slots[0] < max(self._active):
-            source = max(self._active)
-            sequence = self._active.pop(source)
-            sequence.slot = heapq.heapreplace(self._free_slots, source)
-            self._active[sequence.slot] = sequence
-            moves.append((sequence, source))
-        return moves
+                self._prefilling.popleft()
+                self.positions[sequence.slot] = sequence.prefilled - 1
+                self._decoding = None
+        return chunks

@@ -47,7 +47,7 @@ class EngineShape:
     num_pages: int
     max_step_tokens: int
     weight_format: WeightFormat = "dtype"
-    tensor_parallel: TensorParallel = TensorParallel()
+    tensor_parallel: TensorParallel = dataclasses.field(default_factory=TensorParallel)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -74,9 +74,8 @@ class StepInput:
     segments: np.ndarray  # [s, 2]: first token, number of tokens
     num_decode: int  # leading segments of one token
     output_rows: np.ndarray  # [o], ascending: tokens whose logits are wanted
-    block_table: (
-        np.ndarray
-    )  # [num_slots, pages_per_sequence]: page of each 16 positions; unused entries are any valid page
+    # [num_slots, pages_per_sequence]: page of each 16 positions; unused entries are the slot's first page
+    block_table: np.ndarray
 
 
 class ModelStep(abc.ABC):
@@ -94,7 +93,7 @@ class ModelStep(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [o, vocab_size] on the step's device, valid until the next call. Collective over the tensor-parallel ranks."""
+        """Logits [o, vocab_size] on the step's device, valid until the next call. Collective over the ranks."""
 
     def sample(
         self,

@@ -1,0 +1,122 @@
+"""Decode passes of fixed shapes: a few buckets of rows and attended lengths, captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, StepInput
+from nemo_style_aligner.generation.embedded.torch_model import Batch
+
+_FIRST_BUCKET_PAGES = 8  # attended lengths of 128, 256, 512, ...
+
+
+def row_buckets(limit: int) -> list[int]:
+    """1, 2, 4, 8, multiples of 8 up to 64, then of 32, the last being ``limit``."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit, 32)]
+    return [size for size in sizes if size < limit] + [limit]
+
+
+def page_buckets(limit: int) -> list[int]:
+    """8, 16, 32, ... pages, the last being ``limit``."""
+    sizes = []
+    size = _FIRST_BUCKET_PAGES
+    while size < limit:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, limit]
+
+
+def bucket(size: int, buckets: list[int]) -> int:
+    """The smallest of ``buckets``, which ascend, that holds ``size``."""
+    return next(candidate for candidate in buckets if candidate >= size)
+
+
+class DecodeGraphs:
+    """One graph per bucket of rows and bucket of pages, all reading the same input buffer.
+
+    Rows that fill a bucket up write to the scratch page and attend to its first position. Without CUDA the same
+    computation runs on the same padded inputs, just not from a graph.
+
+    Attributes:
+        num_captures: graphs captured since construction, by `capture` and by `recapture`.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device, compute: Callable[[Batch], torch.Tensor]) -> None:
+        """``compute`` must read and write memory at fixed addresses only."""
+        self._device = device
+        self._compute = compute
+        self._scratch_page = shape.num_pages
+        self._row_buckets = row_buckets(shape.num_slots)
+        self._page_buckets = page_buckets(shape.pages_per_sequence)
+        # Columns: token, position, pages. One buffer, so that one copy brings all inputs of a pass.
+        size = (shape.num_slots, 2 + shape.pages_per_sequence)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._inputs = self._host.to(device)  # the same tensor on a CPU
+        self._graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
+        self.num_captures = 0
+
+    def capture(self) -> None:
+        """Capture every bucket, the largest first, so that the others fit into its memory."""
+        self._host[:, :2] = 0
+        self._host[:, 2:] = self._scratch_page
+        self._inputs.copy_(self._host)
+        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        for rows in reversed(self._row_buckets):
+            for pages in reversed(self._page_buckets):
+                self._graphs[rows, pages] = self._capture_one(rows, pages, pool)
+                self.num_captures += 1
+
+    def release(self) -> None:
+        """Drop the graphs and the memory of their intermediate results."""
+        self._graphs.clear()
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Logits of a pass that only decodes, valid until the next one."""
+        rows = step.num_decode
+        attended = int(step.positions.max()) // PAGE_TOKENS + 1
+        padded_rows, pages = bucket(rows, self._row_buckets), bucket(attended, self._page_buckets)
+        host = self._host.numpy()
+        host[:rows, 0] = step.token_ids
+        host[:rows, 1] = step.positions
+        np.take(step.block_table, step.slots, axis=0, out=host[:rows, 2:])
+        host[rows:padded_rows, :2] = 0
+        host[rows:padded_rows, 2:] = self._scratch_page
+        if self._inputs is not self._host:
+            # Safe although asynchronous: the buffer is next written after this pass's tokens were waited for.
+            self._inputs[:padded_rows].copy_(self._host[:padded_rows], non_blocking=True)
+        return self._graphs[padded_rows, pages]()[:rows]
+
+    def _capture_one(self, rows: int, pages: int, pool: Any) -> Callable[[], torch.Tensor]:
+        """A function that computes the bucket's logits from the input buffer."""
+
+        def compute() -> torch.Tensor:
+            return self._compute(_batch(self._inputs[:rows, : 2 + pages]))
+
+        if self._device.type != "cuda":
+            return compute
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            compute()  # libraries initialise themselves outside of the capture
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+def _batch(inputs: torch.Tensor) -> Batch:
+    """The pass of int32 ``inputs`` [rows, 2 + pages]: tokens, positions, pages."""
+    inputs = inputs.long()
+    positions, tables = inputs[:, 1], inputs[:, 2:]
+    pages = tables.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]
+    return Batch(inputs[:, 0], positions, pages * PAGE_TOKENS + positions % PAGE_TOKENS, tables)

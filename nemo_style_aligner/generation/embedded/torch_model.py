@@ -1,0 +1,217 @@
+"""The forward pass of `TorchStep` in plain torch: this rank's part of a model, over pages of keys and values.
+
+Everything but attention works on one packed axis of ``t`` tokens. The residual stream and the norms are float32
+whatever the dtype of the weights; matrix products and attention run in that dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from nemo_style_aligner.generation.embedded.rotary import apply_rotary, rotary_tables
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.generation.embedded.torch_weights import LayerWeights, Matrix, TorchWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSegment:
+    """Neighbouring tokens of one sequence: ``length`` from token ``first`` on, which is at position ``start``."""
+
+    first: int
+    length: int
+    start: int
+    pages: torch.Tensor | None  # int64, pages of its positions; None if it starts its sequence: all it sees is here
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The tokens of one pass on the device: one token for each row of ``tables``, then the segments."""
+
+    token_ids: torch.Tensor  # int64 [t]
+    positions: torch.Tensor  # int64 [t]
+    places: torch.Tensor  # int64 [t]: page * PAGE_TOKENS + offset, where keys and values go
+    tables: torch.Tensor  # int64 [n, p]: pages that decode tokens see
+    segments: tuple[ChunkSegment, ...] = ()
+    output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What all layers of one pass share."""
+
+    batch: Batch
+    cos: torch.Tensor  # float32 [t, 1, rotary size / 2]
+    sin: torch.Tensor
+    tables: torch.Tensor  # [n * p], flat
+    decode_mask: torch.Tensor  # additive [n, 1, heads per group, p * PAGE_TOKENS]
+    segment_masks: list[torch.Tensor | None]  # bool [length, end] of each segment; None: plain causal
+
+
+class TorchModel:
+    """Computes logits from a `Batch`, reading weights and reading and writing pages; its only state are tables."""
+
+    def __init__(self, shape: EngineShape, weights: TorchWeights, pages: list[torch.Tensor]) -> None:
+        """``pages``: per layer [pages, PAGE_TOKENS, 2 * groups, kv_channels], keys and then values."""
+        self._a = shape.architecture
+        self._dtype = shape.dtype
+        self._shard = shape.shard
+        self._tensor_parallel = shape.tensor_parallel
+        self._weights = weights
+        self._pages = pages
+        self._cos, self._sin = rotary_tables(self._a, shape.max_sequence_length, weights.embedding.device)
+        self._norm_offset = 1.0 if self._a.normalization == "layernorm1p" else 0.0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [o, vocab_size] in the engine's dtype. Collective over the tensor-parallel ranks."""
+        hidden = self._embed(batch.token_ids)
+        shared = _Shared(
+            batch=batch,
+            cos=self._cos[batch.positions].unsqueeze(1),
+            sin=self._sin[batch.positions].unsqueeze(1),
+            tables=batch.tables.flatten(),
+            decode_mask=self._decode_mask(batch),
+            segment_masks=[_segment_mask(segment, hidden.device) for segment in batch.segments],
+        )
+        for layer, pages in zip(self._weights.layers, self._pages, strict=True):
+            normed = self._norm(hidden, layer.input_norm, layer.input_norm_bias)
+            attended = self._attention(layer, pages, normed, shared)
+            self._add_product(hidden, attended, layer.output, layer.output_bias)
+            normed = self._norm(hidden, layer.mlp_norm, layer.mlp_norm_bias)
+            active = self._activate(layer.fc1.product(normed, layer.fc1_bias))
+            self._add_product(hidden, active, layer.fc2, layer.fc2_bias)
+        if batch.output_rows is not None:
+            hidden = hidden[batch.output_rows]
+        last = self._norm(hidden, self._weights.final_norm, self._weights.final_norm_bias)
+        return self._logits(last)
+
+    # ---- what tensor parallelism cuts -------------------------------------------------------
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [t, hidden]; each rank looks up the ids it holds."""
+        if self._tensor_parallel.size == 1:
+            return F.embedding(token_ids, self._weights.embedding).float()
+        rows = token_ids - self._shard.vocab_start
+        elsewhere = (rows < 0) | (rows >= self._shard.vocab_rows)
+        hidden = F.embedding(rows.masked_fill(elsewhere, 0), self._weights.embedding).float()
+        hidden = hidden.masked_fill(elsewhere[:, None], 0.0)
+        self._tensor_parallel.all_reduce(hidden)
+        return hidden
+
+    def _add_product(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> None:
+        """Add the ranks' sum of ``x`` times their columns of ``matrix`` to ``hidden``, and the bias once."""
+        product = matrix.product(x)
+        self._tensor_parallel.all_reduce(product)
+        hidden += product
+        if bias is not None:
+            hidden += bias
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        """[o, vocab_size], the ranks' columns side by side."""
+        logits = self._weights.head.product(last)
+        if self._tensor_parallel.size == 1:
+            return logits
+        return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]
+
+    # ---- parts of a layer -------------------------------------------------------------------
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Normalised ``hidden`` [t, h], float32 -> the engine's dtype."""
+        shape, epsilon = (hidden.shape[-1],), self._a.layernorm_epsilon
+        if bias is None:
+            return F.rms_norm(hidden, shape, weight, epsilon).to(self._dtype)
+        return F.layer_norm(hidden, shape, weight + self._norm_offset, bias, epsilon).to(self._dtype)
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's non-linearity on [t, fc1 rows]."""
+        gate, value = x.chunk(2, dim=-1) if self._a.gated else (x, None)
+        if self._a.activation == "silu":
+            active = F.silu(gate)
+        elif self._a.activation == "gelu":
+            active = F.gelu(gate)
+        else:
+            active = F.relu(gate).square()
+        return active if value is None else active * value
+
+    def _attention(
+        self, layer: LayerWeights, pages: torch.Tensor, normed: torch.Tensor, shared: _Shared
+    ) -> torch.Tensor:
+        """Self-attention of all tokens, [t, heads * kv_channels], before the output projection."""
+        batch, heads, groups = shared.batch, self._shard.num_heads, self._shard.num_groups
+        channels, epsilon = self._a.kv_channels, self._a.layernorm_epsilon
+        qkv = layer.qkv.product(normed, layer.qkv_bias).view(-1, heads + 2 * groups, channels)
+        turning = qkv[:, : heads + groups]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = turning.float().split([heads, groups], dim=1)
+            query = F.rms_norm(query, (channels,), layer.query_norm, epsilon)
+            key = F.rms_norm(key, (channels,), layer.key_norm, epsilon)
+            turning.copy_(apply_rotary(torch.cat((query, key), dim=1), shared.cos, shared.sin))
+        else:
+            turning.copy_(apply_rotary(turning, shared.cos, shared.sin))
+        query, key_value = qkv[:, :heads], qkv[:, heads:]
+        pages.view(-1, 2 * groups, channels).index_copy_(0, batch.places, key_value)
+        num_decode = len(batch.tables)
+        attended = [self._decode_attention(pages, query[:num_decode], shared)] if num_decode else []
+        attended += [
+            self._chunk_attention(pages, query, key_value, segment, mask)
+            for segment, mask in zip(batch.segments, shared.segment_masks, strict=True)
+        ]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _decode_attention(self, pages: torch.Tensor, query: torch.Tensor, shared: _Shared) -> torch.Tensor:
+        """Attention of one token per sequence: ``query`` [n, heads, d] -> [n, heads * d].
+
+        The query heads that share a key head become the rows of one product with it, so keys are never expanded.
+        """
+        heads, groups, channels = self._shard.num_heads, self._shard.num_groups, self._a.kv_channels
+        rows = len(query)
+        seen = pages.index_select(0, shared.tables).view(rows, -1, 2 * groups, channels).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            query.reshape(rows, groups, heads // groups, channels),
+            seen[:, :groups],
+            seen[:, groups:],
+            attn_mask=shared.decode_mask,
+        )
+        return out.reshape(rows, heads * channels)
+
+    def _chunk_attention(
+        self,
+        pages: torch.Tensor,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        segment: ChunkSegment,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Causal attention of one chunk over its sequence, [length, heads * d].
+
+        ``query`` [t, heads, d] and ``key_value`` [t, 2 * groups, d] are the whole pass's.
+        """
+        groups = self._shard.num_groups
+        tokens = slice(segment.first, segment.first + segment.length)
+        if segment.pages is None:
+            seen = key_value[tokens]
+        else:
+            seen = pages.index_select(0, segment.pages).flatten(0, 1)[: segment.start + segment.length]
+        keys, values = seen.transpose(0, 1)[None].split(groups, dim=1)
+        out = F.scaled_dot_product_attention(
+            query[tokens].transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _decode_mask(self, batch: Batch) -> torch.Tensor:
+        """Additive mask over the positions of ``batch.tables``: what comes after each token is hidden."""
+        rows, num_pages = batch.tables.shape
+        device = batch.tables.device
+        hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, -torch.inf)
+        return mask[:, None, None, :].expand(-1, 1, self._shard.num_heads // self._shard.num_groups, -1)
+
+
+def _segment_mask(segment: ChunkSegment, device: torch.device) -> torch.Tensor | None:
+    """Which positions each token of a chunk sees; None for a chunk that starts its sequence."""
+    if segment.pages is None:
+        return None
+    end = segment.start + segment.length
+    return torch.ones(segment.length, end, dtype=torch.bool, device=device).tril_(segment.start)

@@ -1,0 +1,116 @@
+"""`TorchStep`: the model step that runs wherever torch does; CUDA graphs for decoding on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
+from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
+from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights, destinations
+from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
+
+_LENGTH_BUCKET_PAGES = 4  # without graphs, decoding attends to a multiple of 64 positions
+
+
+class TorchStep(ModelStep):
+    """Weights, pages and forward pass in torch.
+
+    Passes that only decode run from graphs where ``graphs`` says so, all others eagerly; both are the same functions.
+    Graphs hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures them again.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device, graphs: bool | None = None) -> None:
+        """``graphs``: decode in padded buckets of fixed shape; None: on CUDA."""
+        self._shape = shape
+        self._device = device
+        self._use_graphs = device.type == "cuda" if graphs is None else graphs
+        self._graphs: DecodeGraphs | None = None
+        self._num_compilations = 0
+
+    @torch.inference_mode()
+    def build(self) -> None:
+        """See `ModelStep.build`."""
+        with torch.inference_mode(False):  # buffers are written outside of it
+            shape, shard = self._shape, self._shape.shard
+            weights = TorchWeights(shape, self._device)
+            self.weights = WeightTable(shard, destinations(weights, shape))
+            # One page more than the block table knows, for rows that only fill a bucket up.
+            size = (shape.num_pages + 1, PAGE_TOKENS, 2 * shard.num_groups, shape.architecture.kv_channels)
+            self._pages = [
+                torch.zeros(size, dtype=shape.dtype, device=self._device) for _ in range(shape.architecture.num_layers)
+            ]
+            self._buffers = weights.buffers + self._pages
+            self._model = TorchModel(shape, weights, self._pages)
+        self._num_compilations = 1
+        if self._use_graphs:
+            self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
+            self._graphs.capture()
+            self._num_compilations += self._graphs.num_captures
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """See `ModelStep.forward`; in the engine's dtype."""
+        if self._graphs is not None and len(step.segments) == step.num_decode:
+            return self._graphs.run(step)
+        return self._model.forward(self._batch(step))
+
+    def clear_pages(self) -> None:
+        """See `ModelStep.clear_pages`."""
+        for pages in self._pages:
+            pages.zero_()
+
+    def release(self) -> None:
+        """See `ModelStep.release`."""
+        if self._graphs is not None:
+            self._graphs.release()
+        release(self._buffers)
+
+    @torch.inference_mode()
+    def acquire(self) -> None:
+        """See `ModelStep.acquire`."""
+        acquire(self._buffers)
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    @property
+    def num_compilations(self) -> int:
+        """1, and the graphs that `build` captured. What `acquire` captures again is not counted: the same shapes."""
+        return self._num_compilations
+
+    @property
+    def description(self) -> str:
+        """See `ModelStep.description`."""
+        graphs = f", {self._num_compilations - 1} decode graphs" if self._graphs is not None else ""
+        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}"
+
+    def _batch(self, step: StepInput) -> Batch:
+        """``step`` on the device."""
+        tables, positions, num_decode = step.block_table, step.positions, step.num_decode
+        places = tables[step.slots, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        packed = self._to_device(np.stack((step.token_ids, positions, places)))
+        num_pages = 0
+        if num_decode:
+            pages = int(positions[:num_decode].max()) // PAGE_TOKENS + 1
+            num_pages = min(tables.shape[1], -(-pages // _LENGTH_BUCKET_PAGES) * _LENGTH_BUCKET_PAGES)
+        all_wanted = len(step.output_rows) == len(step.token_ids)
+        return Batch(
+            token_ids=packed[0],
+            positions=packed[1],
+            places=packed[2],
+            tables=self._to_device(tables[step.slots[:num_decode], :num_pages]),
+            segments=tuple(self._chunk(step, first, length) for first, length in step.segments[num_decode:].tolist()),
+            output_rows=None if all_wanted else self._to_device(step.output_rows),
+        )
+
+    def _chunk(self, step: StepInput, first: int, length: int) -> ChunkSegment:
+        start = int(step.positions[first])
+        if start == 0:
+            return ChunkSegment(first, length, start, None)
+        num_pages = -(-(start + length) // PAGE_TOKENS)
+        return ChunkSegment(first, length, start, self._to_device(step.block_table[step.slots[first], :num_pages]))
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        """int64 tensor of ``array``."""
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
