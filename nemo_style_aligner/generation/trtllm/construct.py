@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from omegaconf import DictConfig
 
 from nemo_style_aligner.generation.engine import GenerationEngine
-from nemo_style_aligner.generation.trtllm.versions import (
-    Installation,
-    TensorRTLLMUnavailable,
-    find_installation,
-    install_command,
-)
+from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights, engine_model
+from nemo_style_aligner.generation.trtllm.group import EngineGroup
+from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environment
+from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
+from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
+from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
+from nemo_style_aligner.generation.trtllm.versions import Installation, TensorRTLLMUnavailable, find_installation
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.weights.stream import export_weights
+
+logger = logging.getLogger(__name__)
+
+_MEBIBYTE = 2**20
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def find_trtllm(cfg: DictConfig) -> Installation:
@@ -31,6 +44,116 @@ def find_trtllm(cfg: DictConfig) -> Installation:
 
 
 def trtllm_engine(cfg: DictConfig, model: MegatronModel, **options: Any) -> GenerationEngine:
-    """The engine for this rank, not built yet. ``options`` are those of every engine (see `MegatronEngine`)."""
+    """The engine of this rank's tensor-parallel group, not built yet. Collective.
+
+    Args:
+        cfg: the actor's config.
+        model: the policy.
+        options: those of every engine (see `MegatronEngine`).
+
+    Raises:
+        TensorRTLLMUnavailable, TensorRTLLMMismatch: see `find_trtllm`.
+        ValueError: the model or the layout is not supported; the message says what is.
+    """
     found = find_trtllm(cfg)
-    raise TensorRTLLMUnavailable(f"the {found.backend} backend is not here yet; {install_command(found.backend)}")
+    layout = model.layout
+    if layout.pp_size > 1:
+        logger.warning(
+            "TensorRT-LLM never pipelines here: each of the %d tensor-parallel groups generates with all layers, "
+            "whether trainer.ppo.trt_llm.reshard is set or not; a GPU holds %d times the weights of its stage",
+            layout.dp_size * layout.pp_size,
+            layout.pp_size,
+        )
+    group = EngineGroup(
+        rank=layout.tp_rank,
+        size=layout.tp_size,
+        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
+        group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
+        leader=parallel_state.get_tensor_model_parallel_src_rank(),
+    )
+    hosts = set(group.gather(socket.gethostname()))
+    if len(hosts) > 1:
+        raise ValueError(
+            f"a tensor-parallel group is on {sorted(hosts)}: TensorRT-LLM needs each group on one machine; "
+            "lower model.tensor_model_parallel_size or set trainer.ppo.generation.engine=embedded"
+        )
+    if found.backend == "engine":
+        return _tensorrt_engine(cfg, model, group, options)
+    return _sidecar_engine(cfg, model, group, found, options)
+
+
+def _tensorrt_engine(
+    cfg: DictConfig, model: MegatronModel, group: EngineGroup, options: dict[str, Any]
+) -> TensorRTEngine:
+    section = cfg.trainer.ppo.trt_llm
+    a, dtype = model.architecture, model.config.params_dtype
+    max_input_length = min(int(section.max_input_len), options["max_sequence_length"] - 1)
+    shape = EngineShape(
+        model=engine_model(a, str(section.model_type), dtype),
+        max_batch_size=options["num_slots"],
+        max_input_len=max_input_length,
+        max_seq_len=options["max_sequence_length"],
+        tp_size=group.size,
+        tp_rank=group.rank,
+        gpus_per_node=torch.cuda.device_count(),
+        group_index=group.index,
+    )
+    weights = EngineWeights(a, dtype=dtype, tp_size=group.size, tp_rank=group.rank)
+    return TensorRTEngine(
+        TensorRTLibrary(shape, world_size=dist.get_world_size()),
+        weights,
+        lambda: export_weights(model),
+        max_input_length=max_input_length,
+        vocab_size=a.vocab_size,
+        group=group,
+        engine_dir=Path(section.engine_dir) if section.engine_dir else None,
+        **options,
+    )
+
+
+def _sidecar_engine(
+    cfg: DictConfig, model: MegatronModel, group: EngineGroup, found: Installation, options: dict[str, Any]
+) -> SidecarEngine:
+    section = cfg.trainer.ppo.trt_llm
+    for variable in _ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+            raise ValueError(
+                f"{variable} turns expandable segments on, whose memory cannot be shared with another process: remove "
+                "expandable_segments from it to use trainer.ppo.trt_llm.backend=pytorch"
+            )
+    device = torch.cuda.current_device()
+    devices = group.gather((_visible_device(device), f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+    settings = SidecarSettings(
+        python=found.python,
+        environment=sidecar_environment(os.environ, [entry for entry, _ in devices]),
+        device_uuids=tuple(uuid for _, uuid in devices),
+        sleep=bool(section.unload_engine_train),
+        kv_cache_memory_fraction=float(section.kv_cache_memory_fraction),
+        bucket_bytes=int(section.refit_bucket_mebibytes) * _MEBIBYTE,
+        max_restarts=int(section.max_restarts),
+        start_seconds=float(section.timeouts.start_seconds),
+        refit_seconds=float(section.timeouts.refit_seconds),
+        request_seconds=float(section.timeouts.request_seconds),
+        ping_seconds=float(section.timeouts.ping_seconds),
+    )
+    # Under pipeline parallelism other groups take part in an export, and they do not know of this group's loss.
+    recoverable = model.layout.pp_size == 1
+    return SidecarEngine(
+        model.architecture,
+        settings,
+        dtype=model.config.params_dtype,
+        group=group,
+        recover_weights=(lambda: export_weights(model)) if recoverable else None,
+        **options,
+    )
+
+
+def _visible_device(index: int) -> str:
+    """This process's device number ``index`` as an entry of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    entry = visible.split(",")[index].strip() if visible else str(index)
+    if not entry.isdigit():
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={visible} names devices by {entry}: TensorRT-LLM's workers need numbers there"
+        )
+    return entry

@@ -1,0 +1,56 @@
+"""The ranks that share one TensorRT-LLM engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel.groups import device
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineGroup:
+    """A tensor-parallel group of the trainer; a rank alone unless told.
+
+    Attributes:
+        rank, size: this rank's number in the group and how many there are.
+        index: the group's number among all groups.
+        group: the process group; None for a rank alone.
+        leader: global rank of the group's first rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    leader: int = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for the group."""
+        return self.rank == 0
+
+    def share(self, value: Any = None) -> Any:
+        """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.leader, group=self.group, device=device())
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of the ranks, on every rank."""
+        if self.group is None:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.group)
+        return box
+
+    def agree(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The leader's ``tensor`` on every rank; shapes and dtypes are the same everywhere."""
+        if self.group is not None:
+            dist.broadcast(tensor, src=self.leader, group=self.group)
+        return tensor

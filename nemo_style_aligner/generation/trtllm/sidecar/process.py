@@ -1,0 +1,213 @@
+"""The parent's side of the sidecar: start it, talk to it, notice when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.generation.trtllm.sidecar import trtllm_sidecar
+from nemo_style_aligner.generation.trtllm.sidecar.trtllm_sidecar import LENGTH, encode, frame_length
+
+PROGRAM = Path(trtllm_sidecar.__file__)
+
+_GRACE_SECONDS = 5.0  # between closing the connection and SIGKILL
+_LOG_TAIL_BYTES = 3000
+# Launchers' variables would make TensorRT-LLM (or its MPI) join the trainer's job; Ray must find no other cluster;
+# the rest belongs to the trainer's Python environment.
+_REMOVED_PREFIXES = (
+    *("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "RAY_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+)
+
+
+class SidecarLost(RuntimeError):
+    """The sidecar died, hung or broke off; another one must be started."""
+
+
+class SidecarError(RuntimeError):
+    """The sidecar lives and reports an error."""
+
+
+def sidecar_environment(env: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
+    """The environment of a sidecar on ``devices`` (entries of CUDA_VISIBLE_DEVICES)."""
+    child = {name: value for name, value in env.items() if not name.startswith(_REMOVED_PREFIXES)}
+    child["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    child["TLLM_RAY_FORCE_LOCAL_CLUSTER"] = "1"  # one Ray cluster per sidecar: they must not share GPUs
+    child["PYTHONUNBUFFERED"] = "1"
+    return child
+
+
+class Sidecar:
+    """One sidecar process. Used by one thread.
+
+    Args:
+        python: interpreter of the environment that has TensorRT-LLM.
+        environment: of the process, see `sidecar_environment`.
+        ping_seconds: within this long a live sidecar answers a health check.
+    """
+
+    def __init__(self, python: str, environment: Mapping[str, str], ping_seconds: float) -> None:
+        self._ping_seconds = ping_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="trtllm_sidecar_")  # mode 0700
+        self._log = Path(self._folder.name) / "log"
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._abandoned: set[int] = set()
+        self._buffer = bytearray()
+        self._next_id = 0
+        ours, theirs = socket.socketpair()
+        # Nobody else holds the other end: that is the channel's authentication.
+        with theirs, self._log.open("wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    [python, str(PROGRAM), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env=dict(environment),
+                    cwd=self._folder.name,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise SidecarLost(f"the TensorRT-LLM sidecar cannot be started with {python}: {error}") from error
+        self._socket = ours
+        self._last_heard = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def folder(self) -> Path:
+        """A directory that only this user can read and that lives as long as the sidecar."""
+        return Path(self._folder.name)
+
+    def send(self, command: str, **arguments: Any) -> int:
+        """Send a request without waiting; the number identifies its reply.
+
+        Raises:
+            SidecarLost: it is gone, or does not read.
+        """
+        number = self._next_id
+        self._next_id += 1
+        self._socket.settimeout(self._ping_seconds)
+        try:
+            self._socket.sendall(encode({"id": number, "do": command, **arguments}))
+        except OSError as error:  # a timeout is one
+            raise self._lost(f"does not take {command!r} ({error or type(error).__name__})") from error
+        return number
+
+    def wait(self, numbers: Sequence[int], seconds: float, *, check_health: bool = True) -> tuple[int, dict[str, Any]]:
+        """The reply to one of ``numbers``, whichever comes first.
+
+        Args:
+            numbers: from `send`.
+            seconds: how long to wait.
+            check_health: whether the sidecar must answer pings meanwhile. While it starts it may not.
+
+        Returns:
+            the number and the content of the reply.
+
+        Raises:
+            SidecarLost: it is gone, hangs, or the time is over.
+            SidecarError: it reports an error.
+        """
+        deadline = time.monotonic() + seconds
+        self._last_heard = time.monotonic()
+        ping: int | None = None
+        while True:
+            for number in numbers:
+                if number in self._replies:
+                    self.forget([] if ping is None else [ping])
+                    reply = self._replies.pop(number)
+                    if "error" in reply:
+                        raise SidecarError(f"TensorRT-LLM sidecar: {reply['error']}")
+                    return number, reply["ok"]
+            now = time.monotonic()
+            if now >= deadline:
+                raise self._lost(f"gave no answer within {seconds:g} s")
+            if check_health:
+                quiet = now - self._last_heard
+                if quiet >= self._ping_seconds:
+                    raise self._lost(f"does not answer a health check within {self._ping_seconds:g} s")
+                if ping is None and quiet >= self._ping_seconds / 2:
+                    ping = self.send("ping")
+                elif ping in self._replies:
+                    del self._replies[ping]
+                    ping = None
+            self._receive(min(deadline - now, self._ping_seconds / 4))
+
+    def call(self, command: str, seconds: float, *, check_health: bool = True, **arguments: Any) -> dict[str, Any]:
+        """Send a request and wait for its reply; raises as `send` and `wait` do."""
+        return self.wait([self.send(command, **arguments)], seconds, check_health=check_health)[1]
+
+    def is_alive(self) -> bool:
+        """Whether it answers a ping in time."""
+        try:
+            self.call("ping", self._ping_seconds)
+        except SidecarLost:
+            return False
+        return True
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop the replies to ``numbers`` when they come."""
+        for number in numbers:
+            if self._replies.pop(number, None) is None:
+                self._abandoned.add(number)
+
+    def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
+        """End it: close the connection, wait a little, kill the whole process group."""
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def _receive(self, seconds: float) -> None:
+        """Take in what arrives within ``seconds``, or return when nothing does."""
+        readable, _, _ = select.select([self._socket], [], [], max(seconds, 0.0))
+        if not readable:
+            return
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError as error:
+            raise self._lost(f"broke the connection ({error})") from error
+        if not data:
+            raise self._lost("is gone")
+        self._last_heard = time.monotonic()
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + frame_length(bytes(self._buffer[: LENGTH.size]))
+            if len(self._buffer) < end:
+                break
+            reply = json.loads(bytes(self._buffer[LENGTH.size : end]))
+            del self._buffer[:end]
+            if reply["id"] in self._abandoned:
+                self._abandoned.discard(reply["id"])
+            else:
+                self._replies[reply["id"]] = reply
+
+    def _lost(self, what: str) -> SidecarLost:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0.5)  # so that a death has its status
+        code = self._process.poll()
+        state = "it still runs" if code is None else f"it ended with status {code}"
+        tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if self._log.exists() else ""
+        return SidecarLost(
+            f"the TensorRT-LLM sidecar (process {self._process.pid}) {what}; {state}. The end of its log:\n{tail}"
+        )

@@ -1,0 +1,289 @@
+"""TensorRT-LLM's PyTorch backend in a process of its own: the program that the sidecar's python runs.
+
+It stands alone: beside the standard library it needs TensorRT-LLM and its torch, nothing of this project. The parent
+talks to it over an inherited socket, one frame per message: four bytes of length (big endian), then JSON. Requests
+are ``{"id", "do", ...}``, replies ``{"id", "ok"}`` or ``{"id", "error"}``; they may overtake each other. When the
+socket closes, because the parent wants it or is gone, the process ends.
+
+usage: python trtllm_sidecar.py FILE_DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+LENGTH = struct.Struct(">I")
+MOST_BYTES = 1 << 30  # of one frame; weight handles are kilobytes per tensor
+
+_PR_SET_PDEATHSIG = 1
+_SHUTDOWN_SECONDS = 30.0
+_NEVER = -1e9  # added to a logit: as good as minus infinity, and finite in every dtype that holds logits
+_DISABLED_ID = -1
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as a frame. Raises ValueError if it is too large."""
+    body = json.dumps(message).encode()
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is above the limit of {MOST_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+def frame_length(header: bytes) -> int:
+    """Bytes of the JSON that follows ``header``. Raises ValueError if that is above the limit."""
+    (length,) = LENGTH.unpack(header)
+    if length > MOST_BYTES:
+        raise ValueError(f"a frame of {length} bytes is above the limit of {MOST_BYTES}: the stream is broken")
+    return int(length)
+
+
+class Service:
+    """The commands, on one ``AsyncLLM``."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._sleep = False
+        self._vocab_size = 0
+        self._vocab_limit = 0
+
+    async def ping(self) -> dict[str, Any]:
+        """A sign of life: the event loop runs."""
+        return {"pid": os.getpid()}
+
+    async def start(
+        self,
+        *,
+        model: str,
+        dtype: str,
+        tensor_parallel_size: int,
+        max_batch_size: int,
+        max_seq_len: int,
+        vocab_size: int,
+        vocab_limit: int,
+        kv_cache_memory_fraction: float,
+        sleep: bool,
+    ) -> dict[str, Any]:
+        """Load, compile and capture, with weights of no meaning.
+
+        Args:
+            model: directory with a Hugging Face config.json.
+            dtype: of weights and KV cache.
+            tensor_parallel_size: GPUs, the visible ones in their order.
+            max_batch_size, max_seq_len: sequences at a time and their length.
+            vocab_size, vocab_limit: the model's vocabulary; ids from the limit on are never sampled.
+            kv_cache_memory_fraction: of the free GPU memory.
+            sleep: whether memory will be released and taken again.
+
+        Returns:
+            TensorRT-LLM's version and the UUIDs of its GPUs.
+        """
+        import tensorrt_llm
+        from tensorrt_llm._torch.async_llm import AsyncLLM
+        from tensorrt_llm.llmapi import KvCacheConfig
+
+        options: dict[str, Any] = {}
+        if sleep:
+            options = _sleep_options(tensorrt_llm.__version__)
+        self._llm = AsyncLLM(
+            model=model,
+            backend="pytorch",
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=1,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            # Prefixes are not reused between steps: a refit resets the cache.
+            kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=kv_cache_memory_fraction),
+            ray_worker_extension_cls="tensorrt_llm.llmapi.rlhf_utils.WorkerExtension",
+            allreduce_strategy="NCCL",
+            **options,
+        )
+        await self._llm.setup_async()
+        self._sleep = sleep
+        self._vocab_size = vocab_size
+        self._vocab_limit = vocab_limit
+        devices = await self._llm.collective_rpc("report_device_id")
+        return {"version": str(tensorrt_llm.__version__), "devices": [str(device) for device in devices]}
+
+    async def weights(self, *, handles: dict[str, str]) -> dict[str, Any]:
+        """One bucket: for each GPU (by UUID) the IPC handles of the same full tensors, in TensorRT-LLM's encoding."""
+        await self._llm.collective_rpc("update_weights", args=(handles,))
+        return {}
+
+    async def finish_weights(self) -> dict[str, Any]:
+        """After the last bucket: what TensorRT-LLM derives from weights, and an empty prefix cache."""
+        await self._llm.collective_rpc("update_weights", args=(None,))
+        return {}
+
+    async def release(self, *, what: list[str]) -> dict[str, Any]:
+        """Give back GPU memory: ``weights``, ``kv_cache`` or both."""
+        await self._llm.collective_rpc("reset_prefix_cache")
+        await self._llm.release(self._tags(what))
+        return {}
+
+    async def resume(self, *, what: list[str]) -> dict[str, Any]:
+        """Take it again. Weights come back without their values."""
+        await self._llm.resume(self._tags(what))
+        return {}
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        min_new_tokens: int,
+        stop_ids: list[int],
+        greedy: bool,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        repetition_penalty: float,
+        seed: int,
+    ) -> dict[str, Any]:
+        """One response: its tokens with the stop token, and their log-probs.
+
+        Up to the minimum length the stop tokens are held back by a bias on their logits: TensorRT-LLM's own minimum
+        length concerns the end id only, and the end id is disabled because it would not be counted.
+        """
+        from tensorrt_llm.llmapi import SamplingParams
+
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        phases = [(min_new_tokens, True), (max_new_tokens - min_new_tokens, False)]
+        for length, hold_back in phases:
+            if length == 0:
+                continue
+            sampling = SamplingParams(
+                end_id=_DISABLED_ID,
+                pad_id=_DISABLED_ID,
+                max_tokens=length,
+                stop_token_ids=None if hold_back else stop_ids,
+                include_stop_str_in_output=True,
+                detokenize=False,
+                # All four given: with none of them TensorRT-LLM decodes greedily.
+                temperature=1.0 if greedy else temperature,
+                top_k=1 if greedy else top_k,
+                top_p=1.0 if greedy else top_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+                embedding_bias=self._bias(stop_ids if hold_back else []),
+                logprobs=1,
+            )
+            output = await self._llm.generate_async(inputs=prompt_ids + tokens, sampling_params=sampling)
+            completion = output.outputs[0]
+            if completion.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"TensorRT-LLM ended a response with finish_reason={completion.finish_reason!r}")
+            new = list(completion.token_ids)
+            logprobs += _logprobs(new, completion.logprobs)
+            tokens += new
+            seed += 1  # the second phase must not repeat the first one's draws
+        return {"token_ids": tokens, "logprobs": logprobs}
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        if self._llm is not None:
+            self._llm.shutdown()
+
+    def _bias(self, held_back: list[int]) -> Any:
+        """float32 [vocabulary] that makes ids impossible; None where all are possible."""
+        if not held_back and self._vocab_limit >= self._vocab_size:
+            return None
+        import torch
+
+        bias = torch.zeros(self._vocab_size, dtype=torch.float32)
+        bias[self._vocab_limit :] = _NEVER
+        bias[torch.tensor(held_back, dtype=torch.int64)] = _NEVER
+        return bias
+
+    def _tags(self, what: list[str]) -> list[str]:
+        """TensorRT-LLM's memory tags; which of them there are depends on its version."""
+        if not self._sleep:
+            raise RuntimeError("the sidecar was started without trainer.ppo.trt_llm.unload_engine_train")
+        known = {tag.value for tag in _memory_types()}
+        wanted = {"weights": ("model", "model_weights"), "kv_cache": ("kv_cache",)}
+        return [tag for group in what for tag in wanted[group] if tag in known]
+
+
+def _memory_types() -> Any:
+    """TensorRT-LLM's ``ExecutorMemoryType``, which has moved."""
+    try:
+        from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
+    except ImportError:
+        from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
+    return ExecutorMemoryType
+
+
+def _sleep_options(version: str) -> dict[str, Any]:
+    """How a version is told that its memory will be released."""
+    if tuple(int(part) for part in version.split(".")[:2]) < (1, 3):
+        return {"enable_sleep": True, "cuda_graph_config": None}  # 1.2 cannot have both sleep and CUDA graphs
+    from tensorrt_llm.llmapi import SleepConfig
+
+    types = _memory_types()
+    # No copies on the host: every waking up is followed by a refit.
+    modes = {types.MODEL_WEIGHTS_MAIN: "NONE", types.KV_CACHE: "NONE"}
+    return {"sleep_config": SleepConfig(restore_modes=modes)}
+
+
+def _logprobs(tokens: list[int], found: Any) -> list[float]:
+    """One log-prob per token out of TensorRT-LLM's list of floats, or of dicts that have the token and the best."""
+    if found is None or len(found) != len(tokens):
+        raise RuntimeError(f"TensorRT-LLM gave {0 if found is None else len(found)} log-probs for {len(tokens)} tokens")
+    return [float(at if isinstance(at, float) else at[token].logprob) for token, at in zip(tokens, found)]  # noqa: B905
+
+
+async def serve(connection: socket.socket) -> None:
+    """Answer until the parent closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    service = Service()
+    running: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            try:
+                length = frame_length(await reader.readexactly(LENGTH.size))
+                message = json.loads(await reader.readexactly(length))
+            except asyncio.IncompleteReadError:
+                return
+            task = asyncio.ensure_future(_answer(service, message, writer))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    finally:
+        for task in running:
+            task.cancel()
+        signal.alarm(int(_SHUTDOWN_SECONDS))  # a shutdown that hangs ends all the same
+        service.shutdown()
+
+
+async def _answer(service: Service, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    number, command = message.pop("id"), message.pop("do")
+    try:
+        if command not in ("ping", "start", "weights", "finish_weights", "release", "resume", "generate"):
+            raise ValueError(f"no such command: {command!r}")
+        reply = {"id": number, "ok": await getattr(service, command)(**message)}
+    except Exception as error:  # noqa: BLE001 (of whatever kind, the parent is told, and raises it)
+        reply = {"id": number, "error": f"{type(error).__name__}: {error}"}
+    writer.write(encode(reply))
+    await writer.drain()
+
+
+def main() -> None:
+    """Entry point."""
+    if sys.platform.startswith("linux"):  # even with a blocked event loop it ends with its parent
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)  # the workers have no business with it
+    asyncio.run(serve(connection))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""The ``pytorch`` backend: TensorRT-LLM's ``AsyncLLM`` in a sidecar process, refitted through CUDA IPC."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.engine import (
+    FinishReason,
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    GenerationStatistics,
+    SamplingParams,
+    WeightStream,
+)
+from nemo_style_aligner.generation.sampling import request_key
+from nemo_style_aligner.generation.stopping import Detokenize, StopCondition, TokenToId
+from nemo_style_aligner.generation.trtllm.group import EngineGroup
+from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
+from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, checked, ipc_handles
+from nemo_style_aligner.weights.huggingface import hf_config
+from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+
+logger = logging.getLogger(__name__)
+
+_NO_WEIGHTS = -1
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SidecarSettings:
+    """How to run a sidecar; ``trainer.ppo.trt_llm`` has the meanings.
+
+    Attributes:
+        python: interpreter of TensorRT-LLM's environment.
+        environment: of the process.
+        device_uuids: of the group's GPUs, in the order of the ranks.
+        sleep: whether `unload` and `reload` will be called.
+    """
+
+    python: str
+    environment: Mapping[str, str]
+    device_uuids: tuple[str, ...]
+    sleep: bool
+    kv_cache_memory_fraction: float
+    bucket_bytes: int
+    max_restarts: int
+    start_seconds: float
+    refit_seconds: float
+    request_seconds: float
+    ping_seconds: float
+
+
+class SidecarEngine(GenerationEngine):
+    """Generates in a sidecar that belongs to the first rank of a tensor-parallel group.
+
+    The ranks of the group call every method together and pass the same requests in the same order; each gives the
+    handles of the weights on its own GPU. A sidecar that died or hung is started anew, a bounded number of times.
+    It then has no weights: a refit starts from the beginning, and a `generate` recovers if ``recover_weights`` can
+    give the current weights again; otherwise it raises.
+    """
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        settings: SidecarSettings,
+        *,
+        dtype: torch.dtype,
+        num_slots: int,
+        max_sequence_length: int,
+        eos_id: int,
+        vocab_limit: int | None = None,
+        detokenize: Detokenize | None = None,
+        token_to_id: TokenToId | None = None,
+        group: EngineGroup | None = None,
+        recover_weights: Callable[[], WeightStream] | None = None,
+        make_handles: Callable[[Bucket], str] = ipc_handles,
+    ) -> None:
+        """Describe the engine; `build` starts it.
+
+        Args:
+            architecture: the model's shape.
+            settings: of the sidecar.
+            dtype: of the weights.
+            num_slots: sequences generated at the same time.
+            max_sequence_length: prompt plus response tokens, at most.
+            eos_id, vocab_limit, detokenize, token_to_id: as for every engine.
+            group: the ranks that share the sidecar.
+            recover_weights: gives the weights of the latest refit once more, collectively over ``group`` only.
+            make_handles: encodes a bucket for TensorRT-LLM's workers.
+        """
+        self._architecture = architecture
+        self._settings = settings
+        self._dtype = dtype
+        self._num_slots = num_slots
+        self._max_sequence_length = max_sequence_length
+        self._eos_id = eos_id
+        self._vocab_limit = architecture.vocab_size if vocab_limit is None else vocab_limit
+        self._detokenize = detokenize
+        self._token_to_id = token_to_id
+        self._group = group or EngineGroup()
+        self._recover_weights = recover_weights
+        self._make_handles = make_handles
+        self._expected = hf_tensors(weight_layout(architecture))
+        self._sidecar: Sidecar | None = None  # of the leader
+        self._built = False
+        self._loaded = False
+        self._cache_asleep = False
+        self._version = _NO_WEIGHTS
+        self._num_compilations = 0
+        self._restarts = 0
+        self._statistics = GenerationStatistics()
+
+    # ---- life cycle -------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Start the sidecar and let it compile and capture."""
+        if self._built:
+            raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
+        self._start()
+        self._built = True
+
+    def refit(self, weights: WeightStream, version: int) -> None:
+        self._require_loaded("refit")
+        if version < 0:
+            raise ValueError(f"weight version must not be negative, got {version}")
+        self._version = _NO_WEIGHTS  # until all are in
+        if not self._on_leader(lambda: self._sidecar is not None and self._sidecar.is_alive()):
+            self._restart("the health check before the refit failed")
+        try:
+            self._push(weights)
+        except SidecarLost as lost:
+            if self._recover_weights is None:
+                raise
+            self._restart(lost)
+            self._push(self._recover_weights())
+        self._version = version
+
+    def unload(self) -> None:
+        """Release the memory of weights and KV cache; a second call does nothing."""
+        if not self._loaded:
+            return
+        self._version = _NO_WEIGHTS
+        try:
+            self._call("release", what=["weights", "kv_cache"])
+        except SidecarLost as lost:
+            # Its memory is free either way. `reload` starts another one.
+            logger.warning("%s", lost)
+            self._end()
+        self._loaded = False
+        self._cache_asleep = True
+
+    def reload(self) -> None:
+        """Take the memory of the weights again; that of the KV cache follows when the refit is done."""
+        if self._loaded:
+            return
+        if not self._built:
+            raise RuntimeError("reload() before build(): call build() once at start")
+        try:
+            self._call("resume", what=["weights"])
+            self._loaded = True
+        except SidecarLost as lost:
+            self._restart(lost)
+
+    def close(self) -> None:
+        """End the sidecar. Without this it ends with this process."""
+        self._end()
+        self._built = self._loaded = False
+
+    # ---- generation -------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
+        self._require_loaded("generate")
+        if self._version == _NO_WEIGHTS:
+            raise RuntimeError(
+                "generate() without whole weights: a refit must succeed after build, reload or a failed one"
+            )
+        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id)
+        self._statistics = GenerationStatistics()
+        return self._run(iter(requests), sampling, stop)
+
+    def _run(
+        self, source: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    ) -> Iterator[GenerationResult]:
+        pending: dict[int, GenerationRequest] = {}  # by request id, the same on every rank of the group
+        sent: dict[int, int] = {}  # message number: request id; of the leader
+        try:
+            while True:
+                # In step: every rank of the group pulls when the leader does, so their sources stay in step too.
+                while len(pending) < self._num_slots and (request := next(source, None)) is not None:
+                    request.check(sampling.max_new_tokens, self._max_sequence_length, self._architecture.vocab_size)
+                    pending[request.request_id] = request
+                if not pending:
+                    return
+                try:
+                    finished, reply = self._on_leader(lambda: self._next_reply(pending, sent, sampling, stop))
+                except SidecarLost as lost:
+                    self._recover(lost)
+                    sent.clear()
+                    continue
+                yield self._result(pending.pop(finished), reply, sampling, stop)
+        finally:
+            if self._sidecar is not None:
+                self._sidecar.forget(list(sent))
+
+    def _next_reply(
+        self,
+        pending: Mapping[int, GenerationRequest],
+        sent: dict[int, int],
+        sampling: SamplingParams,
+        stop: StopCondition,
+    ) -> tuple[int, dict[str, Any]]:
+        """The leader's work: send what is not sent yet, wait for the next response."""
+        sidecar = self._running()
+        underway = set(sent.values())
+        for request in pending.values():
+            if request.request_id not in underway:
+                number = sidecar.send("generate", **_generate_arguments(request, sampling, stop))
+                sent[number] = request.request_id
+        number, reply = sidecar.wait(list(sent), self._settings.request_seconds)
+        return sent.pop(number), reply
+
+    def _result(
+        self, request: GenerationRequest, reply: dict[str, Any], sampling: SamplingParams, stop: StopCondition
+    ) -> GenerationResult:
+        """A response as the contract wants it.
+
+        TensorRT-LLM knows the stop tokens only: what ends at a stop string is cut here.
+        """
+        tokens, logprobs = reply["token_ids"], reply["logprobs"]
+        invalid = [token for token in tokens if not 0 <= token < self._vocab_limit]
+        if invalid:
+            raise RuntimeError(
+                f"request {request.request_id}: TensorRT-LLM generated token id {invalid[0]}, outside the vocabulary "
+                f"of {self._vocab_limit}"
+            )
+        length, reason = _end_of_response(tokens, stop)
+        if reason is None:
+            raise RuntimeError(
+                f"request {request.request_id}: TensorRT-LLM stopped after {len(tokens)} of max_new_tokens="
+                f"{sampling.max_new_tokens} tokens without a stop token or string"
+            )
+        if not all(map(math.isfinite, logprobs[:length])):
+            raise FloatingPointError(f"request {request.request_id}: TensorRT-LLM gave log-probs that are not finite")
+        self._statistics.generated_tokens += length
+        self._statistics.prefill_tokens += len(request.prompt_ids)
+        return GenerationResult(
+            request.request_id, request.prompt_ids, tokens[:length], logprobs[:length], reason, self._version
+        )
+
+    # ---- the sidecar ------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start a sidecar with weights of no meaning."""
+        try:
+            reply = self._on_leader(self._launch)
+        except (SidecarLost, SidecarError):
+            self._end(grace_seconds=0.0)
+            raise
+        if sorted(reply["devices"]) != sorted(self._settings.device_uuids):
+            raise RuntimeError(
+                f"the TensorRT-LLM sidecar runs on {sorted(reply['devices'])}, the ranks of its group on "
+                f"{sorted(self._settings.device_uuids)}: weights can be handed over on the same GPUs only"
+            )
+        logger.info("TensorRT-LLM %s runs in a sidecar on %s", reply["version"], reply["devices"])
+        self._num_compilations += 1
+        self._loaded = True
+        self._cache_asleep = False
+
+    def _launch(self) -> dict[str, Any]:
+        """The leader's work of `_start`."""
+        settings, a = self._settings, self._architecture
+        self._sidecar = sidecar = Sidecar(settings.python, settings.environment, settings.ping_seconds)
+        model = sidecar.folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(hf_config(a, self._dtype), indent=2))
+        return sidecar.call(
+            "start",
+            settings.start_seconds,
+            check_health=False,
+            model=str(model),
+            dtype=str(self._dtype).removeprefix("torch."),
+            tensor_parallel_size=self._group.size,
+            max_batch_size=self._num_slots,
+            max_seq_len=self._max_sequence_length,
+            vocab_size=a.vocab_size,
+            vocab_limit=self._vocab_limit,
+            kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+            sleep=settings.sleep,
+        )
+
+    def _push(self, weights: WeightStream) -> None:
+        """All buckets, then the end of the refit. A bucket lives until every worker has read it."""
+        uuid = self._settings.device_uuids[self._group.rank]
+        for bucket in buckets(checked(weights, self._expected), self._settings.bucket_bytes):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # another process reads it
+            handles = dict(self._group.gather((uuid, self._make_handles(bucket))))
+            self._call("weights", handles=handles)
+        self._call("finish_weights")
+        if self._cache_asleep:
+            self._call("resume", what=["kv_cache"])
+            self._cache_asleep = False
+
+    def _recover(self, lost: SidecarLost) -> None:
+        """After a loss during generation: another sidecar with the same weights, or the error."""
+        version, self._version = self._version, _NO_WEIGHTS
+        if self._recover_weights is None:
+            raise lost
+        self._restart(lost)
+        self._push(self._recover_weights())
+        self._version = version
+
+    def _restart(self, why: SidecarLost | str) -> None:
+        """Another sidecar, without weights. Raises SidecarLost when there have been enough."""
+        self._version = _NO_WEIGHTS
+        self._end(grace_seconds=0.0)
+        if self._restarts >= self._settings.max_restarts:
+            raise SidecarLost(
+                f"{why}\nThe TensorRT-LLM sidecar has been restarted {self._restarts} times, which is "
+                "trainer.ppo.trt_llm.max_restarts: find out why it fails, then continue from the last checkpoint"
+            )
+        self._restarts += 1
+        logger.warning("%s\nRestarting the sidecar (%d of %d)", why, self._restarts, self._settings.max_restarts)
+        self._start()
+
+    def _end(self, **options: float) -> None:
+        if self._sidecar is not None:
+            self._sidecar.stop(**options)
+            self._sidecar = None
+
+    def _call(self, command: str, **arguments: Any) -> None:
+        """A command of the refit or of sleeping, on the leader."""
+        self._on_leader(lambda: self._running().call(command, self._settings.refit_seconds, **arguments))
+
+    def _running(self) -> Sidecar:
+        if self._sidecar is None:
+            raise SidecarLost("there is no TensorRT-LLM sidecar running")
+        return self._sidecar
+
+    def _on_leader(self, work: Callable[[], _T]) -> _T:
+        """Do ``work`` on the leader; every rank of the group gets its result or raises its error."""
+        outcome: tuple[str, Any] | None = None
+        if self._group.is_leader:
+            try:
+                outcome = ("result", work())
+            except SidecarLost as error:
+                outcome = ("lost", str(error))
+            except SidecarError as error:
+                outcome = ("error", str(error))
+        kind, value = self._group.share(outcome)
+        if kind == "lost":
+            raise SidecarLost(value)
+        if kind == "error":
+            raise SidecarError(value)
+        result: _T = value
+        return result
+
+    def _require_loaded(self, what: str) -> None:
+        if not self._built:
+            raise RuntimeError(f"{what}() before build(): call build() once at start")
+        if not self._loaded:
+            raise RuntimeError(f"{what}() while the engine is unloaded: call reload() first")
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def num_compilations(self) -> int:
+        """Starts of a sidecar: 1 after `build`, one more for each restart."""
+        return self._num_compilations
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def statistics(self) -> GenerationStatistics:
+        """Tokens are counted; steps are not known on this side."""
+        return self._statistics
+
+
+def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:
+    return {
+        "prompt_ids": request.prompt_ids,
+        "max_new_tokens": sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+        "stop_ids": list(stop.stop_ids),
+        "greedy": sampling.use_greedy,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": request_key(sampling.seed, request.seed) & ((1 << 62) - 1),
+    }
+
+
+def _end_of_response(tokens: list[int], stop: StopCondition) -> tuple[int, FinishReason | None]:
+    """Tokens up to and with the one that ends the response, and why it does; all and None if none does."""
+    grown: list[int] = []
+    for token in tokens:
+        grown.append(token)
+        if reason := stop.check(grown):
+            return len(grown), reason
+    return len(grown), None
