@@ -66,7 +66,7 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
                 for (int page = 0; page < pages; ++page) {
                     const act_t* w[N];
                     for (int i = 0; i < N; ++i) w[i] = weights[r + i] + page * PAGE;
-                    multiply_pairs<N, V>(w, PAGE / 2, values + (size_t)table[page] * GROUPS * PAGE_SIZE + channel * COLUMN_STEP,
+                    multiply_pairs<N, V>(w, PAGE / 2, values + (size_t)table[page] * GROUPS * PAGE_SIZE + channel * COLUMN_STEP<panel_t>,
                                          CHANNELS, acc);
                 }
 #pragma GCC unroll 16

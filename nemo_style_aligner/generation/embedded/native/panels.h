@@ -102,7 +102,7 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
 // ---- vector kernel --------------------------------------------------------------------------------------------------
 
 // c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. As many columns at a time as there are registers for.
-static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const panel_t* panel, float* c) {
+template <class B> static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B* panel, float* c) {
     with_constant<VECTOR_ROWS>(n, [&](auto rows) {
         constexpr int N = decltype(rows)::value;
         constexpr int ALL = PANEL / LANES, V = ALL > 2 && N > 3 ? 2 : ALL;
@@ -110,7 +110,7 @@ static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const pa
         for (int i = 0; i < N; ++i) row[i] = a + (size_t)i * lda;
         for (int j = 0; j < ALL; j += V) {
             vf acc[N][V] = {};
-            multiply_pairs<N, V>(row, k / 2, panel + (size_t)j * LANES * COLUMN_STEP, PANEL, acc);
+            multiply_pairs<N, V>(row, k / 2, panel + (size_t)j * LANES * COLUMN_STEP<B>, PANEL, acc);
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
@@ -121,16 +121,13 @@ static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const pa
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Panel `index` of `matrix` as the kernels read it; int8 is widened into `scratch` (integers up to 127 are exact in bf16).
-static INLINE const panel_t* open_panel(const Matrix& matrix, int index, int k, panel_t* scratch) {
+// Panel `index` of `matrix` as the kernels read it. fp32 arithmetic reads int8 as it is; for bf16 arithmetic it is widened
+// into `scratch` (integers up to 127 are exact in bf16).
+static INLINE auto open_panel(const Matrix& matrix, int index, int k, panel_t* scratch) {
     const weight_t* data = matrix.data + (size_t)index * k * PANEL;
-#if STORAGE_INT8
-    for (int i = 0; i < k * PANEL; i += LANES) {
-        vf wide;
-        for (int lane = 0; lane < LANES; ++lane) wide[lane] = data[i + lane];
-        store_as(scratch + i, wide);
-    }
-    return scratch;
+#if STORAGE_INT8 && KERNEL != KERNEL_FMA
+    for (int i = 0; i < k * PANEL; i += LANES) store_as(scratch + i, __builtin_convertvector(load<vb>(data + i), vf));
+    return (const panel_t*)scratch;
 #else
     (void)scratch;
     return data;
@@ -141,7 +138,7 @@ static INLINE const panel_t* open_panel(const Matrix& matrix, int index, int k, 
 // multiple of 32 must be readable.
 template <class Use>
 static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, panel_t* scratch, Use&& use) {
-    const panel_t* panel = open_panel(matrix, index, k, scratch);
+    const auto* panel = open_panel(matrix, index, k, scratch);
     alignas(64) float c[BLOCK_ROWS * PANEL];
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
         const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;

@@ -21,11 +21,13 @@ typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef int16_t vs __attribute__((vector_size(LANES * 2)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint16_t bf16;
 
 template <class V> static INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
-static INLINE vf splat(float x) { return vf{} + x; }
+static INLINE vf splat(float x) { return x - vf{}; }  // not x + 0, which is no copy of -0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 static INLINE float sum_lanes(vf v) {
@@ -106,31 +108,36 @@ typedef bf16 panel_t;
 #endif
 
 // Matrices that are multiplied from the right lie in memory as rows of pairs: for two neighbouring k, `width` columns.
-// bf16: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
+// bf16 and int8: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
 static INLINE size_t pair_index(int k, int column, int width) {
     if (sizeof(panel_t) == 2) return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
     return (size_t)k * width + column;
 }
-constexpr int COLUMN_STEP = sizeof(panel_t) == 2 ? 2 : 1;  // elements from one column to the next
+template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2;  // elements from one column to the next
+
+#if KERNEL == KERNEL_FMA
+// Columns j * LANES ... of the even or the odd k of a pair, as floats. int8 lies in the order of bf16.
+static INLINE vf widen_columns(const float* pair, int width, int j, int odd) { return load<vf>(pair + odd * width + j * LANES); }
+static INLINE vf widen_columns(const bf16* pair, int, int j, int odd) {
+    vu raw = load<vu>(pair + j * LANES * 2);
+    return odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
+}
+static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
+    vi both = __builtin_convertvector(load<vs>(pair + j * LANES * 2), vi);
+    return __builtin_convertvector(odd ? both >> 8 : both << 24 >> 24, vf);
+}
+#endif
 
 // acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the order of
 // k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is computed with.
-template <int ROWS, int VECTORS>
-static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const panel_t* b, int width,
-                                  vf (&acc)[ROWS][VECTORS]) {
+template <int ROWS, int VECTORS, class B>
+static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width, vf (&acc)[ROWS][VECTORS]) {
     for (int p = 0; p < pairs; ++p, b += 2 * width) {
 #if KERNEL == KERNEL_FMA
         for (int odd = 0; odd < 2; ++odd) {
             vf w[VECTORS];
 #pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; ++j) {
-#if STORAGE_F32
-                w[j] = load<vf>(b + odd * width + j * LANES);
-#else
-                vu raw = load<vu>(b + j * LANES * 2);
-                w[j] = odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
-#endif
-            }
+            for (int j = 0; j < VECTORS; ++j) w[j] = widen_columns(b, width, j, odd);
 #pragma GCC unroll 16
             for (int i = 0; i < ROWS; ++i) {
                 vf x = splat(a[i][2 * p + odd]);
