@@ -172,7 +172,6 @@ class EmbeddedEngine(GenerationEngine):
         if not self._built:
             raise RuntimeError("reload() before build(): call build() once at start")
         self._step.acquire()
-        self._step.clear_pages()
         self._loaded = True
 
     @property

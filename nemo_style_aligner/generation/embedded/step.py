@@ -82,7 +82,7 @@ class ModelStep(abc.ABC):
     """Weights, KV pages and a compiled forward pass.
 
     Life: `build` once, then fill ``weights``, then `forward` as often as wanted. `release` gives the memory of
-    weights and pages back, `acquire` takes it again, with undefined content.
+    weights and pages back, `acquire` takes it again: weights with undefined content, pages zeroed.
     """
 
     weights: WeightTable
@@ -116,7 +116,7 @@ class ModelStep(abc.ABC):
 
     @abc.abstractmethod
     def acquire(self) -> None:
-        """Allocate what `release` freed."""
+        """Allocate what `release` freed; pages are zero."""
 
     @property
     @abc.abstractmethod

@@ -71,6 +71,7 @@ class TorchStep(ModelStep):
     def acquire(self) -> None:
         """See `ModelStep.acquire`."""
         acquire(self._buffers)
+        self.clear_pages()
         if self._graphs is not None:
             self._graphs.capture()
 
