@@ -38,6 +38,9 @@ class Way:
     engine: str = "embedded"
     slots: int = 4
     scoring_batch: int = 4
+    reshard: bool = False
+    generation_tp: int | None = None
+    kv_cache_tokens: int | None = None
 
 
 WAYS = (
@@ -49,6 +52,11 @@ WAYS = (
     Way("flask_2", ranks=2, flask=True, scoring_batch=3),
     Way("flask_pp2", ranks=2, pp=2, flask=True),
     Way("megatron_tp2_flask", ranks=2, tp=2, flask=True, engine="megatron"),
+    Way("little_memory", kv_cache_tokens=64),
+    Way("reshard_tp2", ranks=2, tp=2, flask=True, reshard=True, kv_cache_tokens=64),
+    Way("pp2_to_tp2", ranks=2, pp=2, generation_tp=2),
+    Way("tp2_pp2", ranks=4, tp=2, pp=2),
+    Way("reshard_tp2_pp2", ranks=4, tp=2, pp=2, flask=True, reshard=True),
 )
 
 
@@ -60,7 +68,14 @@ def config(folder: Path, port: int, way: Way) -> DictConfig:
             "trainer": {
                 "precision": "32",
                 "ppo": {
-                    "generation": {"engine": way.engine, "num_slots": way.slots},
+                    "generation": {
+                        "engine": way.engine,
+                        "num_slots": way.slots,
+                        "tensor_parallel_size": way.generation_tp,
+                        "kv_cache_tokens": way.kv_cache_tokens,
+                        "prefill_chunk_tokens": 16,
+                    },
+                    "trt_llm": {"reshard": way.reshard},
                     "batch_iterator": {"use_flask": way.flask, "port": 0},
                 },
             },
@@ -108,7 +123,7 @@ def main() -> None:
     folder, port, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     lines = [{"text": f"User: What is {a}*{a + 10 * (a % 3)}?\nAssistant:"[: 12 + 7 * (a % 4)]} for a in range(40)]
     write_jsonl(folder / "prompts.jsonl", lines)
-    for ranks in (1, 2):
+    for ranks in (1, 2, 4):
         chosen = [way for way in WAYS if way.ranks == ranks and (not names or way.name in names)]
 
         def run(chosen: list[Way] = chosen) -> None:

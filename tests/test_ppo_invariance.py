@@ -124,7 +124,7 @@ def test_rollouts_are_worth_comparing(rollouts: Callable[[str], dict[str, torch.
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.name)
 def test_rollouts_are_the_same(rollouts: Callable[[str], dict[str, torch.Tensor]], way: Any) -> None:
-    """With and without the queue, on one rank and two, whatever the batches and the engine."""
+    """With and without the queue, on one rank or more, whatever the batches, the engine, its memory and its layout."""
     batch, expected = rollouts(way.name), rollouts("static")
     assert batch.keys() == expected.keys()
     for name, tensor in expected.items():

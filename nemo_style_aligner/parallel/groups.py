@@ -119,6 +119,22 @@ def data_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def neighbour_group(size: int) -> dist.ProcessGroup | None:
+    """This rank's group of ``size`` ranks in a row: 0 to size - 1, size to 2 * size - 1, ...; None for 1. Collective.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+    """
+    world_size = dist.get_world_size()
+    if size < 1 or world_size % size:
+        raise ValueError(f"{world_size} ranks cannot be divided into groups of {size}")
+    if size == 1:
+        return None
+    # Every rank creates every group, in the same order.
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    return groups[dist.get_rank() // size]
+
+
 def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sum every entry over the group, in float64. All ranks must pass the same keys."""
     keys = sorted(sums)

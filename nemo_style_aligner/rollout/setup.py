@@ -12,12 +12,13 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel.groups import broadcast_object, device
+from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
 from nemo_style_aligner.rollout.collector import GenerationGroup, RolloutCollector
 from nemo_style_aligner.rollout.work_queue import (
     StaticPartition,
@@ -77,8 +78,11 @@ def build_engine(
 ) -> tuple[GenerationEngine, GenerationGroup]:
     """The generation engine of this rank, built, and the ranks that share it.
 
-    The embedded engine holds whole, unsharded weights on each rank: every rank of the job generates on its own,
-    whatever the training layout. The megatron and trtllm engines are shared by a tensor-parallel group.
+    The embedded engine is shared by as many neighbouring ranks as its own tensor-parallel size says, one unless asked
+    for more, whatever the training layout. The megatron and trtllm engines are shared by a tensor-parallel group of it.
+
+    Raises:
+        ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
     """
     num_slots = int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
     options: dict[str, Any] = {
@@ -102,18 +106,46 @@ def build_engine(
             leader=parallel_state.get_tensor_model_parallel_src_rank(),
         )
     else:
-        if layout.pp_size > 1 and not cfg.trainer.ppo.trt_llm.reshard:
-            logger.info("the embedded engine never pipelines: each of %d ranks generates", dist.get_world_size())
+        tensor_parallel, group = _generation_ranks(cfg, layout.tp_size)
+        section = cfg.trainer.ppo.generation
         engine = EmbeddedEngine(
             model.architecture,
             dtype=model.config.params_dtype,
             device=device(),
-            refit_check=cfg.trainer.ppo.generation.refit_check,
+            kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
+            prefill_chunk_tokens=int(section.prefill_chunk_tokens),
+            prefill_share=float(section.prefill_share),
+            weight_format=section.weight_format,
+            tensor_parallel=tensor_parallel,
+            step=section.step,
+            refit_check=section.refit_check,
             **options,
         )
-        group = GenerationGroup(index=dist.get_rank(), count=dist.get_world_size())
     engine.build()
     return engine, group
+
+
+def _generation_ranks(cfg: DictConfig, training_tp_size: int) -> tuple[TensorParallel, GenerationGroup]:
+    """The ranks that share this rank's embedded engine. Collective.
+
+    Raises:
+        ValueError: the ranks of the job cannot be divided so.
+    """
+    asked = cfg.trainer.ppo.generation.tensor_parallel_size
+    size = int(asked or (training_tp_size if cfg.trainer.ppo.trt_llm.reshard else 1))
+    try:
+        process_group = neighbour_group(size)
+    except ValueError as error:
+        raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
+    rank, count = dist.get_rank(), dist.get_world_size() // size
+    logger.info("generation: %d engines of %d ranks each", count, size)
+    return TensorParallel(rank % size, size, process_group), GenerationGroup(
+        index=rank // size,
+        count=count,
+        is_leader=rank % size == 0,
+        group=process_group,
+        leader=rank - rank % size,
+    )
 
 
 def build_work_source(cfg: DictConfig, group: GenerationGroup) -> WorkSource:
