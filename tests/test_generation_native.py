@@ -7,7 +7,7 @@ import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
-from nemo_style_aligner.generation.embedded.native.library import KERNELS, usable_kernels
+from nemo_style_aligner.generation.embedded.native.library import KERNELS, NativeUnavailable, check, usable_kernels
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep, quantize_rows
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
 from nemo_style_aligner.generation.engine import SamplingParams

@@ -117,8 +117,9 @@ class EmbeddedEngine(GenerationEngine):
             weight_format=weight_format,
             tensor_parallel=tensor_parallel or TensorParallel(),
         )
+        self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._device = torch.device(device)
-        self._step = choose_step(step, self._shape, self._device)
+        self._step_choice: StepChoice = step
         self._blocks = BlockTable(num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._packer = StepPacker(self._blocks)
         self._eos_id = eos_id
@@ -140,7 +141,7 @@ class EmbeddedEngine(GenerationEngine):
         """Compile the step; allocate weights and KV pages. Once per engine."""
         if self._built:
             raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
-        self._step.build()
+        self._step = choose_step(self._step_choice, self._shape, self._device)
         logger.info("embedded engine: %s", self._step.description)
         self._built = self._loaded = True
 

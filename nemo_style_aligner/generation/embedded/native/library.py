@@ -20,8 +20,9 @@ from nemo_style_aligner.generation.embedded.step import EngineShape
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("step.cpp", "attention.h", "panels.h", "sample.h", "threads.h", "vectors.h")
+_SOURCES = ("step.cpp", "check.cpp", "attention.h", "panels.h", "sample.h", "threads.h", "vectors.h")
 _COMPILE_SECONDS = 600.0
+_CHECK_SECONDS = 120.0
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
 _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
@@ -43,6 +44,11 @@ class Kernel:
     flags: tuple[str, ...]
     needs: tuple[str, ...]
     emulated: bool = False
+
+    @property
+    def checked(self) -> bool:
+        """Whether `check` runs before first use: for all that go beyond AVX2."""
+        return self.lanes > 8 and not self.emulated
 
 
 _AVX2 = ("-mavx2", "-mfma")
@@ -83,12 +89,12 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
     """The compiled step for ``shape``, and whether it had to be compiled (else it was found on disk).
 
     Raises:
-        NativeUnavailable: there is no compiler, or it failed.
+        NativeUnavailable: there is no compiler, it failed, or what it made does not compute what it should.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found: install g++ (or set CXX) to generate several times faster")
-    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wno-psabi", *KERNELS[kernel].flags]
+    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
     command += [f"-D{name}={value}" for name, value in _macros(shape, kernel).items()]
     path = _cache_folder() / f"step-{_key(command)}.so"
     compiled = False
@@ -96,12 +102,36 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
         with open(path.with_suffix(".lock"), "w") as lock:
             _wait_for(lock)  # of several ranks one compiles
             if not path.exists():
-                _compile(command, path)
+                started = time.monotonic()
+                if KERNELS[kernel].checked:
+                    check(command, path.parent)
+                _compile([*command, "-fPIC", "-shared"], "step.cpp", path)
                 compiled = True
+                logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)
     library = ctypes.CDLL(str(path))
     if library.step_prepare():
         raise NativeUnavailable(f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)")
     return library, compiled
+
+
+def check(command: list[str], folder: Path) -> None:
+    """Compile ``check.cpp`` into ``folder`` and run it, in a process of its own: an illegal instruction ends only that.
+
+    Raises:
+        NativeUnavailable: products or attention are wrong, or the program died.
+    """
+    program = folder / f"check-{os.getpid()}"
+    try:
+        _compile(command, "check.cpp", program)
+        result = subprocess.run([str(program)], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"the check of the compiled kernels took more than {_CHECK_SECONDS:.0f} s") from error
+    finally:
+        program.unlink(missing_ok=True)
+    if result.returncode:
+        raise NativeUnavailable(
+            f"the compiled kernels fail their check on this processor (status {result.returncode}; {result.stdout.strip()})"
+        )
 
 
 def _macros(shape: EngineShape, kernel: str) -> dict[str, object]:
@@ -169,22 +199,24 @@ def _wait_for(lock: object) -> None:
             time.sleep(0.2)
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(command: list[str], source: str, path: Path) -> None:
     """Compile beside ``path`` and rename: what lies there is whole."""
-    started = time.monotonic()
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        source = Path(__file__).parent / "step.cpp"
         result = subprocess.run(
-            [*command, str(source), "-o", name], capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+            [*command, str(Path(__file__).parent / source), "-o", name],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            check=False,
         )
         if result.returncode:
             errors = [line for line in result.stderr.splitlines() if "error" in line][:5]
             raise NativeUnavailable(f"{command[0]} failed on {source}: " + "; ".join(errors or [result.stderr[-500:]]))
+        os.chmod(name, 0o700)
         os.replace(name, path)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} took more than {_COMPILE_SECONDS:.0f} s") from error
     finally:
         Path(name).unlink(missing_ok=True)
-    logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import os
 import weakref
 from typing import Any
@@ -20,6 +21,8 @@ from nemo_style_aligner.generation.embedded.weight_table import Destination, Vie
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+
+logger = logging.getLogger(__name__)
 
 _PANEL = 32  # output features per panel, as in panels.h
 _MAX_STOP_IDS = 64  # as in sample.h
@@ -225,10 +228,9 @@ class NativeStep(ModelStep):
 
     def __init__(self, shape: EngineShape, kernel: str | None = None, num_threads: int | None = None) -> None:
         """Raises NativeUnavailable where no kernel can run."""
-        usable = usable_kernels(shape.dtype)
-        if kernel is None and not usable:
+        self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
+        if not self._kernels:
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
-        self._kernel = kernel or usable[0]
         self._shape = shape
         self._threads = num_threads or torch.get_num_threads()
         self._num_compilations = 0
@@ -236,7 +238,7 @@ class NativeStep(ModelStep):
 
     def build(self) -> None:
         """See `ModelStep.build`. Raises NativeUnavailable."""
-        self._library, self.was_compiled = load_library(self._shape, self._kernel)
+        self._load()
         self._library.step_create.restype = _Pointer
         _check_sizes(self._library)
         self._allocate()
@@ -247,6 +249,19 @@ class NativeStep(ModelStep):
         self._pid = os.getpid()
         self.weights = WeightTable(self._shape.shard, self._destinations())
         self._num_compilations = 1
+
+    def _load(self) -> None:
+        """The best kernel that works here."""
+        while True:
+            self._kernel = self._kernels[0]
+            try:
+                self._library, self.was_compiled = load_library(self._shape, self._kernel)
+                return
+            except NativeUnavailable as error:
+                self._kernels = self._kernels[1:]
+                if not self._kernels:
+                    raise
+                logger.warning("native generation step: %s is no choice here, trying %s: %s", self._kernel, self._kernels[0], error)
 
     def call(self, function: str, arguments: ctypes.Structure, *more: int) -> None:
         """Call ``function`` of the library with the context and a structure."""

@@ -88,7 +88,7 @@ static void norm_row(const float* x, const float* weight, const float* bias, act
 
 static INLINE float activate(float x) {
     if (ACTIVATION == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
-    const float positive = x > 0 ? x : 0;
+    const float positive = x < 0 ? 0 : x;  // NaN stays NaN
     return positive * positive;
 }
 static INLINE vf activate(vf x) {

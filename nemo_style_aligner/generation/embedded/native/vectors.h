@@ -71,11 +71,11 @@ static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal. x is split into
+// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal; NaN of NaN. x is split into
 // n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7 (remainder below 6e-9).
 static INLINE vf vexp(vf x) {
     const vf low = splat(-87.0f);
-    vf c = vmax(x, low);
+    vf c = low > x ? low : x;  // in this order NaN stays NaN
     const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = c * 1.44269504089f + round;
     vf n = shifted - round;
@@ -90,7 +90,7 @@ static INLINE vf vexp(vf x) {
     p = p * f + 1.0f;
     p = p * f + 1.0f;
     vi exponent = ((vi)shifted - 0x4B400000) << 23;
-    vf y = (vf)((vi)p + exponent);
+    vf y = (vf)((vi)p + exponent) + (c - c);  // NaN again, which the integer addition may have hidden
     return x < low ? vf{} : y;
 }
 

@@ -1,0 +1,94 @@
+// Does the compiled step compute what it should on this processor? Run once, as a program of its own, before a kernel
+// with special instructions is used: a processor, hypervisor or compiler that gets them wrong must not go unnoticed.
+// Exit status 0: yes.
+#include "step.cpp"
+#include <cstdio>
+#include <random>
+
+static std::mt19937 generator(1);
+static float number() { return std::normal_distribution<float>()(generator); }
+
+// `rows` activations times a matrix of `features` output features, against sums in double.
+static double product_error(int rows, int features, int half) {
+    const int k = HIDDEN_K, count = half == WHOLE ? panels(features) : (features + 15) / 16;
+    std::vector<weight_t> data((size_t)count * k * PANEL);
+    std::vector<float> scales(count * PANEL), source((size_t)features * HIDDEN);
+    for (float& x : source) x = widen(narrow(number()));
+    PackArguments pack{data.data(), scales.data(), source.data(), HIDDEN, 1, features, HIDDEN, k, 0, half};
+    for (int row = 0; row < features; row += 8) pack_rows(pack, row, std::min(8, features - row));
+    std::vector<act_t> a((size_t)round_up(rows, 32) * k);
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < HIDDEN; ++j) set_as(&a[(size_t)i * k + j], number());
+    std::vector<panel_t> scratch((size_t)k * PANEL);
+    double error = 0, size = 0;
+    const Matrix matrix{data.data(), scales.data()};
+    for (int index = 0; index < count; ++index)
+        multiply_panel(a.data(), k, rows, matrix, index, scratch.data(), [&](int first, int n, const float* block) {
+            for (int i = 0; i < n; ++i)
+                for (int feature = 0; feature < features; ++feature) {
+                    const Place place = place_of(feature, half);
+                    if (place.panel != index) continue;
+                    double sum = 0;
+                    for (int j = 0; j < HIDDEN; ++j)
+                        sum += (double)widen(a[(size_t)(first + i) * k + j]) * source[(size_t)feature * HIDDEN + j];
+                    error += std::abs(block[i * PANEL + place.lane] - sum);
+                    size += std::abs(sum);
+                }
+        });
+    return error / size;
+}
+
+// Attention of `tokens` tokens that follow `position` earlier ones, against sums in double.
+static double attention_error(int position, int tokens) {
+    const int length = position + tokens, pages = (length - 1) / PAGE + 1;
+    std::vector<panel_t> keys((size_t)pages * GROUPS * PAGE_SIZE), values(keys.size());
+    std::vector<act_t> queries((size_t)tokens * HEADS * CHANNELS), out((size_t)tokens * HEADS_K);
+    std::vector<int32_t> table(pages);
+    for (int p = 0; p < pages; ++p) table[p] = pages - 1 - p;
+    auto key = [&](int t, int i) -> panel_t& { return keys[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(i, t % PAGE, PAGE)]; };
+    auto value = [&](int t, int i) -> panel_t& { return values[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(t % PAGE, i, CHANNELS)]; };
+    for (int t = 0; t < length; ++t)
+        for (int i = 0; i < HEAD_DIM; ++i) set_as(&key(t, i), number()), set_as(&value(t, i), number());
+    for (int t = 0; t < tokens; ++t)
+        for (int i = 0; i < HEAD_DIM; ++i) set_as(&queries[(size_t)t * HEADS * CHANNELS + i], number());
+    std::vector<float> scratch((size_t)QUERY_ROWS * pages * PAGE);
+    for (int t = 0; t < tokens; t += QUERY_TOKENS)
+        attend(&queries[(size_t)t * HEADS * CHANNELS], std::min(QUERY_TOKENS, tokens - t), position + t, 0, keys.data(), values.data(),
+               table.data(), scratch.data(), &out[(size_t)t * HEADS_K], HEADS_K);
+    double error = 0, size = 0;
+    for (int t = 0; t < tokens; ++t) {  // the first head
+        std::vector<double> weights(position + t + 1);
+        double total = 0;
+        for (size_t s = 0; s < weights.size(); ++s) {
+            double dot = 0;
+            for (int i = 0; i < HEAD_DIM; ++i) dot += (double)widen(queries[(size_t)t * HEADS * CHANNELS + i]) * widen(key((int)s, i));
+            total += weights[s] = std::exp(dot / std::sqrt((double)HEAD_DIM));
+        }
+        for (int i = 0; i < HEAD_DIM; ++i) {
+            double sum = 0;
+            for (size_t s = 0; s < weights.size(); ++s) sum += weights[s] / total * widen(value((int)s, i));
+            error += std::abs(widen(out[(size_t)t * HEADS_K + i]) - sum);
+            size += std::abs(sum);
+        }
+    }
+    return error / size;
+}
+
+int main() {
+    if (step_prepare()) return 2;
+#if KERNEL == KERNEL_AMX
+    tiles_begin();
+#endif
+    const double limit = STORAGE_INT8 ? 0.02 : KERNEL == KERNEL_FMA ? 1e-5 : 0.01;
+    double worst = 0;
+    for (int rows : {1, 5, 16, 17, 37, 64}) {
+        worst = std::max(worst, product_error(rows, 69, WHOLE));
+        worst = std::max(worst, product_error(rows, 40, UP));
+    }
+    for (int position : {0, 3, 61}) worst = std::max(worst, attention_error(position, position == 3 ? 1 : 30));
+#if KERNEL == KERNEL_AMX
+    tiles_end();
+#endif
+    printf("largest relative error %.2g (limit %.2g)\n", worst, limit);
+    return worst < limit ? 0 : 1;
+}
