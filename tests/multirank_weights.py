@@ -1,4 +1,4 @@
-"""Run by `test_weights.py` under torch.distributed.run: weights in and out of sharded models.
+"""Run by `test_weights.py` under torch.distributed.run: weights in and out of sharded models, and into engines.
 
 Reshapes one world of ranks into several tensor x pipeline x data layouts, so that start-up is paid once.
 Prints one line per check; any rank that fails ends the run.
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.shard import TensorParallel
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.pipeline import Tokens, forward
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights
 
@@ -37,6 +40,11 @@ ARCHITECTURES = {
     "gpt": ModelArchitecture(**BASE, bias=True, gated=False, activation="gelu", normalization="layernorm"),
 }
 MODEL_CFG = {"make_vocab_size_divisible_by": 8}
+# Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
+ENGINE_SIZES = {
+    (1, 1): {"llama": (2, 4), "tied": (4,), "qwen": (2,), "gpt": (2,)},
+    (2, 2): {"llama": (2,), "tied": (2,)},
+}
 TOKENS = torch.arange(24).reshape(2, 12) * 5 % 101
 
 
@@ -83,6 +91,47 @@ def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[
         check(difference < 2e-5, f"{name}: logits differ by {difference}")
 
 
+def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[GenerationResult]]) -> None:
+    """From this training layout to engines over ``sizes`` ranks: the same responses as on one."""
+    architecture = ARCHITECTURES[name]
+    model = build_model(architecture, MODEL_CFG, torch.float32, trainable=False)
+    import_weights(model, TensorSource(random_weights(architecture)))
+    length = 24 if name == "llama" else 5
+    params = SamplingParams(
+        max_new_tokens=length, min_new_tokens=length, temperature=0.9, repetition_penalty=1.1, seed=5
+    )
+    requests = [GenerationRequest(i, [(7 * i + 3 * j) % 101 for j in range(1 + 9 * (i % 3))], i) for i in range(4)]
+    for size in (1, *sizes):
+        engine = EmbeddedEngine(
+            architecture,
+            dtype=torch.float32,
+            num_slots=2,
+            max_sequence_length=48,
+            eos_id=1,
+            kv_cache_tokens=64,  # long sequences lose their memory, on all ranks alike
+            prefill_chunk_tokens=8,
+            tensor_parallel=TensorParallel(dist.get_rank() % size, size, neighbour_group(size)),
+            step="torch",
+            refit_check="full",
+        )
+        engine.build()
+        engine.refit(export_weights(model, 4096), version=0)
+        results = sorted(engine.generate(requests, params), key=lambda result: result.request_id)
+        check(bool(engine.statistics.preemptions) == (name == "llama"), f"{name}: {engine.statistics}")
+        what = f"{name}: responses over {size} ranks differ"
+        for result, other in zip(results, expected.setdefault(name, results), strict=True):
+            check(result.token_ids == other.token_ids, what)
+            difference = max(abs(a - b) for a, b in zip(result.logprobs, other.logprobs, strict=True))
+            check(difference < 2e-5, f"{what} by {difference}")
+        engine.refit(((key, tensor * torch.nan) for key, tensor in export_weights(model, 4096)), version=1)
+        try:
+            list(engine.generate(requests, params))
+        except FloatingPointError as error:
+            check("request 0" in str(error), f"{name}: {error}")
+        else:
+            check(False, f"{name}: a diverged model went unnoticed")
+
+
 def reward_round_trip(dtype: torch.dtype) -> None:
     architecture = ARCHITECTURES["tied"]
     head = RewardHeadConfig(num_attributes=3)
@@ -109,10 +158,13 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[1:]]
     expected: dict[str, torch.Tensor] = {}
+    responses: dict[str, list[GenerationResult]] = {}
     for tp_size, pp_size in layouts:
         layout = initialize_model_parallel(tp_size, pp_size, seed=1)
         for name in ARCHITECTURES:
             round_trip(name, torch.float32, 10_000, expected)
+            if sizes := ENGINE_SIZES.get((tp_size, pp_size), {}).get(name):
+                generation(name, sizes, responses)
         round_trip("tied", torch.bfloat16, 2**20, expected)
         for dtype in (torch.float32, torch.bfloat16):
             reward_round_trip(dtype)

@@ -176,6 +176,8 @@ def remembering(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def choose(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
             steps.append(RememberingStep(shape))
+            steps[0].build()
+            steps[0].build()
             return steps[0]
 
         monkeypatch.setattr(engine_module, "choose_step", choose)

@@ -272,7 +272,7 @@ def test_table_knows_transformer_engines_names() -> None:
 
 
 def test_round_trips_at_every_parallel_layout() -> None:
-    """TP 1, 2, 4 (more ranks than KV groups), PP 2, 4, TP 2 x PP 2; see `multirank_weights.py`."""
+    """TP 1, 2, 4 (more ranks than KV groups), PP 2, 4, TP 2 x PP 2, engines of 1, 2, 4; see `multirank_weights.py`."""
     script = Path(__file__).with_name("multirank_weights.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
