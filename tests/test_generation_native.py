@@ -1,15 +1,28 @@
-"""The native step computes what `transformers` computes, with every kernel, and a token's bits do not depend on its neighbours."""
+"""The native step computes what `transformers` computes, with every kernel, whatever else is in a pass."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
-from nemo_style_aligner.generation.embedded.native.library import KERNELS, NativeUnavailable, check, usable_kernels
-from nemo_style_aligner.generation.embedded.native.native_step import NativeStep, quantize_rows
+from nemo_style_aligner.generation.embedded.native.library import (
+    KERNELS,
+    NativeUnavailable,
+    check,
+    compile_command,
+    load_library,
+    usable_kernels,
+)
+from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
+from nemo_style_aligner.generation.embedded.native.packed_weights import quantize_rows
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
+from nemo_style_aligner.generation.embedded.steps import choose_step
+from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, sample
 
@@ -182,3 +195,71 @@ def test_native_sampling_reports_what_is_not_finite() -> None:
     for greedy in (True, False):
         _, logprobs = step.sample(logits, SamplingParams(max_new_tokens=1, use_greedy=greedy), rows, None, VOCAB)
         assert logprobs.isfinite().tolist() == [True, False, False, False]
+
+
+SHAPE = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
+
+
+@pytest.mark.parametrize("kernel", ["avx2", "amx-emulated", "avx512-bf16-emulated"])
+@pytest.mark.parametrize("weight_format", ["dtype", "int8"])
+def test_the_check_of_compiled_kernels_passes(kernel: str, weight_format: str, tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16, weight_format=weight_format)
+    check(compile_command("g++", shape, kernel), tmp_path)
+
+
+def test_a_failed_check_is_reported(tmp_path: Path) -> None:
+    """The compiler here makes a program that finds wrong numbers."""
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/bash\necho -e "#!/bin/bash\\necho largest relative error 0.5\\nexit 1" > "${@: -1}"\n')
+    compiler.chmod(0o700)
+    with pytest.raises(NativeUnavailable, match=r"fail their check on this processor .*0\.5"):
+        check([str(compiler)], tmp_path)
+
+
+def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path) -> None:
+    missing = [name for name in KERNELS if not KERNELS[name].emulated and name not in usable_kernels(torch.bfloat16)]
+    if not missing:
+        pytest.skip("this processor has every kernel's instructions")
+    with pytest.raises(NativeUnavailable, match="fail their check"):
+        check(compile_command("g++", dataclasses.replace(SHAPE, dtype=torch.bfloat16), missing[0]), tmp_path)
+
+
+def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    assert load_library(SHAPE, "avx2")[1]
+    assert not load_library(SHAPE, "avx2")[1]
+    assert not load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")[1]
+    assert load_library(dataclasses.replace(SHAPE, weight_format="int8"), "avx2")[1]
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    folder = tmp_path / "nemo_style_aligner" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="can be written by another user"):
+        load_library(SHAPE, "avx2")
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_torch_does_it(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu")), TorchStep)
+    assert "falls back to the slower torch step" in caplog.text
+    with pytest.raises(NativeUnavailable):
+        choose_step("native", SHAPE, torch.device("cpu"))
+
+
+def test_memory_comes_and_goes() -> None:
+    step = native_step("llama", torch.float32, None)
+    weights = weights_of(hf_model("llama"))
+    step.weights.copy_from(weights.items(), "full")
+    chunks = [(slot, 0, ids) for slot, ids in enumerate(prompts())]
+    before = run(step, chunks)
+    step.release()
+    step.acquire()
+    step.weights.copy_from(weights.items(), "full")
+    assert torch.equal(run(step, chunks), before)

@@ -1,21 +1,22 @@
 // Attention over paged keys and values.
 //
 // A page holds 16 positions of one key head in one layer. Keys: a right-hand matrix of k = channel, column = position;
-// values: k = position, column = channel (see pair_index). So scores and weighted sums are the products that weights use.
+// values: k = position, column = channel (see pair_index). So scores and weighted sums are the products that weights
+// use.
 #pragma once
 #include "panels.h"
 
 constexpr int PAGE = 16;
-constexpr int CHANNELS = round_up(HEAD_DIM, 16);  // of a head in memory; those above HEAD_DIM stay zero
-constexpr int PER_GROUP = HEADS / GROUPS;         // query heads that share a key head
-constexpr int PAGE_SIZE = PAGE * CHANNELS;        // elements
+constexpr int CHANNELS = round_up(HEAD_DIM, 16); // of a head in memory; those above HEAD_DIM stay zero
+constexpr int PER_GROUP = HEADS / GROUPS;        // query heads that share a key head
+constexpr int PAGE_SIZE = PAGE * CHANNELS;       // elements
 // Query tokens of one sequence that are taken together, so that they share what is read of the cache.
 constexpr int QUERY_TOKENS = PER_GROUP >= 24 ? 1 : 24 / PER_GROUP;
 constexpr int QUERY_ROWS = QUERY_TOKENS * PER_GROUP;
 
 // Scores [rows][stride] of `rows` queries against positions 0 .. 16 * pages - 1.
-static INLINE void score_pages(const act_t* const* query, int rows, const panel_t* keys, const int32_t* table, int pages,
-                               float* scores, int stride) {
+static INLINE void score_pages(const act_t* const* query, int rows, const panel_t* keys, const int32_t* table,
+                               int pages, float* scores, int stride) {
     constexpr int V = PAGE / LANES;
     for (int r = 0; r < rows; r += VECTOR_ROWS) {
         with_constant<VECTOR_ROWS>(rows - r < VECTOR_ROWS ? rows - r : VECTOR_ROWS, [&](auto count) {
@@ -36,15 +37,15 @@ static INLINE void score_pages(const act_t* const* query, int rows, const panel_
     }
 }
 
-// One row of scores -> weights that sum to 1 but for the factor returned; positions from `length` on get 0. The weights are
-// written over the scores, as act_t.
+// One row of scores -> weights that sum to 1 but for the factor returned; positions from `length` on get 0. The weights
+// are written over the scores, as act_t.
 static INLINE float softmax_row(float* scores, int length, int padded) {
     const float scale = 1.0f / std::sqrt((float)HEAD_DIM);
     for (int i = length; i < padded; ++i) scores[i] = -INFINITY;
     vf most = splat(-INFINITY);
     for (int i = 0; i < padded; i += LANES) most = vmax(most, load<vf>(scores + i));
     const float peak = max_lanes(most);
-    act_t* weights = (act_t*)scores;  // never ahead of what is read
+    act_t* weights = (act_t*)scores; // never ahead of what is read
     vf sum = {};
     for (int i = 0; i < padded; i += LANES) {
         vf e = vexp((load<vf>(scores + i) - peak) * scale);
@@ -57,7 +58,7 @@ static INLINE float softmax_row(float* scores, int length, int padded) {
 // out[row][channel] = factor[row] * sum over positions of weight * value.
 static INLINE void weigh_pages(const act_t* const* weights, const float* factor, int rows, const panel_t* values,
                                const int32_t* table, int pages, act_t* const* out) {
-    constexpr int V = LANES == 16 ? 1 : 2;  // 16 channels at a time
+    constexpr int V = LANES == 16 ? 1 : 2; // 16 channels at a time
     for (int r = 0; r < rows; r += VECTOR_ROWS) {
         with_constant<VECTOR_ROWS>(rows - r < VECTOR_ROWS ? rows - r : VECTOR_ROWS, [&](auto count) {
             constexpr int N = decltype(count)::value;
@@ -66,8 +67,9 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
                 for (int page = 0; page < pages; ++page) {
                     const act_t* w[N];
                     for (int i = 0; i < N; ++i) w[i] = weights[r + i] + page * PAGE;
-                    multiply_pairs<N, V>(w, PAGE / 2, values + (size_t)table[page] * GROUPS * PAGE_SIZE + channel * COLUMN_STEP<panel_t>,
-                                         CHANNELS, acc);
+                    multiply_pairs<N, V>(
+                        w, PAGE / 2, values + (size_t)table[page] * GROUPS * PAGE_SIZE + channel * COLUMN_STEP<panel_t>,
+                        CHANNELS, acc);
                 }
 #pragma GCC unroll 16
                 for (int i = 0; i < N; ++i) {
@@ -85,8 +87,8 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
 // All query heads of key head `group`, for `tokens` neighbouring tokens of one sequence, the first at `position`.
 //   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], pages of this layer [page][GROUPS][PAGE_SIZE],
 //   scratch [QUERY_ROWS][positions rounded up to a page]
-static void attend(const act_t* queries, int tokens, int position, int group, const panel_t* keys, const panel_t* values,
-                   const int32_t* table, float* scratch, act_t* out, int out_stride) {
+static void attend(const act_t* queries, int tokens, int position, int group, const panel_t* keys,
+                   const panel_t* values, const int32_t* table, float* scratch, act_t* out, int out_stride) {
     const int pages = (position + tokens - 1) / PAGE + 1, stride = pages * PAGE, rows = tokens * PER_GROUP;
     const act_t* query[QUERY_ROWS];
     const act_t* weights[QUERY_ROWS];
@@ -99,6 +101,7 @@ static void attend(const act_t* queries, int tokens, int position, int group, co
         weights[i] = (const act_t*)(scratch + (size_t)i * stride);
     }
     score_pages(query, rows, keys + group * PAGE_SIZE, table, pages, scratch, stride);
-    for (int i = 0; i < rows; ++i) factor[i] = softmax_row(scratch + (size_t)i * stride, position + i / PER_GROUP + 1, stride);
+    for (int i = 0; i < rows; ++i)
+        factor[i] = softmax_row(scratch + (size_t)i * stride, position + i / PER_GROUP + 1, stride);
     weigh_pages(weights, factor, rows, values + group * PAGE_SIZE, table, pages, result);
 }

@@ -45,23 +45,28 @@ static double attention_error(int position, int tokens) {
     std::vector<act_t> queries((size_t)tokens * HEADS * CHANNELS), out((size_t)tokens * HEADS_K);
     std::vector<int32_t> table(pages);
     for (int p = 0; p < pages; ++p) table[p] = pages - 1 - p;
-    auto key = [&](int t, int i) -> panel_t& { return keys[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(i, t % PAGE, PAGE)]; };
-    auto value = [&](int t, int i) -> panel_t& { return values[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(t % PAGE, i, CHANNELS)]; };
+    auto key = [&](int t, int i) -> panel_t& {
+        return keys[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(i, t % PAGE, PAGE)];
+    };
+    auto value = [&](int t, int i) -> panel_t& {
+        return values[(size_t)table[t / PAGE] * GROUPS * PAGE_SIZE + pair_index(t % PAGE, i, CHANNELS)];
+    };
     for (int t = 0; t < length; ++t)
         for (int i = 0; i < HEAD_DIM; ++i) set_as(&key(t, i), number()), set_as(&value(t, i), number());
     for (int t = 0; t < tokens; ++t)
         for (int i = 0; i < HEAD_DIM; ++i) set_as(&queries[(size_t)t * HEADS * CHANNELS + i], number());
     std::vector<float> scratch((size_t)QUERY_ROWS * pages * PAGE);
     for (int t = 0; t < tokens; t += QUERY_TOKENS)
-        attend(&queries[(size_t)t * HEADS * CHANNELS], std::min(QUERY_TOKENS, tokens - t), position + t, 0, keys.data(), values.data(),
-               table.data(), scratch.data(), &out[(size_t)t * HEADS_K], HEADS_K);
+        attend(&queries[(size_t)t * HEADS * CHANNELS], std::min(QUERY_TOKENS, tokens - t), position + t, 0, keys.data(),
+               values.data(), table.data(), scratch.data(), &out[(size_t)t * HEADS_K], HEADS_K);
     double error = 0, size = 0;
-    for (int t = 0; t < tokens; ++t) {  // the first head
+    for (int t = 0; t < tokens; ++t) { // the first head
         std::vector<double> weights(position + t + 1);
         double total = 0;
         for (size_t s = 0; s < weights.size(); ++s) {
             double dot = 0;
-            for (int i = 0; i < HEAD_DIM; ++i) dot += (double)widen(queries[(size_t)t * HEADS * CHANNELS + i]) * widen(key((int)s, i));
+            for (int i = 0; i < HEAD_DIM; ++i)
+                dot += (double)widen(queries[(size_t)t * HEADS * CHANNELS + i]) * widen(key((int)s, i));
             total += weights[s] = std::exp(dot / std::sqrt((double)HEAD_DIM));
         }
         for (int i = 0; i < HEAD_DIM; ++i) {

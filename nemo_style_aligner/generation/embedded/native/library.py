@@ -94,8 +94,7 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found: install g++ (or set CXX) to generate several times faster")
-    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
-    command += [f"-D{name}={value}" for name, value in _macros(shape, kernel).items()]
+    command = compile_command(compiler, shape, kernel)
     path = _cache_folder() / f"step-{_key(command)}.so"
     compiled = False
     if not path.exists():
@@ -110,8 +109,16 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
                 logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)
     library = ctypes.CDLL(str(path))
     if library.step_prepare():
-        raise NativeUnavailable(f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)")
+        raise NativeUnavailable(
+            f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)"
+        )
     return library, compiled
+
+
+def compile_command(compiler: str, shape: EngineShape, kernel: str) -> list[str]:
+    """Compiler and flags for ``shape``, without source and output."""
+    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
+    return [compiler, *flags, *(f"-D{name}={value}" for name, value in _macros(shape, kernel).items())]
 
 
 def check(command: list[str], folder: Path) -> None:
@@ -130,7 +137,8 @@ def check(command: list[str], folder: Path) -> None:
         program.unlink(missing_ok=True)
     if result.returncode:
         raise NativeUnavailable(
-            f"the compiled kernels fail their check on this processor (status {result.returncode}; {result.stdout.strip()})"
+            "the compiled kernels fail their check on this processor "
+            f"(status {result.returncode}; {result.stdout.strip()})"
         )
 
 

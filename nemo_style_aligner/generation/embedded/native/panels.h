@@ -1,5 +1,5 @@
-// Weight matrices as panels: 32 output features each, k in pairs (see pair_index), padded with zeros to whole panels and
-// to a multiple of 32 in k. Packing is what a refit does; multiplying is what a pass does.
+// Weight matrices as panels: 32 output features each, k in pairs (see pair_index), padded with zeros to whole panels
+// and to a multiple of 32 in k. Packing is what a refit does; multiplying is what a pass does.
 #pragma once
 #include "threads.h"
 #include "vectors.h"
@@ -14,32 +14,34 @@ typedef panel_t weight_t;
 #endif
 
 struct Matrix {
-    const weight_t* data;  // [panels][k][32], pairs of k interleaved
-    const float* scales;   // [panels * 32], of int8 weights: value = scale * data
+    const weight_t* data; // [panels][k][32], pairs of k interleaved
+    const float* scales;  // [panels * 32], of int8 weights: value = scale * data
 };
 
 #if KERNEL == KERNEL_FMA && LANES == 8
-constexpr int BLOCK_ROWS = 6;  // 6 rows x 2 vectors of accumulators in 16 registers
+constexpr int BLOCK_ROWS = 6; // 6 rows x 2 vectors of accumulators in 16 registers
 #elif KERNEL == KERNEL_AMX
 constexpr int BLOCK_ROWS = 32;
 #else
-constexpr int BLOCK_ROWS = 12;  // 12 rows x 2 vectors in 32 registers
+constexpr int BLOCK_ROWS = 12; // 12 rows x 2 vectors in 32 registers
 #endif
-constexpr int VECTOR_ROWS = BLOCK_ROWS < 12 ? BLOCK_ROWS : 12;  // rows of the vector kernels, attention's too
+constexpr int VECTOR_ROWS = BLOCK_ROWS < 12 ? BLOCK_ROWS : 12; // rows of the vector kernels, attention's too
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
 
 #if KERNEL == KERNEL_AMX
 #if EMULATE
-struct Tile { unsigned char bytes[16][64]; };
+struct Tile {
+    unsigned char bytes[16][64];
+};
 static thread_local Tile tiles[8];
 #define TILE_ZERO(t) memset(&tiles[t], 0, sizeof(Tile))
-#define TILE_LOAD(t, p, stride) \
+#define TILE_LOAD(t, p, stride)                                                                                        \
     for (int r_ = 0; r_ < 16; ++r_) memcpy(tiles[t].bytes[r_], (const char*)(p) + (size_t)r_ * (stride), 64)
-#define TILE_STORE(t, p, stride) \
+#define TILE_STORE(t, p, stride)                                                                                       \
     for (int r_ = 0; r_ < 16; ++r_) memcpy((char*)(p) + (size_t)r_ * (stride), tiles[t].bytes[r_], 64)
 static void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
-    float(*sum)[16] = (float(*)[16])c.bytes;
+    float (*sum)[16] = (float (*)[16])c.bytes;
     const bf16(*x)[32] = (const bf16(*)[32])a.bytes;
     const bf16(*w)[32] = (const bf16(*)[32])b.bytes;
     for (int m = 0; m < 16; ++m)
@@ -57,8 +59,12 @@ static void tiles_end() {}
 #define TILE_LOAD(t, p, stride) _tile_loadd(t, p, stride)
 #define TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
 #define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
-static void tiles_begin() {  // eight tiles of 16 rows of 64 bytes
-    struct alignas(64) { uint8_t palette = 1, start = 0, zero[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+static void tiles_begin() { // eight tiles of 16 rows of 64 bytes
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, zero[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } config;
     for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = 16;
     _tile_loadconfig(&config);
 }
@@ -76,7 +82,7 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
     for (int i = 0; i < k; i += 32, panel += 32 * PANEL) {
 #if !EMULATE
 #pragma GCC unroll 32
-        for (int line = 0; line < 32; ++line)  // three blocks of k ahead; the hardware's prefetcher is too late
+        for (int line = 0; line < 32; ++line) // three blocks of k ahead; the hardware's prefetcher is too late
             _mm_prefetch((const char*)panel + 3 * 2048 + 64 * line, _MM_HINT_T0);
 #endif
         TILE_LOAD(6, panel, 128);
@@ -121,8 +127,8 @@ template <class B> static INLINE void multiply_rows(const act_t* a, int lda, int
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Panel `index` of `matrix` as the kernels read it. fp32 arithmetic reads int8 as it is; for bf16 arithmetic it is widened
-// into `scratch` (integers up to 127 are exact in bf16).
+// Panel `index` of `matrix` as the kernels read it. fp32 arithmetic reads int8 as it is; for bf16 arithmetic it is
+// widened into `scratch` (integers up to 127 are exact in bf16).
 static INLINE auto open_panel(const Matrix& matrix, int index, int k, panel_t* scratch) {
     const weight_t* data = matrix.data + (size_t)index * k * PANEL;
 #if STORAGE_INT8 && KERNEL != KERNEL_FMA
@@ -134,10 +140,11 @@ static INLINE auto open_panel(const Matrix& matrix, int index, int k, panel_t* s
 #endif
 }
 
-// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up to a
-// multiple of 32 must be readable.
+// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up
+// to a multiple of 32 must be readable.
 template <class Use>
-static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, panel_t* scratch, Use&& use) {
+static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, panel_t* scratch,
+                                  Use&& use) {
     const auto* panel = open_panel(matrix, index, k, scratch);
     alignas(64) float c[BLOCK_ROWS * PANEL];
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
@@ -162,7 +169,9 @@ static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix&
 // Where output feature `row` lies: its panel and its lane. Gated layers put 16 features of the gate and the same 16 of
 // the other half into one panel, so that the activation is applied while the product is in registers.
 enum Half { WHOLE = 0, GATE = 1, UP = 2 };
-struct Place { int panel, lane; };
+struct Place {
+    int panel, lane;
+};
 static INLINE Place place_of(int row, int half) {
     if (half == WHOLE) return {row / PANEL, row % PANEL};
     return {row / 16, row % 16 + (half == UP ? 16 : 0)};
@@ -193,13 +202,13 @@ static INLINE void transpose8(const vu8 (&in)[8], vu8 (&out)[8]) {
 }
 
 struct PackArguments {
-    weight_t* data;      // of the matrix
-    float* scales;       // of the matrix, int8 only
-    const void* source;  // [rows][columns], the columns next to each other
-    int64_t source_stride;  // elements from row to row
-    int32_t source_is_f32;  // else bf16
+    weight_t* data;        // of the matrix
+    float* scales;         // of the matrix, int8 only
+    const void* source;    // [rows][columns], the columns next to each other
+    int64_t source_stride; // elements from row to row
+    int32_t source_is_f32; // else bf16
     int32_t rows, columns, padded_columns;
-    int32_t first_row;  // of the matrix, where the source's first row goes
+    int32_t first_row; // of the matrix, where the source's first row goes
     int32_t half;
 };
 
@@ -218,7 +227,8 @@ static void pack_rows(const PackArguments& p, int row, int n) {
         const float scale = most > 0 ? most / 127 : 1;
         p.scales[place.panel * PANEL + place.lane + i] = scale;
         for (int k = 0; k < p.columns; ++k)
-            panel[(size_t)(k / 2) * 2 * PANEL + (place.lane + i) * 2 + (k & 1)] = (int8_t)std::nearbyint(value(i, k) / scale);
+            panel[(size_t)(k / 2) * 2 * PANEL + (place.lane + i) * 2 + (k & 1)] =
+                (int8_t)std::nearbyint(value(i, k) / scale);
     }
 #else
     // Words of 32 bits, two bf16 or one float, are transposed in squares of eight.
@@ -233,12 +243,12 @@ static void pack_rows(const PackArguments& p, int row, int n) {
                 const size_t at = (size_t)(row + i) * p.source_stride + k;
                 if (same) {
                     in[i] = load<vu8>((const panel_t*)p.source + at);
-                } else if (sizeof(panel_t) == 2) {  // fp32 to bf16
+                } else if (sizeof(panel_t) == 2) { // fp32 to bf16
                     for (int w = 0; w < 8; ++w) {
                         const float* pair = (const float*)p.source + at + 2 * w;
                         in[i][w] = narrow(pair[0]) | (uint32_t)narrow(pair[1]) << 16;
                     }
-                } else {  // bf16 to fp32
+                } else { // bf16 to fp32
                     for (int w = 0; w < 8; ++w) in[i][w] = (uint32_t)((const bf16*)p.source)[at + w] << 16;
                 }
             }

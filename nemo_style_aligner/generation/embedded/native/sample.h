@@ -4,14 +4,14 @@
 #include <algorithm>
 
 struct SampleArguments {
-    float* logits;  // [rows][stride]
+    float* logits; // [rows][stride]
     const int64_t *keys, *positions;
-    const uint8_t* suppress;  // [rows]: stop tokens are held back; null: nowhere
+    const uint8_t* suppress; // [rows]: stop tokens are held back; null: nowhere
     const int64_t* stop_ids;
     int64_t* tokens;
     float* logprobs;
     int64_t stride;
-    int32_t rows, vocab, limit, num_stop_ids;  // ids at and above `limit` are never chosen but count in log-probs
+    int32_t rows, vocab, limit, num_stop_ids; // ids at and above `limit` are never chosen but count in log-probs
     int32_t greedy;
     float temperature;
 };
@@ -39,11 +39,11 @@ static float sum_exponentials(const float* x, int n, float peak, float inverse_t
 }
 
 static void sample_row(const SampleArguments& s, int row) {
-    constexpr int BLOCK = 128;  // values summed in float; the sums are added in double
+    constexpr int BLOCK = 128; // values summed in float; the sums are added in double
     float* x = s.logits + (size_t)row * s.stride;
     const float inverse = s.greedy ? 1.0f : 1.0f / s.temperature;
 
-    vf poison = {};  // becomes NaN if a value is not finite
+    vf poison = {}; // becomes NaN if a value is not finite
     int i = 0;
     for (; i + LANES <= s.vocab; i += LANES) poison += load<vf>(x + i) * 0.0f;
     float poisoned = sum_lanes(poison);
@@ -92,7 +92,7 @@ static void sample_row(const SampleArguments& s, int row) {
         token = -1;
         for (int j = b * BLOCK; j < std::min((b + 1) * BLOCK, s.limit); ++j) {
             const float weight = sum_exponentials(x + j, 1, peak, inverse);
-            if (weight > 0) token = j;  // rounding never leads to an id without weight
+            if (weight > 0) token = j; // rounding never leads to an id without weight
             edge += weight;
             if (edge > target && weight > 0) break;
         }

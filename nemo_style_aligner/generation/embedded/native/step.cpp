@@ -20,19 +20,19 @@ constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
 // Mirrored by `native/library.py`. Biases and scales have one float per lane of their matrix's panels.
 struct Layer {
     Matrix qkv, output, fc1, fc2;
-    const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias;  // null: none
+    const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias; // null: none
     const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
-    panel_t *keys, *values;  // [page][GROUPS][PAGE_SIZE]
+    panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
 };
 struct Model {
     const Layer* layers;
     const float *final_norm, *final_norm_bias;
     Matrix head;
-    const panel_t* embedding;      // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
-    const float *cosines, *sines;  // [positions][ROTARY / 2]
+    const panel_t* embedding;     // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
+    const float *cosines, *sines; // [positions][ROTARY / 2]
     // Activations of up to as many tokens as a pass may have, rounded up to 32.
-    float *hidden, *qkv, *partial, *logits;        // [t][HIDDEN], [t][QKV], [t][HIDDEN], [t][round_up(VOCAB_ROWS, 32)]
-    act_t *normed, *queries, *attended, *inner;    // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
+    float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [t][round_up(VOCAB_ROWS, 32)]
+    act_t *normed, *queries, *attended, *inner; // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
     int32_t max_length, vocab_start;
 };
 struct Pass {
@@ -40,17 +40,20 @@ struct Pass {
     int32_t num_tokens, num_segments, num_outputs, pages_per_sequence;
 };
 
-struct AttentionItem { int32_t first, tokens; };
+struct AttentionItem {
+    int32_t first, tokens;
+};
 
 struct Context {
     Context(const Model& model, int threads) : model(model), team(threads), panels(threads), scores(threads) {
-        for (auto& p : panels) p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
+        for (auto& p : panels)
+            p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
         for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
     }
     Model model;
     Team team;
-    std::vector<std::vector<panel_t>> panels;  // by thread: an int8 panel, widened
-    std::vector<std::vector<float>> scores;    // by thread
+    std::vector<std::vector<panel_t>> panels; // by thread: an int8 panel, widened
+    std::vector<std::vector<float>> scores;   // by thread
     std::vector<AttentionItem> items;
     Counter counters[LAYERS * 8 + 4];
 };
@@ -88,7 +91,7 @@ static void norm_row(const float* x, const float* weight, const float* bias, act
 
 static INLINE float activate(float x) {
     if (ACTIVATION == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
-    const float positive = x < 0 ? 0 : x;  // NaN stays NaN
+    const float positive = x < 0 ? 0 : x; // NaN stays NaN
     return positive * positive;
 }
 static INLINE vf activate(vf x) {
@@ -103,7 +106,8 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
     const int position = pass.positions[row];
     const int page = pass.block_table[(size_t)pass.slots[row] * pass.pages_per_sequence + position / PAGE];
     const int at = position % PAGE;
-    const float *cosines = m.cosines + (size_t)position * (ROTARY / 2), *sines = m.sines + (size_t)position * (ROTARY / 2);
+    const float *cosines = m.cosines + (size_t)position * (ROTARY / 2),
+                *sines = m.sines + (size_t)position * (ROTARY / 2);
     const float* source = m.qkv + (size_t)row * QKV;
     for (int head = 0; head < HEADS + GROUPS; ++head, source += HEAD_DIM) {
         float x[HEAD_DIM], y[HEAD_DIM];
@@ -136,7 +140,7 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
 
 static void embed_row(const Model& m, int token, float* out) {
     const int row = token - m.vocab_start;
-    if (row < 0 || row >= VOCAB_ROWS) {  // another rank's
+    if (row < 0 || row >= VOCAB_ROWS) { // another rank's
         memset(out, 0, HIDDEN * sizeof(float));
     } else if (m.embedding) {
         for (int i = 0; i < HIDDEN; ++i) out[i] = widen(m.embedding[(size_t)row * HIDDEN + i]);
@@ -154,7 +158,8 @@ static void embed_row(const Model& m, int token, float* out) {
 class Worker {
   public:
     Worker(Context& context, const Pass& pass, int thread)
-        : c(context), m(context.model), pass(pass), scratch(context.panels[thread].data()), scores(context.scores[thread].data()) {}
+        : c(context), m(context.model), pass(pass), scratch(context.panels[thread].data()),
+          scores(context.scores[thread].data()) {}
 
     // Stages: 0 embedding, 1 + 2l attention of layer l, 2 + 2l its MLP, 1 + 2 LAYERS the output layer.
     void run(int first, int end) {
@@ -198,8 +203,9 @@ class Worker {
         each((int)c.items.size() * GROUPS, 1, [&](int i) {
             const AttentionItem& item = c.items[i / GROUPS];
             const int32_t* table = pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence;
-            attend(m.queries + (size_t)item.first * HEADS * CHANNELS, item.tokens, pass.positions[item.first], i % GROUPS,
-                   layer.keys, layer.values, table, scores, m.attended + (size_t)item.first * HEADS_K, HEADS_K);
+            attend(m.queries + (size_t)item.first * HEADS * CHANNELS, item.tokens, pass.positions[item.first],
+                   i % GROUPS, layer.keys, layer.values, table, scores, m.attended + (size_t)item.first * HEADS_K,
+                   HEADS_K);
         });
         residual_product(m.attended, HEADS_K, layer.output, layer.output_bias);
     }
@@ -227,12 +233,14 @@ class Worker {
         constexpr int STRIDE = round_up(VOCAB_ROWS, PANEL);
         if (SUM_RANKS) each(pass.num_tokens, rows_chunk(), [&](int row) { add_partial(row); });
         each(pass.num_outputs, 1, [&](int i) {
-            norm_row(m.hidden + (size_t)pass.output_rows[i] * HIDDEN, m.final_norm, m.final_norm_bias, m.normed + (size_t)i * HIDDEN_K);
+            norm_row(m.hidden + (size_t)pass.output_rows[i] * HIDDEN, m.final_norm, m.final_norm_bias,
+                     m.normed + (size_t)i * HIDDEN_K);
         });
         rows = pass.num_outputs;
         product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), [&](int panel, int first, int n, const float* block) {
             for (int i = 0; i < n; ++i)
-                memcpy(m.logits + (size_t)(first + i) * STRIDE + panel * PANEL, block + i * PANEL, PANEL * sizeof(float));
+                memcpy(m.logits + (size_t)(first + i) * STRIDE + panel * PANEL, block + i * PANEL,
+                       PANEL * sizeof(float));
         });
     }
 
@@ -265,7 +273,8 @@ class Worker {
     template <class Use> void product(const act_t* a, int k, const Matrix& matrix, int count, Use&& use) {
         const int chunk = std::max(1, count / (c.team.size * 8));
         each(count, chunk, [&](int panel) {
-            multiply_panel(a, k, rows, matrix, panel, scratch, [&](int first, int n, float* block) { use(panel, first, n, block); });
+            multiply_panel(a, k, rows, matrix, panel, scratch,
+                           [&](int first, int n, float* block) { use(panel, first, n, block); });
         });
     }
 
@@ -283,7 +292,7 @@ class Worker {
     panel_t* const scratch;
     float* const scores;
     int phase = 0;
-    int rows = pass.num_tokens;  // of the products
+    int rows = pass.num_tokens; // of the products
 };
 
 // ---- what Python calls ----------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// A few threads that share the work of a call. Between calls they sleep; within one they wait for each other by yielding,
-// so that a process that wants their core gets it.
+// A few threads that share the work of a call. Between calls they sleep; within one they wait for each other by
+// yielding, so that a process that wants their core gets it.
 #pragma once
 #include <atomic>
 #include <condition_variable>

@@ -25,9 +25,13 @@ typedef int16_t vs __attribute__((vector_size(LANES * 2)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint16_t bf16;
 
-template <class V> static INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+template <class V> static INLINE V load(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
-static INLINE vf splat(float x) { return x - vf{}; }  // not x + 0, which is no copy of -0
+static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which is no copy of -0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 static INLINE float sum_lanes(vf v) {
@@ -71,15 +75,16 @@ static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal; NaN of NaN. x is split into
-// n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7 (remainder below 6e-9).
+// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal; NaN of NaN.
+// x is split into n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7
+// (remainder below 6e-9).
 static INLINE vf vexp(vf x) {
     const vf low = splat(-87.0f);
-    vf c = low > x ? low : x;  // in this order NaN stays NaN
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf c = low > x ? low : x;        // in this order NaN stays NaN
+    const float round = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = c * 1.44269504089f + round;
     vf n = shifted - round;
-    vf f = c - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
+    vf f = c - n * 0.693359375f; // ln 2 in two parts, the first exact in few bits
     f = f + n * 2.12194440e-4f;
     vf p = splat(1.0f / 5040);
     p = p * f + 1.0f / 720;
@@ -90,19 +95,19 @@ static INLINE vf vexp(vf x) {
     p = p * f + 1.0f;
     p = p * f + 1.0f;
     vi exponent = ((vi)shifted - 0x4B400000) << 23;
-    vf y = (vf)((vi)p + exponent) + (c - c);  // NaN again, which the integer addition may have hidden
+    vf y = (vf)((vi)p + exponent) + (c - c); // NaN again, which the integer addition may have hidden
     return x < low ? vf{} : y;
 }
 
 // ---- products of pairs ----------------------------------------------------------------------------------------------
 
 #if KERNEL == KERNEL_FMA
-typedef float act_t;  // what is multiplied with weights
+typedef float act_t; // what is multiplied with weights
 #else
 typedef bf16 act_t;
 #endif
 #if STORAGE_F32
-typedef float panel_t;  // what matrix products read: weights (int8 ones are widened first), keys and values
+typedef float panel_t; // what matrix products read: weights (int8 ones are widened first), keys and values
 #else
 typedef bf16 panel_t;
 #endif
@@ -113,11 +118,13 @@ static INLINE size_t pair_index(int k, int column, int width) {
     if (sizeof(panel_t) == 2) return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
     return (size_t)k * width + column;
 }
-template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2;  // elements from one column to the next
+template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2; // elements from one column to the next
 
 #if KERNEL == KERNEL_FMA
 // Columns j * LANES ... of the even or the odd k of a pair, as floats. int8 lies in the order of bf16.
-static INLINE vf widen_columns(const float* pair, int width, int j, int odd) { return load<vf>(pair + odd * width + j * LANES); }
+static INLINE vf widen_columns(const float* pair, int width, int j, int odd) {
+    return load<vf>(pair + odd * width + j * LANES);
+}
 static INLINE vf widen_columns(const bf16* pair, int, int j, int odd) {
     vu raw = load<vu>(pair + j * LANES * 2);
     return odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
@@ -128,10 +135,12 @@ static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
 }
 #endif
 
-// acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the order of
-// k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is computed with.
+// acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the
+// order of k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is
+// computed with.
 template <int ROWS, int VECTORS, class B>
-static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width, vf (&acc)[ROWS][VECTORS]) {
+static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width,
+                                  vf (&acc)[ROWS][VECTORS]) {
     for (int p = 0; p < pairs; ++p, b += 2 * width) {
 #if KERNEL == KERNEL_FMA
         for (int odd = 0; odd < 2; ++odd) {
@@ -159,8 +168,8 @@ static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, cons
                 acc[i][j] += widen((bf16)pair) * (vf)(w[j] << 16);
                 acc[i][j] += widen((bf16)(pair >> 16)) * (vf)(w[j] & 0xffff0000u);
 #else
-                acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32((int)pair),
-                                                 (__m512bh)w[j]);
+                acc[i][j] =
+                    (vf)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w[j]);
 #endif
             }
         }

@@ -1,0 +1,133 @@
+"""Where a refit's tensors go in the native step: panels of matrices, lanes of biases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nemo_style_aligner.generation.embedded.native.structures import Context, Matrix, PackArguments
+from nemo_style_aligner.generation.embedded.weight_table import Destination
+
+PANEL = 32  # output features per panel, as in panels.h
+WHOLE, GATE, UP = 0, 1, 2  # `Half` in panels.h
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMatrix:
+    """Panels of one matrix: ``data`` [panels, padded columns, 32] with pairs interleaved as in panels.h."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None  # fp32 [panels * 32], of int8 panels
+    columns: int
+
+    @property
+    def pointers(self) -> Matrix:
+        """For the library."""
+        return Matrix(self.data.data_ptr(), None if self.scales is None else self.scales.data_ptr())
+
+
+def lane_places(num_rows: int, first_row: int, half: int) -> torch.Tensor:
+    """int64 [num_rows]: panel * 32 + lane of features ``first_row``...; `place_of` in panels.h."""
+    row = torch.arange(first_row, first_row + num_rows)
+    if half == WHOLE:
+        return row
+    return row // 16 * PANEL + row % 16 + (16 if half == UP else 0)
+
+
+class PackedDestination:
+    """Rows ``first_row``... of a packed matrix, filled by the library."""
+
+    def __init__(
+        self, context: Context, matrix: PackedMatrix, rows: int, first_row: int = 0, half: int = WHOLE
+    ) -> None:
+        self._context = context
+        self._matrix = matrix
+        self._first_row, self._half = first_row, half
+        self._places = lane_places(rows, first_row, half)
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `Destination.write`."""
+        if part.dtype not in (torch.float32, torch.bfloat16) or part.stride(-1) != 1 or part.device.type != "cpu":
+            part = part.to("cpu", torch.float32 if part.dtype != torch.bfloat16 else part.dtype).contiguous()
+        matrix = self._matrix
+        self._context.call(
+            "step_pack",
+            PackArguments(
+                data=matrix.data.data_ptr(),
+                scales=None if matrix.scales is None else matrix.scales.data_ptr(),
+                source=part.data_ptr(),
+                source_stride=part.stride(0),
+                source_is_f32=int(part.dtype == torch.float32),
+                rows=part.shape[0],
+                columns=part.shape[1],
+                padded_columns=matrix.data.shape[1],
+                first_row=self._first_row,
+                half=self._half,
+            ),
+        )
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """See `Destination.read`."""
+        matrix, places = self._matrix, self._places[rows]
+        panels, lanes = places // PANEL, places % PANEL
+        if matrix.data.dtype == torch.float32:
+            return matrix.data[panels, :, lanes][:, : matrix.columns]
+        pairs = matrix.data.view(matrix.data.shape[0], -1, PANEL, 2)
+        values = pairs[panels, :, lanes].flatten(1)[:, : matrix.columns]
+        return values if matrix.scales is None else values.float() * matrix.scales[places, None]
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Destination.as_stored`."""
+        if self._matrix.scales is None:
+            return part.to("cpu", self._matrix.data.dtype)
+        return quantize_rows(part.cpu())
+
+
+def quantize_rows(part: torch.Tensor) -> torch.Tensor:
+    """fp32 ``part`` [rows, columns] rounded to 255 levels per row (absmax / 127), as int8 panels hold it."""
+    part = part.float()
+    scale = part.abs().amax(1, keepdim=True) / 127
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (part / scale).round() * scale + 0.0  # int8 has no negative zero
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneDestination:
+    """Lanes of a vector that lies beside a packed matrix: a bias."""
+
+    lanes: torch.Tensor  # fp32 [panels * 32]
+    places: torch.Tensor
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `Destination.write`."""
+        self.lanes[self.places] = part.to("cpu", torch.float32)
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """See `Destination.read`."""
+        return self.lanes[self.places[rows]]
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Destination.as_stored`."""
+        return part.to("cpu", torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BothDestinations:
+    """A tied embedding that is stored twice: int8 for the output layer, as it is for looking tokens up."""
+
+    first: Destination
+    second: Destination
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `Destination.write`."""
+        self.first.write(part)
+        self.second.write(part)
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """See `Destination.read`."""
+        return self.first.read(rows)
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Destination.as_stored`."""
+        return self.first.as_stored(part)

@@ -1,0 +1,110 @@
+"""The interface of ``step.cpp``: its structures, field by field, and its context."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+from nemo_style_aligner.generation.embedded.native.library import NativeUnavailable
+
+Pointer = ctypes.c_void_p
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix: panels, and the scales of int8 ones."""
+
+    _fields_ = [("data", Pointer), ("scales", Pointer)]
+
+
+class Layer(ctypes.Structure):
+    """One layer's weights and pages."""
+
+    _fields_ = [
+        *[(name, Matrix) for name in ("qkv", "output", "fc1", "fc2")],
+        *[(name, Pointer) for name in ("qkv_bias", "output_bias", "fc1_bias", "fc2_bias")],
+        *[(name, Pointer) for name in ("input_norm", "input_norm_bias", "mlp_norm", "mlp_norm_bias")],
+        *[(name, Pointer) for name in ("query_norm", "key_norm", "keys", "values")],
+    ]
+
+
+class Model(ctypes.Structure):
+    """All of a model, and the buffers of a pass."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(Layer)),
+        *[(name, Pointer) for name in ("final_norm", "final_norm_bias")],
+        ("head", Matrix),
+        *[(name, Pointer) for name in ("embedding", "cosines", "sines", "hidden", "qkv", "partial", "logits")],
+        *[(name, Pointer) for name in ("normed", "queries", "attended", "inner")],
+        ("max_length", ctypes.c_int32),
+        ("vocab_start", ctypes.c_int32),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """The tokens of a pass; see `StepInput`."""
+
+    _fields_ = [
+        *[(name, Pointer) for name in ("token_ids", "positions", "slots", "segments", "output_rows", "block_table")],
+        *[(name, ctypes.c_int32) for name in ("num_tokens", "num_segments", "num_outputs", "pages_per_sequence")],
+    ]
+
+
+class PackArguments(ctypes.Structure):
+    """What `step_pack` packs, and where to."""
+
+    _fields_ = [
+        *[(name, Pointer) for name in ("data", "scales", "source")],
+        ("source_stride", ctypes.c_int64),
+        *[
+            (name, ctypes.c_int32)
+            for name in ("source_is_f32", "rows", "columns", "padded_columns", "first_row", "half")
+        ],
+    ]
+
+
+class SampleArguments(ctypes.Structure):
+    """What `step_sample` chooses from."""
+
+    _fields_ = [
+        *[(name, Pointer) for name in ("logits", "keys", "positions", "suppress", "stop_ids", "tokens", "logprobs")],
+        ("stride", ctypes.c_int64),
+        *[(name, ctypes.c_int32) for name in ("rows", "vocab", "limit", "num_stop_ids", "greedy")],
+        ("temperature", ctypes.c_float),
+    ]
+
+
+def check_sizes(library: ctypes.CDLL) -> None:
+    """Raise NativeUnavailable unless ``library`` has structures of these sizes."""
+    mirrored = [ctypes.sizeof(kind) for kind in (Layer, Model, Pass, PackArguments, SampleArguments)]
+    sizes = (ctypes.c_int32 * len(mirrored))()
+    library.step_sizes(sizes)
+    if list(sizes) != mirrored:
+        raise NativeUnavailable(f"structures of step.cpp have sizes {list(sizes)}, structures.py mirrors {mirrored}")
+
+
+class Context:
+    """What the library keeps between calls: a model's addresses and a team of threads."""
+
+    def __init__(self, library: ctypes.CDLL, model: Model, num_threads: int) -> None:
+        library.step_create.restype = Pointer
+        self._library = library
+        self._pointer = Pointer(library.step_create(ctypes.byref(model), num_threads))
+        self._pid = os.getpid()
+        weakref.finalize(self, _destroy, library, self._pointer, self._pid)
+
+    def call(self, function: str, arguments: ctypes.Structure, *more: int) -> None:
+        """Call ``function`` of the library with the context and a structure.
+
+        Raises:
+            RuntimeError: this is a fork of the process that made the context; its threads are not here.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("the native step was built in another process: build the engine after forking")
+        getattr(self._library, function)(self._pointer, ctypes.byref(arguments), *more)
+
+
+def _destroy(library: ctypes.CDLL, pointer: Pointer, pid: int) -> None:
+    if os.getpid() == pid:
+        library.step_destroy(pointer)
