@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from generation_models import (
+    ENGINE_DEFAULTS,
     EOS,
     FAMILIES,
     VOCAB,
@@ -20,6 +21,11 @@ from generation_models import (
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=40, use_greedy=True)
+
+
+@pytest.fixture(autouse=True, params=["auto", "torch"])
+def _step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINE_DEFAULTS, "step", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -207,8 +213,11 @@ def test_senseless_sampling_parameters_are_refused(options: dict) -> None:
         SamplingParams(**options)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda_equals_cpu() -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the engine is NOT tested on CUDA")
+def test_cuda_equals_cpu(request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["_step"] == "auto":
+        pytest.skip("the torch step is what runs on CUDA")
     model = hf_model()
     requests = ragged_requests(12)
     for params in (GREEDY, SamplingParams(max_new_tokens=20, top_k=30, top_p=0.9, repetition_penalty=1.1)):
@@ -237,3 +246,23 @@ def test_weights_from_a_generator_of_views() -> None:
     engine.refit(stream(), version=1)
     expected = list(engine_for(model=model).generate(ragged_requests(3), GREEDY))
     assert [r.token_ids for r in engine.generate(ragged_requests(3), GREEDY)] == [r.token_ids for r in expected]
+
+
+def test_requests_may_have_limits_of_their_own() -> None:
+    model = hf_model()
+    with torch.no_grad():
+        model.lm_head.weight[EOS] *= 3  # comes often, and ends nothing
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    engine = engine_for(model=model)
+    lengths = [1, 7, None, 30, 2, 90]
+    requests = [
+        GenerationRequest(i, request.prompt_ids, i, max_new_tokens=length)
+        for i, (request, length) in enumerate(zip(ragged_requests(6), lengths, strict=True))
+    ]
+    results = list(engine.generate(requests, params))
+    assert {r.request_id: len(r.token_ids) for r in results} == dict(enumerate([1, 7, 20, 30, 2, 90]))
+    assert all(result.finish_reason == "length" for result in results)
+    assert any(EOS in result.token_ids[:-1] for result in results)
+    for length, named in ((0, "max_new_tokens=0"), (200, "above the engine's")):
+        with pytest.raises(ValueError, match=named):
+            list(engine.generate([GenerationRequest(0, [5, 6], max_new_tokens=length)], params))

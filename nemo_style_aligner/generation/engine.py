@@ -36,6 +36,7 @@ class SamplingParams:
     top_p: float = 1.0  # 1: off
     repetition_penalty: float = 1.0  # 1: off; over prompt and response
     stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False  # sample the end-of-sequence token like any other: forced lengths, for benchmarks
     seed: int = 0  # of the run; combined with each request's own seed
 
     def __post_init__(self) -> None:
@@ -70,11 +71,22 @@ class GenerationRequest:
     request_id: int
     prompt_ids: list[int]
     seed: int = 0
+    max_new_tokens: int | None = None  # of this response; None: the sampling parameters'
 
-    def check(self, max_new_tokens: int, max_sequence_length: int, vocab_size: int) -> None:
+    def limit(self, sampling: SamplingParams) -> int:
+        """Tokens that the response may have."""
+        return sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+
+    def check(self, sampling: SamplingParams, max_sequence_length: int, vocab_size: int) -> None:
         """Raise ValueError naming this request if an engine of these limits cannot serve it."""
         if not self.prompt_ids:
             raise ValueError(f"request {self.request_id}: the prompt is empty; give it at least one token")
+        max_new_tokens = self.limit(sampling)
+        if not max(1, sampling.min_new_tokens) <= max_new_tokens:
+            raise ValueError(
+                f"request {self.request_id}: max_new_tokens={max_new_tokens} must be at least 1 and at least "
+                f"min_new_tokens={sampling.min_new_tokens}"
+            )
         total = len(self.prompt_ids) + max_new_tokens
         if total > max_sequence_length:
             raise ValueError(

@@ -110,7 +110,7 @@ class MegatronEngine(GenerationEngine):
         was_training = self._model.module.training
         while batch := list(itertools.islice(source, self._num_slots)):
             for request in batch:
-                request.check(sampling.max_new_tokens, self._max_sequence_length, self._model.architecture.vocab_size)
+                request.check(sampling, self._max_sequence_length, self._model.architecture.vocab_size)
             self._model.module.eval()
             yield from self._generate_batch(batch, sampling, stop)
         self._model.module.train(was_training)
@@ -123,7 +123,9 @@ class MegatronEngine(GenerationEngine):
         where = device()
         prompt_lengths = [len(r.prompt_ids) for r in batch]
         shortest, longest = min(prompt_lengths), max(prompt_lengths)
-        tokens = torch.zeros(len(batch), longest + sampling.max_new_tokens, dtype=torch.int64, device=where)
+        tokens = torch.zeros(
+            len(batch), longest + max(r.limit(sampling) for r in batch), dtype=torch.int64, device=where
+        )
         for row, request in enumerate(batch):
             tokens[row, : prompt_lengths[row]] = torch.tensor(request.prompt_ids, device=where)
         context = StaticInferenceContext(len(batch), tokens.shape[1])
@@ -147,7 +149,7 @@ class MegatronEngine(GenerationEngine):
                 responses[row].append(int(chosen[row]))
                 logprobs[row].append(float(chosen_logprobs[row]))
                 self._statistics.generated_tokens += 1
-                if reason := stop.check(responses[row]):
+                if reason := stop.check(responses[row], batch[row].max_new_tokens):
                     alive.discard(row)
                     request = batch[row]
                     yield GenerationResult(

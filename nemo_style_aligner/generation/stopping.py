@@ -20,7 +20,7 @@ class StopCondition:
     text, of which only a tail long enough to hold it is decoded.
 
     Attributes:
-        stop_ids: ids that end a response, the end-of-sequence id first.
+        stop_ids: ids that end a response, the end-of-sequence id first unless it is to be ignored.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class StopCondition:
         token_to_id: TokenToId | None = None,
     ) -> None:
         """Raises ValueError for a stop string that can be matched neither by id nor by text."""
-        stop_ids = [eos_id]
+        stop_ids = [] if params.ignore_eos else [eos_id]
         for string in params.stop_strings:
             token = token_to_id(string) if token_to_id is not None else None
             if token is not None:
@@ -51,12 +51,15 @@ class StopCondition:
         self._min_new_tokens = params.min_new_tokens
         self._max_new_tokens = params.max_new_tokens
 
-    def check(self, token_ids: list[int]) -> FinishReason | None:
-        """Why the response ``token_ids`` (not empty) ends at its last token; None: it goes on."""
+    def check(self, token_ids: list[int], max_new_tokens: int | None = None) -> FinishReason | None:
+        """Why the response ``token_ids`` (not empty) ends at its last token; None: it goes on.
+
+        ``max_new_tokens`` is the request's own limit; None: the sampling parameters'.
+        """
         may_stop = len(token_ids) > self._min_new_tokens
         if may_stop and (token_ids[-1] in self._stop_id_set or self._text_stops(token_ids)):
             return "stop"
-        return "length" if len(token_ids) >= self._max_new_tokens else None
+        return "length" if len(token_ids) >= (max_new_tokens or self._max_new_tokens) else None
 
     def _text_stops(self, token_ids: list[int]) -> bool:
         """Whether the last token completes a stop string."""

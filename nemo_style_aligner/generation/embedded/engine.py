@@ -219,9 +219,7 @@ class EmbeddedEngine(GenerationEngine):
         """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
         self._require_loaded("generate")  # again: time may have passed since generate() was called
         sampler = SlotSampler(self._step, self._shape, params, stop.stop_ids, self._vocab_limit, self._device)
-        limits = SchedulerLimits(
-            self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, params.max_new_tokens
-        )
+        limits = SchedulerLimits(self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, params)
         scheduler = Scheduler(requests, self._blocks, limits, lambda request: self._admit(request, params))
         self._statistics = statistics = GenerationStatistics(num_pages=self._shape.num_pages)
         self._generating = True
@@ -235,7 +233,7 @@ class EmbeddedEngine(GenerationEngine):
                 advanced = self._advance(plan, scheduler, sampler)
                 self._count(statistics, plan, scheduler, len(advanced))
                 for sequence in advanced:
-                    reason = stop.check(sequence.token_ids)
+                    reason = stop.check(sequence.token_ids, sequence.request.max_new_tokens)
                     if reason is not None:
                         scheduler.finish(sequence)
                         yield GenerationResult(
@@ -281,7 +279,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def _admit(self, request: GenerationRequest, params: SamplingParams) -> int:
         a = self._shape.architecture
-        request.check(params.max_new_tokens, self._shape.max_sequence_length, a.vocab_size)
+        request.check(params, self._shape.max_sequence_length, a.vocab_size)
         return request_key(params.seed, request.seed)
 
     def _require_loaded(self, action: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
-from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 
 _WAITING = -1
 
@@ -79,13 +79,13 @@ class SchedulerLimits:
         prefill_chunk_tokens: prompt tokens of a pass that also decodes, at most.
         max_step_tokens: tokens of a pass that does not, at most.
         prefill_share: of the passes that decode, at most this share, in (0, 1], also prefills.
-        max_new_tokens: of each response.
+        sampling: how long a response may get.
     """
 
     prefill_chunk_tokens: int
     max_step_tokens: int
     prefill_share: float
-    max_new_tokens: int
+    sampling: SamplingParams
 
 
 class Scheduler:
@@ -186,7 +186,10 @@ class Scheduler:
         held = [self._blocks.held(sequence.slot) for sequence in self._active.values()]
         held.append(-(-len(newcomer.prefill_ids) // PAGE_TOKENS))
         # The last token of a response is never computed.
-        longest = (len(sequence.request.prompt_ids) + self._limits.max_new_tokens - 1 for sequence in sequences)
+        longest = (
+            len(sequence.request.prompt_ids) + sequence.request.limit(self._limits.sampling) - 1
+            for sequence in sequences
+        )
         return sum(pages * PAGE_TOKENS < length for pages, length in zip(held, longest, strict=True))
 
     def _grow(self) -> None:

@@ -196,7 +196,7 @@ class SidecarEngine(GenerationEngine):
             while True:
                 # In step: every rank of the group pulls when the leader does, so their sources stay in step too.
                 while len(pending) < self._num_slots and (request := next(source, None)) is not None:
-                    request.check(sampling.max_new_tokens, self._max_sequence_length, self._architecture.vocab_size)
+                    request.check(sampling, self._max_sequence_length, self._architecture.vocab_size)
                     pending[request.request_id] = request
                 if not pending:
                     return

@@ -167,7 +167,7 @@ class TensorRTEngine(GenerationEngine):
     ) -> Iterator[GenerationResult]:
         while batch := list(itertools.islice(source, self._num_slots)):
             for request in batch:
-                request.check(sampling.max_new_tokens, self._max_sequence_length, self._vocab_size)
+                request.check(sampling, self._max_sequence_length, self._vocab_size)
                 if len(request.prompt_ids) > self._max_input_length:
                     raise ValueError(
                         f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens, above the "

@@ -171,7 +171,10 @@ def _macros(shape: EngineShape, kernel: str) -> dict[str, object]:
 def _key(command: list[str]) -> str:
     """Of everything the result depends on: shape, dtype and processor (in the command), compiler, sources."""
     digest = hashlib.sha256("\0".join(command).encode())
-    digest.update(subprocess.run([command[0], "--version"], capture_output=True, check=True, timeout=60).stdout)
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False, timeout=60)
+    if version.returncode:
+        raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
+    digest.update(version.stdout.encode())
     for source in _SOURCES:
         digest.update((Path(__file__).parent / source).read_bytes())
     return digest.hexdigest()[:32]
