@@ -66,6 +66,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = list(_CONFIGS)
 
+ENGINE_DEFAULTS: dict[str, Any] = {"dtype": torch.float32, "num_slots": 4, "max_sequence_length": 160, "eos_id": EOS}
+
 
 def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
     """A random float32 model; norms and biases are random too, so that none of them can be forgotten."""
@@ -104,8 +106,7 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **options: Any) -> EmbeddedEngine:
     """A built engine, refitted with ``model`` as version 0 if one is given."""
-    settings: dict[str, Any] = {"dtype": torch.float32, "num_slots": 4, "max_sequence_length": 160, "eos_id": EOS}
-    engine = EmbeddedEngine(architecture(family), **(settings | options))
+    engine = EmbeddedEngine(architecture(family), **(ENGINE_DEFAULTS | options))
     engine.build()
     if model is not None:
         engine.refit(weights_of(model).items(), version=0)

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from generation_models import engine_for, hf_logits, hf_model, ragged_requests, weights_of
+from generation_models import ENGINE_DEFAULTS, engine_for, hf_logits, hf_model, ragged_requests, weights_of
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -15,6 +15,11 @@ from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRes
 
 GREEDY = SamplingParams(max_new_tokens=12, use_greedy=True)
 Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True, params=["auto", "torch"])
+def _step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINE_DEFAULTS, "step", request.param)
 
 
 def _generate(engine: GenerationEngine, params: SamplingParams = GREEDY) -> list[GenerationResult]:

@@ -1,0 +1,257 @@
+"""The torch step: padded buckets, int8 weights, compilations that stay constant, memory that does not grow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from generation_models import (
+    FAMILIES,
+    architecture,
+    engine_for,
+    hf_logits,
+    hf_model,
+    ragged_requests,
+    weights_of,
+)
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded import engine as engine_module
+from nemo_style_aligner.generation.embedded.decode_graphs import bucket, page_buckets, row_buckets
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
+from nemo_style_aligner.generation.embedded.torch_step import TorchStep
+from nemo_style_aligner.generation.embedded.torch_weights import quantize_rows
+from nemo_style_aligner.generation.engine import GenerationResult, SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=30, use_greedy=True)
+SAMPLED = SamplingParams(max_new_tokens=30, top_k=30, top_p=0.9, repetition_penalty=1.1, seed=2)
+
+
+def by_id(engine: EmbeddedEngine, params: SamplingParams, count: int = 12) -> dict[int, GenerationResult]:
+    return {result.request_id: result for result in engine.generate(ragged_requests(count), params)}
+
+
+def assert_same(results: dict[int, GenerationResult], expected: dict[int, GenerationResult], atol: float) -> None:
+    assert results.keys() == expected.keys()
+    for index, result in results.items():
+        assert result.token_ids == expected[index].token_ids
+        torch.testing.assert_close(
+            torch.tensor(result.logprobs), torch.tensor(expected[index].logprobs), atol=atol, rtol=0
+        )
+
+
+def test_buckets() -> None:
+    assert row_buckets(1) == [1] and row_buckets(6) == [1, 2, 4, 6]
+    assert row_buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert row_buckets(128)[-4:] == [56, 64, 96, 128]
+    assert page_buckets(5) == [5] and page_buckets(64) == [8, 16, 32, 64] and page_buckets(70)[-2:] == [64, 70]
+    for buckets in (row_buckets(100), page_buckets(100)):
+        assert all(bucket(size, buckets) >= size for size in range(1, 101))
+        assert bucket(buckets[2], buckets) == buckets[2]
+
+
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines decode in padded buckets, as on a GPU, only not from graphs."""
+
+    def choose(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
+        step = TorchStep(shape, device, graphs=True)
+        step.build()
+        return step
+
+    monkeypatch.setattr(engine_module, "choose_step", choose)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "nemotron"])
+def test_padded_buckets_change_nothing(family: str, request: pytest.FixtureRequest) -> None:
+    """Through refits, ragged batches, lost memory and unloading; nothing is captured after `build`."""
+    model, other = hf_model(family), hf_model(family, seed=5)
+    options: dict[str, Any] = {"num_slots": 11, "max_sequence_length": 300, "kv_cache_tokens": 640}
+    eager = engine_for(family, model, step="torch", **options)
+    expected = [by_id(eager, params) for params in (GREEDY, SAMPLED)]
+    eager.refit(weights_of(other).items(), 1)
+    expected_of_other = by_id(eager, SAMPLED)
+    request.getfixturevalue("padded")
+    engine = engine_for(family, model, **options)
+    captures = engine.num_compilations
+    assert captures == 1 + 5 * 3  # rows 1, 2, 4, 8, 11; pages 8, 16, 19
+    for params, results in zip((GREEDY, SAMPLED), expected, strict=True):
+        assert_same(by_id(engine, params), results, 2e-5)
+    engine.refit(weights_of(other).items(), 1)
+    assert_same(by_id(engine, SAMPLED), expected_of_other, 2e-5)
+    engine.unload()
+    engine.reload()
+    engine.refit(weights_of(model).items(), 2)
+    assert_same(by_id(engine, SAMPLED), expected[1], 2e-5)
+    for count in (1, 3, 9):
+        by_id(engine, SAMPLED, count)
+    assert engine.num_compilations == captures
+
+
+@pytest.mark.usefixtures("padded")
+def test_padded_rows_of_diverged_weights_leave_no_trace() -> None:
+    model = hf_model()
+    engine = engine_for(model=model)
+    before = by_id(engine, GREEDY)
+    engine.refit(((name, tensor * torch.nan) for name, tensor in weights_of(model).items()), 1)
+    with pytest.raises(FloatingPointError, match="version 1"):
+        by_id(engine, GREEDY)
+    engine.refit(weights_of(model).items(), 2)
+    assert_same(by_id(engine, GREEDY), before, 0)
+
+
+_QUANTIZED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_is_the_model_with_rounded_weights(family: str) -> None:
+    """The same responses as Hugging Face's model with each projection and the output layer rounded by rows."""
+    model = hf_model(family)
+    engine = engine_for(family, model, weight_format="int8", step="torch", refit_check="full")
+    rounded = hf_model(family)
+    with torch.no_grad():
+        if rounded.config.tie_word_embeddings:  # looked up as it is, rounded as the output layer
+            rounded.lm_head.weight = torch.nn.Parameter(rounded.lm_head.weight.clone())
+        for name, parameter in rounded.named_parameters():
+            if name.endswith(".weight") and name.split(".")[-2] in _QUANTIZED:
+                integers, scale = quantize_rows(parameter)
+                assert integers.abs().amax() == 127
+                assert (integers * scale[:, None] - parameter).abs().max() <= 0.51 * scale.max()
+                parameter.copy_(integers * scale[:, None])
+    for result in engine.generate(ragged_requests(8), GREEDY):
+        logits = hf_logits(rounded, result.prompt_ids, result.token_ids)
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=5e-5, rtol=0)
+        assert logits.argmax(-1).tolist() == result.token_ids
+
+
+def test_int8_rows_of_zeros() -> None:
+    integers, scale = quantize_rows(torch.tensor([[0.0, 0.0], [1.0, -2.0]]))
+    assert integers.tolist() == [[0, 0], [64, -127]] and scale[0] == 0
+
+
+def test_int8_engine_in_bfloat16_stays_close() -> None:
+    model = hf_model()
+    engine = engine_for(model=model, dtype=torch.bfloat16, weight_format="int8", step="torch")
+    for result in engine.generate(ragged_requests(6), SamplingParams(max_new_tokens=20)):
+        exact = hf_logits(model, result.prompt_ids, result.token_ids).log_softmax(-1)
+        exact = exact.gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
+        assert (torch.tensor(result.logprobs) - exact).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("step, weight_format", [("torch", "dtype"), ("torch", "int8"), ("auto", "dtype")])
+def test_hundreds_of_refits_and_reloads_leak_nothing(step: Any, weight_format: Any) -> None:
+    a = ModelArchitecture(
+        num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=2, num_query_groups=1, vocab_size=1000
+    )
+    engine = EmbeddedEngine(
+        a,
+        dtype=torch.float32,
+        num_slots=2,
+        max_sequence_length=32,
+        eos_id=0,
+        step=step,
+        weight_format=weight_format,
+        refit_check="sampled",
+    )
+    engine.build()
+    compilations = engine.num_compilations
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in engine.weight_shapes.items()}
+    process = psutil.Process()
+
+    def cycle(version: int) -> None:
+        engine.refit(weights.items(), version)
+        if version % 20 == 0:
+            list(engine.generate(ragged_requests(3, longest=20), SamplingParams(max_new_tokens=4)))
+        if version % 50 == 0:
+            engine.unload()
+            engine.reload()
+
+    for version in range(100):
+        cycle(version)
+    before = process.memory_info().rss
+    for version in range(100, 600):
+        cycle(version)
+    assert process.memory_info().rss - before < 4 * 2**20  # 8 KiB per refit, of weights of 600
+    assert engine.num_compilations == compilations
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_chunk_tokens": 0},
+        {"prefill_share": 0.0},
+        {"prefill_share": 1.5},
+        {"weight_format": "int4"},
+        {"kv_cache_tokens": 16},
+        {"step": "fast"},
+    ],
+)
+def test_senseless_options_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        engine_for(**options)
+
+
+def test_what_cannot_be_divided_names_the_key() -> None:
+    from nemo_style_aligner.generation.embedded.shard import TensorParallel
+
+    a = dataclasses.replace(architecture(), num_query_groups=3)
+    for size in (4, 2):
+        with pytest.raises(ValueError, match="tensor_parallel_size"):
+            EmbeddedEngine(
+                a,
+                dtype=torch.float32,
+                num_slots=1,
+                max_sequence_length=16,
+                eos_id=0,
+                tensor_parallel=TensorParallel(0, size),
+            )
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU: CUDA graphs are NOT tested, only the buckets they replay"
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "nemotron"])
+def test_graphs_equal_eager_on_cuda(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = hf_model(family), hf_model(family, seed=5)
+    options: dict[str, Any] = {"num_slots": 11, "max_sequence_length": 300, "kv_cache_tokens": 640, "device": "cuda"}
+    graphs = engine_for(family, model, **options)
+    captures = graphs.num_compilations
+    assert captures > 1
+
+    def choose_eager(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
+        step = TorchStep(shape, device, graphs=False)
+        step.build()
+        return step
+
+    monkeypatch.setattr(engine_module, "choose_step", choose_eager)
+    eager = engine_for(family, model, **options)
+    for version, weights in enumerate((model, other, model), start=1):
+        for engine in (graphs, eager):
+            if version == 3:
+                engine.unload()
+                engine.reload()
+            engine.refit(weights_of(weights).items(), version)
+        for params in (GREEDY, SAMPLED):
+            for count in (1, 3, 12):
+                assert_same(by_id(graphs, params, count), by_id(eager, params, count), 1e-4)
+    assert graphs.num_compilations == captures
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_int8_on_cuda_equals_cpu() -> None:
+    model = hf_model()
+    on_cpu = engine_for(model=model, weight_format="int8", step="torch")
+    on_gpu = engine_for(model=model, weight_format="int8", device="cuda")
+    assert_same(by_id(on_gpu, SAMPLED), by_id(on_cpu, SAMPLED), 1e-4)
