@@ -1,0 +1,158 @@
+"""A ``tensorrt_llm`` for sidecar tests: stand-ins of the PyTorch backend that behave, in a process of their own.
+
+Its "model" counts: after token t comes (t + step) modulo the vocabulary, where ``step`` is the value that the latest
+whole refit gave ``model.norm.weight``. Some first tokens of prompts make trouble, see `TROUBLE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from trtllm_standins import Standins
+
+VOCAB = 96
+HANG, DIE_ONCE, REFUSE, INVALID, FALL_SHORT = TROUBLE = (90, 91, 92, 93, 94)
+
+_PACKAGE = "import trtllm_fake_sidecar\ntrtllm_fake_sidecar.install({version!r})\n"
+
+
+def make_package(folder: Path, version: str) -> None:
+    """Write a package ``tensorrt_llm`` of this version into ``folder``."""
+    (folder / "tensorrt_llm").mkdir(parents=True)
+    (folder / "tensorrt_llm" / "__init__.py").write_text(_PACKAGE.format(version=version))
+
+
+def encode_bucket(bucket: list[tuple[str, Any]]) -> str:
+    """In place of IPC handles: each tensor's name, shape and first value."""
+    values = {name: [list(tensor.shape), float(tensor.flatten()[0])] for name, tensor in bucket}
+    return base64.b64encode(json.dumps(values).encode()).decode()
+
+
+class Backend:
+    """What the stand-ins answer. Calls are noted in ``calls.jsonl`` of the directory STANDIN_DIR."""
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["STANDIN_DIR"])
+        self.arriving: dict[str, float] = {}
+        self.weights: dict[str, float] | None = None
+        self.asleep: set[str] = set()
+        prefix = "tensorrt_llm._torch.async_llm:AsyncLLM"
+        self.standins = Standins(
+            "pytorch",
+            {
+                f"{prefix}": lambda **options: self.note("AsyncLLM", options),
+                f"{prefix}.collective_rpc": self.collective_rpc,
+                f"{prefix}.release": self.release,
+                f"{prefix}.resume": self.resume,
+                f"{prefix}.generate_async": self.generate,
+                f"{prefix}.shutdown": lambda instance: self.note("shutdown", {}),
+                "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.update_weights": self.update_weights,
+                "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.reset_prefix_cache": lambda instance: self.note(
+                    "reset_prefix_cache", {}
+                ),
+                "tensorrt_llm.executor.ray.gpu_worker:RayGPUWorker.report_device_id": lambda instance: os.environ[
+                    "STANDIN_DEVICES"
+                ],
+            },
+        )
+
+    def note(self, what: str, arguments: dict[str, Any]) -> None:
+        plain = {name: value if _is_plain(value) else vars_of(value) for name, value in arguments.items()}
+        plain.pop("instance", None)
+        with (self.folder / "calls.jsonl").open("a") as file:
+            file.write(json.dumps([what, plain]) + "\n")
+
+    async def collective_rpc(self, instance: Any, method: str, args: tuple[Any, ...] = (), **others: Any) -> list[Any]:
+        modules = self.standins.modules
+        worker: Any = modules["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension  # type: ignore[attr-defined]
+        if method == "report_device_id":
+            worker = modules["tensorrt_llm.executor.ray.gpu_worker"].RayGPUWorker  # type: ignore[attr-defined]
+        result = getattr(worker, method)(object(), *args)
+        return result.split(",") if isinstance(result, str) else [result]
+
+    def update_weights(self, instance: Any, ipc_handles: dict[str, str] | None) -> None:
+        if ipc_handles is None:
+            self.note("finish", {"names": sorted(self.arriving)})
+            self.weights, self.arriving = self.arriving, {}
+            return
+        if sorted(ipc_handles) != sorted(os.environ["STANDIN_DEVICES"].split(",")):
+            raise ValueError(f"Device UUIDs {sorted(ipc_handles)}")
+        decoded = [json.loads(base64.b64decode(text)) for text in ipc_handles.values()]
+        assert all(bucket == decoded[0] for bucket in decoded)
+        self.note("bucket", {"names": list(decoded[0])})
+        self.arriving |= {name: value for name, (_, value) in decoded[0].items()}
+
+    async def release(self, instance: Any, tags: list[str]) -> None:
+        self.note("release", {"tags": tags})
+        self.asleep |= set(tags)
+        self.weights = None
+
+    async def resume(self, instance: Any, tags: list[str]) -> None:
+        self.note("resume", {"tags": tags})
+        self.asleep -= set(tags)
+
+    async def generate(self, instance: Any, inputs: list[int], sampling_params: Any) -> Any:
+        self.note("generate", {"inputs": inputs, "sampling": sampling_params})
+        if self.weights is None or self.asleep:
+            raise RuntimeError(f"generation without weights, asleep: {self.asleep}")
+        await asyncio.sleep(0.002 * (inputs[0] % 7))  # responses overtake each other
+        self.trouble(inputs[0])
+        step, tokens, last = round(self.weights["model.norm.weight"]), [], inputs[-1]
+        length = 1 if inputs[0] == FALL_SHORT else sampling_params.max_tokens
+        while len(tokens) < length:
+            last = (last + step) % VOCAB
+            while sampling_params.embedding_bias is not None and sampling_params.embedding_bias[last] < -1e8:
+                last = (last + 1) % VOCAB
+            tokens.append(5000 if inputs[0] == INVALID else last)
+            if last in (sampling_params.stop_token_ids or ()):
+                break
+        logprobs = [{token: SimpleNamespace(logprob=-0.5), 0: SimpleNamespace(logprob=-9.0)} for token in tokens]
+        for entry, token in zip(logprobs, tokens):  # noqa: B905 (the sidecar's python may be older)
+            entry[token] = SimpleNamespace(logprob=-token / 100)
+        reason = "stop" if last in (sampling_params.stop_token_ids or ()) else "length"
+        completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+        return SimpleNamespace(outputs=[completion])
+
+    def trouble(self, first: int) -> None:
+        marker = self.folder / "died"
+        if first == HANG:
+            time.sleep(3600)  # the event loop is blocked
+        if first == DIE_ONCE and not marker.exists():
+            marker.touch()
+            print("about to die", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if first == REFUSE:
+            raise ValueError("no such prompt, please")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | list | dict | tuple | None)
+
+
+def vars_of(value: Any) -> Any:
+    """An object's attributes, where JSON can have them."""
+    if not hasattr(value, "__dict__"):
+        return repr(value)
+    return {
+        name: inner if _is_plain(inner) and not isinstance(inner, dict) else str(inner)
+        for name, inner in vars(value).items()
+    }
+
+
+def install(version: str) -> None:
+    """Become ``tensorrt_llm``."""
+    backend = Backend()
+    module: Any = backend.standins.modules["tensorrt_llm"]
+    module.__version__ = version
+    if version.startswith("1.2"):
+        del module.llmapi.llm_args.ExecutorMemoryType  # it was elsewhere
+    sys.modules.update(backend.standins.modules)
