@@ -14,6 +14,11 @@ constexpr int PAGE_SIZE = PAGE * CHANNELS;       // elements
 constexpr int QUERY_TOKENS = PER_GROUP >= 24 ? 1 : 24 / PER_GROUP;
 constexpr int QUERY_ROWS = QUERY_TOKENS * PER_GROUP;
 
+// Asks for the next page while this one is computed with: pages lie anywhere, so the processor cannot guess.
+static INLINE void prefetch_page(const panel_t* page) {
+    for (size_t i = 0; i < PAGE_SIZE * sizeof(panel_t); i += 64) __builtin_prefetch((const char*)page + i);
+}
+
 // Scores [rows][stride] of `rows` queries against positions 0 .. 16 * pages - 1.
 static INLINE void score_pages(const act_t* const* query, int rows, const panel_t* keys, const int32_t* table,
                                int pages, float* scores, int stride) {
@@ -24,7 +29,7 @@ static INLINE void score_pages(const act_t* const* query, int rows, const panel_
             const act_t* q[N];
             for (int i = 0; i < N; ++i) q[i] = query[r + i];
             for (int page = 0; page < pages; ++page) {
-                if (page + 1 < pages) __builtin_prefetch(keys + (size_t)table[page + 1] * GROUPS * PAGE_SIZE);
+                if (page + 1 < pages) prefetch_page(keys + (size_t)table[page + 1] * GROUPS * PAGE_SIZE);
                 vf acc[N][V] = {};
                 multiply_pairs<N, V>(q, CHANNELS / 2, keys + (size_t)table[page] * GROUPS * PAGE_SIZE, PAGE, acc);
 #pragma GCC unroll 16
@@ -55,28 +60,35 @@ static INLINE float softmax_row(float* scores, int length, int padded) {
     return 1.0f / sum_lanes(sum);
 }
 
+// Vectors of channels that `rows` rows sum up at a time: all if there are registers for them, at least 16 channels.
+constexpr int channel_vectors(int rows) {
+    for (int v = CHANNELS / LANES; v > 16 / LANES; v /= 2)
+        if (v * rows <= ACCUMULATORS && CHANNELS % (v * LANES) == 0) return v;
+    return 16 / LANES;
+}
+
 // out[row][channel] = factor[row] * sum over positions of weight * value.
 static INLINE void weigh_pages(const act_t* const* weights, const float* factor, int rows, const panel_t* values,
                                const int32_t* table, int pages, act_t* const* out) {
-    constexpr int V = LANES == 16 ? 1 : 2; // 16 channels at a time
     for (int r = 0; r < rows; r += VECTOR_ROWS) {
         with_constant<VECTOR_ROWS>(rows - r < VECTOR_ROWS ? rows - r : VECTOR_ROWS, [&](auto count) {
-            constexpr int N = decltype(count)::value;
-            for (int channel = 0; channel < CHANNELS; channel += 16) {
+            constexpr int N = decltype(count)::value, V = channel_vectors(N), WIDTH = V * LANES;
+            for (int channel = 0; channel < CHANNELS; channel += WIDTH) {
                 vf acc[N][V] = {};
                 for (int page = 0; page < pages; ++page) {
+                    const panel_t* value = values + (size_t)table[page] * GROUPS * PAGE_SIZE;
+                    if (channel == 0 && page + 1 < pages)
+                        prefetch_page(values + (size_t)table[page + 1] * GROUPS * PAGE_SIZE);
                     const act_t* w[N];
                     for (int i = 0; i < N; ++i) w[i] = weights[r + i] + page * PAGE;
-                    multiply_pairs<N, V>(
-                        w, PAGE / 2, values + (size_t)table[page] * GROUPS * PAGE_SIZE + channel * COLUMN_STEP<panel_t>,
-                        CHANNELS, acc);
+                    multiply_pairs<N, V>(w, PAGE / 2, value + channel * COLUMN_STEP<panel_t>, CHANNELS, acc);
                 }
+                const int valid = HEAD_DIM - channel < WIDTH ? HEAD_DIM - channel : WIDTH;
 #pragma GCC unroll 16
                 for (int i = 0; i < N; ++i) {
-                    alignas(64) act_t result[16];
-#pragma GCC unroll 4
+                    alignas(64) act_t result[WIDTH];
+#pragma GCC unroll 16
                     for (int v = 0; v < V; ++v) store_as(result + v * LANES, acc[i][v] * factor[r + i]);
-                    const int valid = HEAD_DIM - channel < 16 ? HEAD_DIM - channel : 16;
                     memcpy(out[r + i] + channel, result, valid * sizeof(act_t));
                 }
             }

@@ -18,14 +18,9 @@ struct Matrix {
     const float* scales;  // [panels * 32], of int8 weights: value = scale * data
 };
 
-#if KERNEL == KERNEL_FMA && LANES == 8
-constexpr int BLOCK_ROWS = 6; // 6 rows x 2 vectors of accumulators in 16 registers
-#elif KERNEL == KERNEL_AMX
-constexpr int BLOCK_ROWS = 32;
-#else
-constexpr int BLOCK_ROWS = 12; // 12 rows x 2 vectors in 32 registers
-#endif
-constexpr int VECTOR_ROWS = BLOCK_ROWS < 12 ? BLOCK_ROWS : 12; // rows of the vector kernels, attention's too
+constexpr int ACCUMULATORS = LANES == 8 ? 12 : 24; // vectors of sums that fit beside their factors in the registers
+constexpr int VECTOR_ROWS = ACCUMULATORS / 2;      // of the vector kernels, with two vectors of columns
+constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
 
@@ -111,7 +106,7 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
 template <class B> static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B* panel, float* c) {
     with_constant<VECTOR_ROWS>(n, [&](auto rows) {
         constexpr int N = decltype(rows)::value;
-        constexpr int ALL = PANEL / LANES, V = ALL > 2 && N > 3 ? 2 : ALL;
+        constexpr int ALL = PANEL / LANES, V = N * ALL <= ACCUMULATORS ? ALL : 2;
         const act_t* row[N];
         for (int i = 0; i < N; ++i) row[i] = a + (size_t)i * lda;
         for (int j = 0; j < ALL; j += V) {

@@ -194,10 +194,12 @@ class Worker {
         const Layer& layer = m.layers[l];
         norm_rows(layer.input_norm, layer.input_norm_bias);
         product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), [&](int panel, int first, int n, const float* block) {
-            for (int i = 0; i < n; ++i)
-                for (int j = 0; j < PANEL && panel * PANEL + j < QKV; ++j)
-                    m.qkv[(size_t)(first + i) * QKV + panel * PANEL + j] =
-                        block[i * PANEL + j] + (layer.qkv_bias ? layer.qkv_bias[panel * PANEL + j] : 0.0f);
+            const int width = std::min(PANEL, QKV - panel * PANEL);
+            for (int i = 0; i < n; ++i) {
+                float* out = m.qkv + (size_t)(first + i) * QKV + panel * PANEL;
+                for (int j = 0; j < width; ++j)
+                    out[j] = block[i * PANEL + j] + (layer.qkv_bias ? layer.qkv_bias[panel * PANEL + j] : 0.0f);
+            }
         });
         each(pass.num_tokens, rows_chunk(), [&](int row) { file_row(m, layer, pass, row); });
         each((int)c.items.size() * GROUPS, 1, [&](int i) {
@@ -247,7 +249,7 @@ class Worker {
     // A row-parallel product: into the residual stream, or to where the ranks' sums are taken.
     void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias) {
         product(a, k, matrix, panels(HIDDEN), [&](int panel, int first, int n, const float* block) {
-            const int width = HIDDEN - panel * PANEL < PANEL ? HIDDEN - panel * PANEL : PANEL;
+            const int width = std::min(PANEL, HIDDEN - panel * PANEL);
             for (int i = 0; i < n; ++i) {
                 const size_t at = (size_t)(first + i) * HIDDEN + panel * PANEL;
                 for (int j = 0; j < width; ++j) {
