@@ -191,7 +191,10 @@ class GenerationEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def num_compilations(self) -> int:
-        """Times anything was compiled or captured; constant after `build`."""
+        """Times anything was compiled or captured; constant after `build`.
+
+        What `reload` captures again, because the memory that came back lies elsewhere, is not counted.
+        """
 
     @property
     @abc.abstractmethod

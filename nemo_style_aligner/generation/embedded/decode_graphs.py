@@ -40,9 +40,6 @@ class DecodeGraphs:
 
     Rows that fill a bucket up write to the scratch page and attend to its first position. Without CUDA the same
     computation runs on the same padded inputs, just not from a graph.
-
-    Attributes:
-        num_captures: graphs captured since construction, by `capture` and by `recapture`.
     """
 
     def __init__(self, shape: EngineShape, device: torch.device, compute: Callable[[Batch], torch.Tensor]) -> None:
@@ -56,11 +53,18 @@ class DecodeGraphs:
         size = (shape.num_slots, 2 + shape.pages_per_sequence)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._inputs = self._host.to(device)  # the same tensor on a CPU
-        self._graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
-        self.num_captures = 0
+        # One buffer for all results: as outputs of their own, each graph would keep its logits for good.
+        self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=shape.dtype, device=device)
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Pairs of buckets."""
+        return len(self._row_buckets) * len(self._page_buckets)
 
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory."""
+        self._logits = self._logits.new_empty(len(self._host), self._logits.shape[1])
         self._host[:, :2] = 0
         self._host[:, 2:] = self._scratch_page
         self._inputs.copy_(self._host)
@@ -68,11 +72,11 @@ class DecodeGraphs:
         for rows in reversed(self._row_buckets):
             for pages in reversed(self._page_buckets):
                 self._graphs[rows, pages] = self._capture_one(rows, pages, pool)
-                self.num_captures += 1
 
     def release(self) -> None:
-        """Drop the graphs and the memory of their intermediate results."""
+        """Drop the graphs and the memory of their results."""
         self._graphs.clear()
+        self._logits = self._logits.new_empty(0, self._logits.shape[1])
 
     def run(self, step: StepInput) -> torch.Tensor:
         """Logits of a pass that only decodes, valid until the next one."""
@@ -88,13 +92,14 @@ class DecodeGraphs:
         if self._inputs is not self._host:
             # Safe although asynchronous: the buffer is next written after this pass's tokens were waited for.
             self._inputs[:padded_rows].copy_(self._host[:padded_rows], non_blocking=True)
-        return self._graphs[padded_rows, pages]()[:rows]
+        self._graphs[padded_rows, pages]()
+        return self._logits[:rows]
 
-    def _capture_one(self, rows: int, pages: int, pool: Any) -> Callable[[], torch.Tensor]:
-        """A function that computes the bucket's logits from the input buffer."""
+    def _capture_one(self, rows: int, pages: int, pool: Any) -> Callable[[], None]:
+        """A function that computes the bucket's logits: from the input buffer into that of the results."""
 
-        def compute() -> torch.Tensor:
-            return self._compute(_batch(self._inputs[:rows, : 2 + pages]))
+        def compute() -> None:
+            self._logits[:rows] = self._compute(_batch(self._inputs[:rows, : 2 + pages]))
 
         if self._device.type != "cuda":
             return compute
@@ -105,13 +110,8 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = compute()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits
-
-        return replay
+            compute()
+        return graph.replay
 
 
 def _batch(inputs: torch.Tensor) -> Batch:

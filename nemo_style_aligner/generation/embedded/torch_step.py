@@ -47,7 +47,7 @@ class TorchStep(ModelStep):
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
             self._graphs.capture()
-            self._num_compilations += self._graphs.num_captures
+            self._num_compilations += self._graphs.num_graphs
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
