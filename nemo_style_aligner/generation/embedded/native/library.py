@@ -117,7 +117,7 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
 
 def compile_command(compiler: str, shape: EngineShape, kernel: str) -> list[str]:
     """Compiler and flags for ``shape``, without source and output."""
-    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
     return [compiler, *flags, *(f"-D{name}={value}" for name, value in _macros(shape, kernel).items())]
 
 

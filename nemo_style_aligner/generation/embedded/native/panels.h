@@ -18,8 +18,10 @@ struct Matrix {
     const float* scales;  // [panels * 32], of int8 weights: value = scale * data
 };
 
-constexpr int ACCUMULATORS = LANES == 8 ? 12 : 24; // vectors of sums that fit beside their factors in the registers
-constexpr int VECTOR_ROWS = ACCUMULATORS / 2;      // of the vector kernels, with two vectors of columns
+constexpr int ACCUMULATORS = EMULATE      ? 8
+                             : LANES == 8 ? 12
+                                          : 24; // vectors of sums that fit beside their factors in the registers
+constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
