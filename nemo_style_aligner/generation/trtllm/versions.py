@@ -56,7 +56,7 @@ def install_command(backend: Backend, python: str = "python") -> str:
     """What installs the pinned version for ``backend`` into the environment of ``python``."""
     pin = ENGINE_PIN if backend == "engine" else PYTORCH_PIN
     pre = " --pre" if backend == "pytorch" else ""
-    return f"{python} -m pip install{pre} {_INDEX} {DISTRIBUTION}=={pin}"
+    return f"{python} -m pip install{pre} {_INDEX} {DISTRIBUTION}=={pin} (see docs/tensorrt_llm.md)"
 
 
 def installed_version(python: str | None = None) -> str | None:
