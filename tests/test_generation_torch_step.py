@@ -180,6 +180,19 @@ def test_hundreds_of_refits_and_reloads_leak_nothing(step: Any, weight_format: A
     assert engine.num_compilations == compilations
 
 
+@pytest.mark.parametrize("step", ["torch", "auto"])
+def test_memory_is_touched_as_far_as_it_is_used(step: Any) -> None:
+    """Room for 400,000 tokens is 150 MB; requests in four slots touch next to nothing of it."""
+    model = hf_model()
+    process = psutil.Process()
+    by_id(engine_for(model=model, step=step), SAMPLED)  # what is allocated once per process
+    before = process.memory_info().rss
+    engine = engine_for(model=model, step=step, kv_cache_tokens=400_000)
+    assert len(by_id(engine, SAMPLED)) == 12
+    assert engine.statistics.peak_pages <= 4 * 10
+    assert process.memory_info().rss - before < 16 * 2**20
+
+
 @pytest.mark.parametrize(
     "options",
     [

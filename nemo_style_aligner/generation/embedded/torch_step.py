@@ -6,12 +6,53 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
+from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights, destinations
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
 
 _LENGTH_BUCKET_PAGES = 4  # without graphs, decoding attends to a multiple of 64 positions
+
+
+class _Pages:
+    """KV memory of a rank; on a CPU it is touched no further than sequences write.
+
+    Attributes:
+        layers: per layer [num_pages + 1, PAGE_TOKENS, 2 * groups, kv_channels], keys and then values; one page more
+            than the block table knows, for rows that only fill a bucket up.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+        a = shape.architecture
+        size = (shape.num_pages + 1, PAGE_TOKENS, 2 * shape.shard.num_groups, a.kv_channels)
+        self._arena: Arena | None = None
+        if device.type == "cpu":
+            self._arena = Arena({str(layer): (size, shape.dtype) for layer in range(a.num_layers)})
+            self.layers = [self._arena[str(layer)] for layer in range(a.num_layers)]
+        else:
+            self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(a.num_layers)]
+
+    def clear(self) -> None:
+        """Zero everything."""
+        if self._arena is not None:
+            self._arena.release()
+            return
+        for pages in self.layers:
+            pages.zero_()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._arena is not None:
+            self._arena.release()
+        else:
+            release(self.layers)
+
+    def acquire(self) -> None:
+        """Take it again, zeroed."""
+        if self._arena is None:
+            acquire(self.layers)
+            self.clear()
 
 
 class TorchStep(ModelStep):
@@ -36,13 +77,9 @@ class TorchStep(ModelStep):
             shape, shard = self._shape, self._shape.shard
             weights = TorchWeights(shape, self._device)
             self.weights = WeightTable(shard, destinations(weights, shape))
-            # One page more than the block table knows, for rows that only fill a bucket up.
-            size = (shape.num_pages + 1, PAGE_TOKENS, 2 * shard.num_groups, shape.architecture.kv_channels)
-            self._pages = [
-                torch.zeros(size, dtype=shape.dtype, device=self._device) for _ in range(shape.architecture.num_layers)
-            ]
-            self._buffers = weights.buffers + self._pages
-            self._model = TorchModel(shape, weights, self._pages)
+            self._buffers = weights.buffers
+            self._pages = _Pages(shape, self._device)
+            self._model = TorchModel(shape, weights, self._pages.layers)
         self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
@@ -58,20 +95,20 @@ class TorchStep(ModelStep):
 
     def clear_pages(self) -> None:
         """See `ModelStep.clear_pages`."""
-        for pages in self._pages:
-            pages.zero_()
+        self._pages.clear()
 
     def release(self) -> None:
         """See `ModelStep.release`."""
         if self._graphs is not None:
             self._graphs.release()
         release(self._buffers)
+        self._pages.release()
 
     @torch.inference_mode()
     def acquire(self) -> None:
         """See `ModelStep.acquire`."""
         acquire(self._buffers)
-        self.clear_pages()
+        self._pages.acquire()
         if self._graphs is not None:
             self._graphs.capture()
 
