@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,7 @@ class FakeTensorRT:
             "tensorrt:Refitter.get_missing_weights": self._missing,
             "tensorrt:Refitter.set_named_weights": self._set,
             "tensorrt:Refitter.refit_cuda_engine": self._refit,
+            "tensorrt_llm._utils:mpi_world_size": lambda: 1,
             "tensorrt_llm.builder:build": self._build,
             "tensorrt_llm.builder:Engine.save": lambda instance, engine_dir: torch.save(
                 instance.tensors, f"{engine_dir}/e.pt"
@@ -208,7 +210,7 @@ class FakeTensorRT:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, module in self.standins.modules.items():
-            monkeypatch.setitem(__import__("sys").modules, name, module)
+            monkeypatch.setitem(sys.modules, name, module)
 
     def _build(self, model: Any, build_config: Any) -> Any:
         engine = object.__new__(self.standins.modules["tensorrt_llm.builder"].Engine)  # type: ignore[attr-defined]
@@ -460,7 +462,6 @@ def test_tensor_parallelism_needs_mpi_over_all_ranks_and_splits_it_once(monkeypa
     )
     splits: list[dict[str, int]] = []
     fake = FakeTensorRT(model.config)
-    fake.standins._answers["tensorrt_llm._utils:mpi_world_size"] = lambda: 1
     fake.install(monkeypatch)
     with pytest.raises(RuntimeError, match=r"MPI over all 8 ranks.*it has 1.*srun --mpi=pmix"):
         TensorRTLibrary(shape, world_size=8)
@@ -472,3 +473,69 @@ def test_tensor_parallelism_needs_mpi_over_all_ranks_and_splits_it_once(monkeypa
     assert fake.standins.named("tensorrt_llm.bindings:MpiComm.split") == [{"color": 3, "key": 1}]
     assert splits == [{"color": 3, "key": 1}]
     assert fake.standins.named("tensorrt_llm._utils:set_mpi_comm") == [{"new_comm": "group communicator"}]
+    # Under mpirun a rank alone is split off, too; without MPI there is nothing to split.
+    alone = dataclasses.replace(shape, tp_size=1, tp_rank=0, group_index=5)
+    TensorRTLibrary(alone, world_size=8)
+    assert splits[-1] == {"color": 5, "key": 0}
+    fake.standins._answers["tensorrt_llm._utils:mpi_world_size"] = lambda: 1
+    TensorRTLibrary(alone, world_size=8)
+    assert len(splits) == 2
+
+
+# ---- from the config ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["engine", "pytorch"])
+def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from omegaconf import OmegaConf
+
+    from nemo_style_aligner.config import load_defaults
+    from nemo_style_aligner.generation.trtllm import construct, versions
+    from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine
+    from nemo_style_aligner.models.gpt import build_model
+    from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.weights.stream import import_weights
+
+    cfg = load_defaults("gpt_ppo_actor")
+    changes = {"backend": backend, "max_input_len": 60, "unload_engine_train": True, "model_type": "llama"}
+    for key, value in changes.items():
+        OmegaConf.update(cfg, f"trainer.ppo.trt_llm.{key}", value)
+    monkeypatch.setattr(versions, "installed_version", lambda python=None: "1.2.1")
+    a = architecture()
+    fake = FakeTensorRT(engine_model(a, "llama", torch.float32).config)
+    fake.install(monkeypatch)
+    options = {"num_slots": 3, "max_sequence_length": 160, "eos_id": EOS, "vocab_limit": 90}
+    options |= {"detokenize": str, "token_to_id": {}.get}
+    with single_process():
+        model = build_model(a, {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
+        import_weights(model, weights_of(hf_model()).items())
+        with monkeypatch.context() as gpu:
+            gpu.setattr(torch.cuda, "is_available", lambda: True)
+            gpu.setattr(torch.cuda, "device_count", lambda: 1)
+            gpu.setattr(torch.cuda, "current_device", lambda: 0)
+            gpu.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="12-34"))
+            gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            if backend == "pytorch":
+                with pytest.raises(ValueError, match="expandable segments"):
+                    construct.trtllm_engine(cfg, model, **options)
+            gpu.delenv("PYTORCH_CUDA_ALLOC_CONF")
+            engine = construct.trtllm_engine(cfg, model, **options)
+        if backend == "engine":
+            assert isinstance(engine, TensorRTEngine)
+            engine.build()
+            engine.refit(export_of(model), version=0)
+            (result,) = engine.generate([GenerationRequest(0, [5, 6])], SamplingParams(max_new_tokens=3))
+            assert len(result.token_ids) == 3
+            return
+    assert isinstance(engine, SidecarEngine)
+    settings = engine._settings
+    assert settings.device_uuids == ("GPU-12-34",) and settings.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert settings.sleep and settings.bucket_bytes == 512 * 2**20 and settings.start_seconds == 1800
+    assert settings.python == sys.executable and engine._recover_weights is not None
+
+
+def export_of(model: Any) -> Any:
+    """The stream that the trainer refits with."""
+    from nemo_style_aligner.weights.stream import export_weights
+
+    return export_weights(model)

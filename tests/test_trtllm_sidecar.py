@@ -101,6 +101,7 @@ def test_start_loads_a_config_without_weights(shared: tuple[SidecarEngine, Path]
     (options,) = calls(folder, "AsyncLLM")
     assert options["load_format"] == "dummy" and options["skip_tokenizer_init"] and options["dtype"] == "bfloat16"
     assert options["allreduce_strategy"] == "NCCL" and options["max_batch_size"] == 4 and options["max_seq_len"] == 64
+    assert options["max_num_tokens"] == 8192 and options["tensor_parallel_size"] == 1
     assert options["kv_cache_config"]["free_gpu_memory_fraction"] == 0.3
     assert "sleep_config" not in options and "enable_sleep" not in options
     assert engine.num_compilations == 1
@@ -297,25 +298,24 @@ def test_every_wait_has_a_limit(tmp_path: Path) -> None:
 def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
-        import sys, time, torch
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[1])
-        from test_trtllm_sidecar import engine_for, settings_for, weights
-        engine = engine_for(settings_for(Path(sys.argv[2])))
-        engine.refit(weights(3), version=0)
-        engine._sidecar.send("generate", prompt_ids=[90], max_new_tokens=1, min_new_tokens=0, stop_ids=[1],
-                             greedy=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
+        import json, sys, time
+        from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar
+        sidecar = Sidecar(sys.executable, json.loads(sys.argv[1]), ping_seconds=20)
+        sidecar.call("start", 60, model="", dtype="bfloat16", tensor_parallel_size=1, max_batch_size=1, max_seq_len=9,
+                     vocab_size=96, vocab_limit=96, kv_cache_memory_fraction=0.1, sleep=False)
+        sidecar.send("generate", prompt_ids=[90], max_new_tokens=1, min_new_tokens=0, stop_ids=[1],
+                     greedy=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
         time.sleep(0.5)
-        print(engine._sidecar.pid, flush=True)
+        print(sidecar.pid, flush=True)
         time.sleep(600)
         """
     )
+    environment = json.dumps(dict(settings_for(tmp_path).environment))
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(TESTS), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, environment], stdout=subprocess.PIPE, text=True, cwd=TESTS.parent
     )
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    sidecar = psutil.Process(pid)
+    sidecar = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
     gone, _ = psutil.wait_procs([sidecar], timeout=10)

@@ -102,10 +102,10 @@ class Backend:
 
     async def generate(self, instance: Any, inputs: list[int], sampling_params: Any) -> Any:
         self.note("generate", {"inputs": inputs, "sampling": sampling_params})
-        if self.weights is None or self.asleep:
-            raise RuntimeError(f"generation without weights, asleep: {self.asleep}")
         await asyncio.sleep(0.002 * (inputs[0] % 7))  # responses overtake each other
         self.trouble(inputs[0])
+        if self.weights is None or self.asleep:
+            raise RuntimeError(f"generation without weights, asleep: {self.asleep}")
         step, tokens, last = round(self.weights["model.norm.weight"]), [], inputs[-1]
         length = 1 if inputs[0] == FALL_SHORT else sampling_params.max_tokens
         while len(tokens) < length:

@@ -65,7 +65,7 @@ class TensorRTLibrary:
             world_size: ranks of the job.
 
         Raises:
-            RuntimeError: tensor parallelism without MPI over all ranks of the job.
+            RuntimeError: there is tensor parallelism, or MPI, but not MPI over all ranks of the job.
         """
         # The job has chosen each rank's GPU; TensorRT-LLM would choose by its own rank.
         os.environ["DISABLE_TORCH_DEVICE_SET"] = "1"
@@ -75,8 +75,7 @@ class TensorRTLibrary:
         self._trt = tensorrt
         self._llm = tensorrt_llm
         self._shape = shape
-        if shape.tp_size > 1:
-            self._split_communicators(world_size)
+        self._split_communicators(world_size)
 
     def build(self, weights: Mapping[str, torch.Tensor], engine_dir: Path) -> None:
         """Compile a refittable engine and save this rank's part of it in ``engine_dir``.
@@ -254,10 +253,12 @@ class TensorRTLibrary:
         from tensorrt_llm import _utils, bindings
 
         found = _utils.mpi_world_size()
+        if found == self._shape.tp_size == 1:
+            return  # a launcher without MPI, and nobody to talk to
         if found != world_size:
             raise RuntimeError(
-                f"TensorRT engines with tensor parallelism need MPI over all {world_size} ranks of the job, but it has "
-                f"{found}: start the job with mpirun or srun --mpi=pmix"
+                f"TensorRT engines need MPI over all {world_size} ranks of the job, but it has {found}: start it with "
+                "mpirun or srun --mpi=pmix"
             )
         bindings.MpiComm.split(self._shape.group_index, self._shape.tp_rank)
         _utils.set_mpi_comm(_utils.mpi_comm().Split(color=self._shape.group_index, key=self._shape.tp_rank))

@@ -21,6 +21,7 @@ from nemo_style_aligner.generation.trtllm.sidecar.trtllm_sidecar import LENGTH, 
 PROGRAM = Path(trtllm_sidecar.__file__)
 
 _GRACE_SECONDS = 5.0  # between closing the connection and SIGKILL
+_KILL_SECONDS = 30.0  # for a killed process to be gone
 _LOG_TAIL_BYTES = 3000
 # Launchers' variables would make TensorRT-LLM (or its MPI) join the trainer's job; Ray must find no other cluster;
 # the rest belongs to the trainer's Python environment.
@@ -175,7 +176,8 @@ class Sidecar:
             self._process.wait(timeout=grace_seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold it; it ends when that lets go
+            self._process.wait(timeout=_KILL_SECONDS)
         self._folder.cleanup()
 
     def _receive(self, seconds: float) -> None:

@@ -27,6 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _SHUTDOWN_SECONDS = 30.0
 _NEVER = -1e9  # added to a logit: as good as minus infinity, and finite in every dtype that holds logits
 _DISABLED_ID = -1
+_LEAST_NUM_TOKENS = 8192  # TensorRT-LLM's default
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -102,6 +103,7 @@ class Service:
             pipeline_parallel_size=1,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
+            max_num_tokens=max(_LEAST_NUM_TOKENS, max_seq_len),  # in one forward pass: any prompt fits
             # Prefixes are not reused between steps: a refit resets the cache.
             kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=kv_cache_memory_fraction),
             ray_worker_extension_cls="tensorrt_llm.llmapi.rlhf_utils.WorkerExtension",
@@ -239,7 +241,12 @@ def _logprobs(tokens: list[int], found: Any) -> list[float]:
     """One log-prob per token out of TensorRT-LLM's list of floats, or of dicts that have the token and the best."""
     if found is None or len(found) != len(tokens):
         raise RuntimeError(f"TensorRT-LLM gave {0 if found is None else len(found)} log-probs for {len(tokens)} tokens")
-    return [float(at if isinstance(at, float) else at[token].logprob) for token, at in zip(tokens, found)]  # noqa: B905
+    values = []
+    for token, at in zip(tokens, found):  # noqa: B905 (this python may be older than zip's strict)
+        if isinstance(at, dict) and token not in at:
+            raise RuntimeError(f"TensorRT-LLM gave log-probs of {sorted(at)}, and not of {token}, which it sampled")
+        values.append(float(at[token].logprob if isinstance(at, dict) else at))
+    return values
 
 
 async def serve(connection: socket.socket) -> None:
