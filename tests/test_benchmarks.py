@@ -1,0 +1,82 @@
+"""The benchmarks, started as a user starts them, on a tiny model: they run, count right and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_processes import ROOT, run
+
+pytestmark = pytest.mark.timeout(180)
+
+SPREAD = {"median", "min", "max"}
+
+
+def benchmark(name: str, folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Its output and its JSON."""
+    report = folder / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments, "--json", str(report)]
+    output = run(command, folder / "output.log", timeout=170)
+    content = json.loads(report.read_text())
+    assert content["machine"]["cores"] >= 1 and content["machine"]["versions"]["torch"]
+    return output, content
+
+
+def test_generation(tmp_path: Path) -> None:
+    output, report = benchmark(
+        "generation.py",
+        tmp_path,
+        *("--model", "tiny", "--contenders", "embedded", "megatron", "hf-sorted", "hf-compiled"),
+        *("--workloads", "2", "ragged", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"),
+        *("--ragged-requests", "5", "--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12"),
+        *("--floor-megabytes", "16", "--threads", "1"),
+    )
+    assert not report["failed"], output
+    assert "cuda only" in report["skipped"]["hf-compiled"] and "skipped hf-compiled" in output
+    assert report["rates"]["memory_bytes_per_second"] > 0
+    assert report["rates"]["gemm_operations_per_second"].keys() == {"bfloat16", "float32"}
+    uniform, ragged = report["workloads"]["batch 2"], report["workloads"]["ragged"]
+    assert (uniform["requests"], uniform["prompt_tokens"], uniform["new_tokens"]) == (2, 16, 12)
+    assert uniform["rows"].keys() == {"embedded", "megatron"}
+    assert ragged["rows"].keys() == {"embedded", "megatron", "hf-sorted"}
+    for workload in (uniform, ragged):
+        assert workload["floor"]["tokens_per_second"] > 0
+        for row in workload["rows"].values():
+            assert row["tokens"] == workload["new_tokens"]
+            assert row["tokens_per_second"].keys() == SPREAD
+            assert row["tokens_per_second"]["median"] == pytest.approx(row["tokens"] / row["seconds"]["median"])
+            assert 0 < row["fraction_of_floor"] < 1
+        assert workload["rows"]["embedded"]["agreement"]["share_of_tokens"] == 1
+    for row in uniform["rows"].values():
+        assert row["decode_tokens_per_second"] > 0 and row["prefill_seconds"] > 0
+        assert row["decode_fraction_of_memory_rate"] > 0
+
+
+def test_refit(tmp_path: Path) -> None:
+    cases = ["same layout", "PP 2 to TP 2"]
+    output, report = benchmark("refit.py", tmp_path, "--shapes", "tiny", "--rounds", "2", "--cases", *cases)
+    assert [result["case"] for result in report["results"]] == cases, output
+    for result in report["results"]:
+        assert result["recompilations"] == 0
+        assert result["refit_seconds"].keys() == SPREAD and result["copy_seconds"]["min"] > 0
+        assert result["ratio_to_copy"] > 0 and result["peak_extra_bytes"] >= 0
+    assert report["results"][0]["bytes"] == 2 * report["results"][1]["bytes"] == 2 * report["results"][0]["parameters"]
+
+
+def test_balance(tmp_path: Path) -> None:
+    output, report = benchmark(
+        "balance.py",
+        tmp_path,
+        *("--shape", "tiny", "--workers", "2", "--requests", "10", "--lengths", "4", "24", "--slots", "2"),
+        *("--rounds", "1", "--simulated-workers", "8", "--simulated-requests", "64"),
+    )
+    queue, static = report["modes"]["work queue"], report["modes"]["static shards"]
+    assert queue["tokens"] == static["tokens"] >= 10 * 4, output
+    for mode in (queue, static):
+        assert len(mode["idle_share_by_worker"]) == 2 and all(0 <= share <= 1 for share in mode["idle_share_by_worker"])
+    # Every sample is leased once and completed once, and every worker asks once in vain.
+    assert report["queue"]["requests"] == 2 * 64 + 8
+    assert report["queue"]["requests_per_second"] > 0
