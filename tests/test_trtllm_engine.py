@@ -269,7 +269,7 @@ class FakeTensorRT:
             for row, token in enumerate(chosen):
                 if not finished[row]:
                     sequences[row].append(token)
-                    finished[row] = token in words[row][0]
+                    finished[row] = words is not None and token in words[row][0]
             if all(finished):
                 break
         longest = max(map(len, sequences))
@@ -348,6 +348,20 @@ def test_stop_token_counts_and_stop_strings_end_a_response(monkeypatch: pytest.M
     sampling = fake.standins.named("tensorrt_llm.runtime:ModelRunner.generate")[-1]["sampling_config"]
     assert sampling.stop_words_list[0].tolist() == [[EOS, 33], [1, 2]]
     assert sampling.end_id == sampling.pad_id == -1  # disabled: TensorRT-LLM does not count its end id
+
+
+def test_requests_with_limits_of_their_own_and_no_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_model()
+    engine, fake = _engine(monkeypatch)
+    engine.refit(weights_of(model).items(), version=0)
+    forced = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=3.0)
+    requests = [GenerationRequest(i, [5 + i], seed=i, max_new_tokens=limit) for i, limit in enumerate((2, None, 5))]
+    found = {r.request_id: r for r in engine.generate(requests, forced)}
+    assert {i: len(r.token_ids) for i, r in found.items()} == {0: 2, 1: 6, 2: 5}
+    for result in engine_for("llama", model).generate(requests, forced):
+        assert found[result.request_id].token_ids == result.token_ids
+    sampling = fake.standins.named("tensorrt_llm.runtime:ModelRunner.generate")[-1]["sampling_config"]
+    assert sampling.stop_words_list is None and sampling.max_new_tokens == 6
 
 
 def test_build_is_refittable_and_keeps_the_names_of_a_refit(monkeypatch: pytest.MonkeyPatch) -> None:

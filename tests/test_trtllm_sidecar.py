@@ -153,6 +153,17 @@ def test_the_stop_token_counts_and_is_held_back_below_the_minimum(shared: tuple[
     engine.refit(weights(3), version=4)
 
 
+def test_requests_with_limits_of_their_own_and_no_end_of_sequence(shared: tuple[SidecarEngine, Path]) -> None:
+    engine, folder = shared
+    engine.refit(weights(1), version=5)
+    requests = [GenerationRequest(0, [10, 0], max_new_tokens=3), GenerationRequest(1, [17, 0])]
+    forced = SamplingParams(max_new_tokens=4, use_greedy=True, ignore_eos=True)
+    found = {r.request_id: r.token_ids for r in engine.generate(requests, forced)}
+    assert found == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
+    assert {call["sampling"]["stop_token_ids"] for call in calls(folder, "generate")[-2:]} == {None}
+    engine.refit(weights(3), version=6)
+
+
 def test_ids_the_tokenizer_does_not_know_are_held_back(shared: tuple[SidecarEngine, Path]) -> None:
     """The engine's vocab_limit is 80: after 77 comes no 80, but the first id that is allowed."""
     (result,) = generate(shared[0], [10, 77])

@@ -242,11 +242,11 @@ class SidecarEngine(GenerationEngine):
                 f"request {request.request_id}: TensorRT-LLM generated token id {invalid[0]}, outside the vocabulary "
                 f"of {self._vocab_limit}"
             )
-        length, reason = _end_of_response(tokens, stop)
+        length, reason = _end_of_response(tokens, stop, request.max_new_tokens)
         if reason is None:
             raise RuntimeError(
                 f"request {request.request_id}: TensorRT-LLM stopped after {len(tokens)} of max_new_tokens="
-                f"{sampling.max_new_tokens} tokens without a stop token or string"
+                f"{request.limit(sampling)} tokens without a stop token or string"
             )
         if not all(map(math.isfinite, logprobs[:length])):
             raise FloatingPointError(f"request {request.request_id}: TensorRT-LLM gave log-probs that are not finite")
@@ -392,7 +392,7 @@ class SidecarEngine(GenerationEngine):
 def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:
     return {
         "prompt_ids": request.prompt_ids,
-        "max_new_tokens": sampling.max_new_tokens,
+        "max_new_tokens": request.limit(sampling),
         "min_new_tokens": sampling.min_new_tokens,
         "stop_ids": list(stop.stop_ids),
         "greedy": sampling.use_greedy,
@@ -404,11 +404,11 @@ def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, st
     }
 
 
-def _end_of_response(tokens: list[int], stop: StopCondition) -> tuple[int, FinishReason | None]:
+def _end_of_response(tokens: list[int], stop: StopCondition, limit: int | None) -> tuple[int, FinishReason | None]:
     """Tokens up to and with the one that ends the response, and why it does; all and None if none does."""
     grown: list[int] = []
     for token in tokens:
         grown.append(token)
-        if reason := stop.check(grown):
+        if reason := stop.check(grown, limit):
             return len(grown), reason
     return len(grown), None

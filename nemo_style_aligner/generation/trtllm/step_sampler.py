@@ -103,7 +103,7 @@ class StepSampler:
         return found
 
     def _choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:
-        """The next token of each row, int64 [batch]; a response that has ended gets a stop token."""
+        """The next token of each row, int64 [batch]; a response that has ended gets a stop token, if there is one."""
         where = logits.device
         alive = [row for row, reason in enumerate(self._reasons) if reason is None]
         if not bool(logits[alive].isfinite().all()):
@@ -121,13 +121,13 @@ class StepSampler:
         self._statistics.generated_tokens += len(alive)
         if self._seen is not None:
             self._seen.scatter_(1, tokens[:, None], True)
-        chosen = [self._stop.stop_ids[0]] * len(self._requests)
+        chosen = [self._stop.stop_ids[0] if self._stop.stop_ids else 0] * len(self._requests)
         for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
             if self._reasons[row] is None:
                 chosen[row] = token
                 self._tokens[row].append(token)
                 self._logprobs[row].append(logprob)
-                self._reasons[row] = self._stop.check(self._tokens[row])
+                self._reasons[row] = self._stop.check(self._tokens[row], self._requests[row].max_new_tokens)
         return torch.tensor(chosen, dtype=torch.int64)
 
     def _seen_ids(self, logits: torch.Tensor) -> torch.Tensor | None:

@@ -192,7 +192,7 @@ class TensorRTEngine(GenerationEngine):
         ids = self._library.decode(
             runner,
             prompts,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=max(request.limit(sampling) for request in batch),
             stop_ids=stop.stop_ids,
             logits_processor=sampler,
         )

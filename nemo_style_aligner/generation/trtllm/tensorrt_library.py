@@ -216,7 +216,7 @@ class TensorRTLibrary:
             pad_id=DISABLED_ID,
             max_new_tokens=max_new_tokens,
             top_k=1,
-            stop_words_list=stop_words(stop_ids, len(prompts)),
+            stop_words_list=stop_words(stop_ids, len(prompts)) if stop_ids else None,
             return_dict=True,
             output_sequence_lengths=True,
         )

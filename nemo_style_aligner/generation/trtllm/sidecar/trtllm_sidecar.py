@@ -169,7 +169,7 @@ class Service:
                 end_id=_DISABLED_ID,
                 pad_id=_DISABLED_ID,
                 max_tokens=length,
-                stop_token_ids=None if hold_back else stop_ids,
+                stop_token_ids=stop_ids if stop_ids and not hold_back else None,
                 include_stop_str_in_output=True,
                 detokenize=False,
                 # All four given: with none of them TensorRT-LLM decodes greedily.
