@@ -36,6 +36,12 @@ class TensorParallel:
         dist.all_gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
+    def all_agree(self, value: bool) -> bool:
+        """Whether ``value`` is true on every rank."""
+        votes = torch.tensor(int(value))
+        self.all_reduce(votes)
+        return int(votes) == self.size
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's ``tensor`` on every rank, in place."""
         if self.size > 1:

@@ -20,6 +20,8 @@ StepChoice = Literal["auto", "native", "torch"]
 def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device) -> ModelStep:
     """The step that ``choice`` asks for, built. "auto" on a CPU is the native step, or torch where that cannot be had.
 
+    Collective over the tensor-parallel ranks.
+
     Raises:
         ValueError: there is no such step, or not on this device.
         NativeUnavailable: the native step was asked for and cannot be had; the message says why.
@@ -29,14 +31,25 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device) ->
     if choice == "native" and device.type != "cpu":
         raise ValueError(f"trainer.ppo.generation.step=native runs on the CPU, not on {device}; choose auto or torch")
     if choice != "torch" and device.type == "cpu":
-        try:
-            native = NativeStep(shape)
-            native.build()
+        native, error = _try_native(shape)
+        # Ranks that share a model must compute alike: one that cannot decides for all.
+        everywhere = shape.tensor_parallel.all_agree(native is not None)
+        if native is not None and everywhere:
             return native
-        except NativeUnavailable as error:
-            if choice == "native":
-                raise
-            logger.warning("generation falls back to the slower torch step: %s", error)
+        error = error or NativeUnavailable("another rank of the tensor-parallel group cannot run the native step")
+        if choice == "native":
+            raise error
+        logger.warning("generation falls back to the slower torch step: %s", error)
     fallback = TorchStep(shape, device)
     fallback.build()
     return fallback
+
+
+def _try_native(shape: EngineShape) -> tuple[NativeStep | None, NativeUnavailable | None]:
+    """The native step, or why there is none."""
+    try:
+        native = NativeStep(shape)
+        native.build()
+    except NativeUnavailable as error:
+        return None, error
+    return native, None
