@@ -271,7 +271,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
 
 
 def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
-    """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs, importance sampling."""
+    """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs; int8 rollouts, corrected for."""
     rm_port, actor_log = free_port(), tmp_path / "actor"
     reward_model = Job(
         script(
@@ -302,6 +302,7 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
                 "trainer.ppo.val_check_interval=0",
                 "trainer.ppo.critic_warmup_steps=1",
                 "trainer.ppo.num_ppo_epochs=2",
+                "trainer.ppo.generation.weight_format=int8",
                 "trainer.ppo.importance_weight_cap=1.5",
                 "trainer.ppo.kl_estimator=k3",
                 "trainer.ppo.reference_policy_placement=resident",
@@ -317,6 +318,9 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     assert all(-60 < value < -40 for _, value in curves["train_rollouts/rewards"])
     assert [step for step, _ in curves["train_optim/loss"]] == list(range(8))  # 2 steps x 2 epochs x 2 minibatches
     assert "val_rollouts/rewards" not in curves
+    # What int8 weights sample from is not what is trained: seen, and corrected for.
+    assert all(1e-4 < gap < 0.1 for _, gap in curves["train_rollouts/engine_logprob_gap_mean"])
+    assert all(0.9 < weight < 1.1 and weight != 1 for _, weight in curves["train_rollouts/importance_weights"])
     assert len(read_metrics(tmp_path / "critic")["train/loss"]) == 6  # a warm-up round and two steps, 16 / 8 each
 
 
