@@ -3,6 +3,7 @@
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: under 15 minutes on 2 cores
 # make bench          the benchmarks against OpenVINO GenAI and Hugging Face: about an hour on 2 cores, see docs/performance.md
+# make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make lint           ruff and mypy
 # make clean          remove results and caches (.venv stays; remove it by hand)
 
@@ -22,7 +23,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench test lint clean
+.PHONY: install demo demo-smollm2 bench test test-smollm2 lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -66,6 +67,9 @@ bench: $(BENCH_STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --durations=15 --timeout=300 $(PYTEST_FLAGS)
+
+test-smollm2: $(SMOLLM2_STAMP)
+	$(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
