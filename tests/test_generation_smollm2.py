@@ -142,8 +142,8 @@ def test_fp32_is_exact(reference: Reference) -> None:
 def test_bf16_leaves_the_reference_at_near_ties_only(reference: Reference, weight_format: str, mean_gap: float) -> None:
     """Where a token is not the fp32 argmax, the two had nearly the same logit; log-probs differ by rounding.
 
-    The limits are for kernels whose activations are bf16; with fp32 activations (AVX2) 99.7% of the argmax are kept, the
-    largest loss is 0.02 and the mean gap 0.004 (int8: 95.6%, 0.9 and 0.05).
+    The limits are for kernels whose activations are bf16; with fp32 activations (AVX2) 99.7% of the argmax are
+    kept, the largest loss is 0.02 and the mean gap 0.004 (int8: 95.6%, 0.9 and 0.05).
     """
     differences, lost = [], []
     for result in generate(reference, torch.bfloat16, weight_format=weight_format):
