@@ -1,6 +1,6 @@
 """The rollout work queue against shards dealt out beforehand, in real processes, on responses of long-tailed lengths.
 
-    python benchmarks/balance.py [--workers 2] [--requests 128] [--rounds 3] [--json FILE]
+    python benchmarks/balance.py [--workers 2] [--requests 128] [--rounds 5] [--json FILE]
 
 Each worker is a process with a generation engine and one thread. Worker 0 serves the queue, as rank 0 does in training.
 With --sleep the engines are replaced by sleeping in proportion to a response's length: for more workers than cores.
@@ -51,13 +51,14 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8, help="sequences that a worker generates at the same time")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--sleep", type=float, metavar="SECONDS", help="sleep so long for each token, generate nothing")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--simulated-workers", type=int, default=256, help="that ask the queue at the same time")
     parser.add_argument("--simulated-requests", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    lengths = long_tailed(args.requests, args.lengths, random.Random(1))
-    results = summarise(run_rounds(args, lengths), lengths)
+    # Other lengths in every round, the same for both modes: one draw may happen to suit the shards.
+    draws = [long_tailed(args.requests, args.lengths, random.Random(number)) for number in range(args.rounds + 1)]
+    results = summarise(run_rounds(args, draws), draws)
     report(results, args)
     served = measure_queue(args.simulated_workers, args.simulated_requests)
     latency = served["latency_seconds"]
@@ -73,14 +74,14 @@ def main() -> None:
 # ---- queue against shards -----------------------------------------------------------------------
 
 
-def run_rounds(args: argparse.Namespace, lengths: list[int]) -> list[dict[str, Any]]:
+def run_rounds(args: argparse.Namespace, draws: list[list[int]]) -> list[dict[str, Any]]:
     """Every worker's answer for every round: when it was done, how many samples and tokens it made."""
     context = multiprocessing.get_context("spawn")
     barrier, answers, address = context.Barrier(args.workers), context.Queue(), context.Queue()
     # Workers share the cores: threads that spin while they wait would keep them from one another.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     workers = [
-        context.Process(target=run_worker, args=(rank, args, lengths, barrier, answers, address))
+        context.Process(target=run_worker, args=(rank, args, draws, barrier, answers, address))
         for rank in range(args.workers)
     ]
     for worker in workers:
@@ -102,11 +103,11 @@ def run_rounds(args: argparse.Namespace, lengths: list[int]) -> list[dict[str, A
 
 
 def run_worker(
-    rank: int, args: argparse.Namespace, lengths: list[int], barrier: Any, answers: Any, address: Any
+    rank: int, args: argparse.Namespace, draws: list[list[int]], barrier: Any, answers: Any, address: Any
 ) -> None:
     """A worker's process: the rounds of both modes in turn, the first of each to warm up."""
     torch.set_num_threads(1)
-    generate = Sleeping(args.sleep, lengths) if args.sleep else Generating(args, lengths)
+    generate = Sleeping(args.sleep) if args.sleep else Generating(args)
     server = None
     if rank == 0:
         server = WorkQueueServer(WorkQueue())
@@ -117,9 +118,9 @@ def run_worker(
         "work queue": WorkQueueClient("127.0.0.1", port, server=server, poll_seconds=0.02),
         "static shards": StaticPartition(rank, args.workers),
     }
-    for number in range(args.rounds + 1):
+    for number, lengths in enumerate(draws):
         for mode, source in sources.items():
-            generate.begin()
+            generate.begin(lengths)
             source.start_round(number, range(args.requests))
             barrier.wait(START_SECONDS + ROUND_SECONDS)
             started = time.perf_counter()
@@ -135,7 +136,6 @@ def run_worker(
                         "worker": rank,
                         "wall_seconds": wall,
                         "busy_seconds": busy,
-                        "samples": len(done),
                         "tokens": sum(lengths[i] for i in done),
                     }
                 )
@@ -164,26 +164,29 @@ def leased(first: list[int], source: WorkSource) -> Iterator[int]:
 
 
 class Generating:
-    """Generation by an engine of this worker's own, every response as long as ``lengths`` says."""
+    """Generation by an engine of this worker's own, every response as long as `begin` was told."""
 
-    def __init__(self, args: argparse.Namespace, lengths: list[int]) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self._architecture = SHAPES[args.shape]
-        self._lengths = lengths
+        self._lengths: list[int] = []
         self._engine = EmbeddedEngine(
             self._architecture,
             dtype=torch.bfloat16,
             num_slots=args.slots,
-            max_sequence_length=args.prompt_tokens + max(lengths),
+            max_sequence_length=args.prompt_tokens + args.lengths[1],
             eos_id=0,
         )
         self._engine.build()
-        self._sampling = SamplingParams(max_new_tokens=max(lengths), ignore_eos=True)
+        self._sampling = SamplingParams(max_new_tokens=args.lengths[1], ignore_eos=True)
         draw = random.Random(1)
-        self._prompts = [[draw.randrange(1, self._architecture.vocab_size) for _ in range(args.prompt_tokens)]
-                         for _ in lengths]  # fmt: skip
+        self._prompts = [
+            [draw.randrange(1, self._architecture.vocab_size) for _ in range(args.prompt_tokens)]
+            for _ in range(args.requests)
+        ]
 
-    def begin(self) -> None:
+    def begin(self, lengths: list[int]) -> None:
         """Refit, as before every rollout phase: nothing remembered of the prompts of the round before is used again."""
+        self._lengths = lengths
         self._engine.refit(random_weights(self._architecture), self._engine.weight_version + 1)
 
     def __call__(self, samples: Iterator[int]) -> Iterator[int]:
@@ -198,11 +201,13 @@ class Generating:
 class Sleeping:
     """One sample after the other, each by sleeping in proportion to its length."""
 
-    def __init__(self, seconds: float, lengths: list[int]) -> None:
-        self._seconds, self._lengths = seconds, lengths
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lengths: list[int] = []
 
-    def begin(self) -> None:
-        """Nothing is remembered."""
+    def begin(self, lengths: list[int]) -> None:
+        """Take the round's lengths."""
+        self._lengths = lengths
 
     def __call__(self, samples: Iterator[int]) -> Iterator[int]:
         """See `Generating`."""
@@ -211,33 +216,30 @@ class Sleeping:
             yield sample
 
 
-def summarise(found: Sequence[dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
+def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[str, Any]:
     """By mode: wall time, tokens per second, and the share of the time that workers had nothing to do."""
     results: dict[str, Any] = {}
     for mode in MODES:
-        rounds: dict[int, list[dict[str, Any]]] = {}
-        for answer in found:
-            if answer["mode"] == mode:
-                rounds.setdefault(answer["round"], []).append(answer)
-        for number, answers in rounds.items():
-            made = sum(answer["samples"] for answer in answers)
-            if made != len(lengths):
-                raise SystemExit(f"{mode}, round {number}: {made} samples were made instead of {len(lengths)}")
-        walls = [max(answer["wall_seconds"] for answer in answers) for answers in rounds.values()]
-        idle: dict[int, list[float]] = {}
-        for answers, wall in zip(rounds.values(), walls, strict=True):
-            for answer in answers:
-                idle.setdefault(answer["worker"], []).append(1 - answer["busy_seconds"] / wall)
-        by_worker = [statistics.median(shares) for _, shares in sorted(idle.items())]
+        walls, rates, idle = [], [], []
+        for number, lengths in enumerate(draws[1:], start=1):
+            answers = [answer for answer in found if (answer["mode"], answer["round"]) == (mode, number)]
+            answers.sort(key=lambda answer: answer["worker"])
+            made = sum(answer["tokens"] for answer in answers)
+            if made != sum(lengths):
+                raise SystemExit(f"{mode}, round {number}: {made} tokens were made instead of {sum(lengths)}")
+            walls.append(max(answer["wall_seconds"] for answer in answers))
+            rates.append(made / walls[-1])
+            idle.append([1 - answer["busy_seconds"] / walls[-1] for answer in answers])
+        by_worker = [statistics.median(shares) for shares in zip(*idle, strict=True)]
         results[mode] = {
             "wall_seconds": spread(walls),
-            "tokens_per_second": sum(lengths) / statistics.median(walls),
-            "tokens": sum(answer["tokens"] for answer in next(iter(rounds.values()))),
+            "tokens_per_second": spread(rates),
+            "tokens": sum(map(sum, draws[1:])),
             "idle_share_by_worker": by_worker,
-            "idle_share": statistics.fmean(by_worker),
+            "idle_share": statistics.fmean(map(statistics.fmean, idle)),
         }
-    queue_wall, static_wall = (results[mode]["wall_seconds"]["median"] for mode in MODES)
-    results["queue_is_times_faster"] = static_wall / queue_wall
+    queue_rate, static_rate = (results[mode]["tokens_per_second"]["median"] for mode in MODES)
+    results["queue_is_times_faster"] = queue_rate / static_rate
     return results
 
 
@@ -252,7 +254,7 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> None:
                 mode,
                 f"{wall['median']:.2f} s",
                 f"{wall['min']:.2f}-{wall['max']:.2f}",
-                f"{results[mode]['tokens_per_second']:.0f}",
+                f"{results[mode]['tokens_per_second']['median']:.0f}",
                 f"{results[mode]['idle_share']:.1%}",
                 " ".join(f"{share:.0%}" for share in results[mode]["idle_share_by_worker"]),
             )
@@ -311,7 +313,9 @@ def run_load(port: int, num_workers: int, barrier: Any, answers: Any) -> None:
     def work() -> None:
         client = WorkQueueClient("127.0.0.1", port)
         client.start_round(0, [])
-        ready.wait()
+        client.renew()  # opens the connection
+        connected.wait(START_SECONDS)
+        begin.wait()
         mine = []
         while True:
             started = time.perf_counter()
@@ -325,12 +329,13 @@ def run_load(port: int, num_workers: int, barrier: Any, answers: Any) -> None:
         latencies.extend(mine)
         client.close()
 
-    ready = threading.Event()
+    connected, begin = threading.Barrier(num_workers + 1), threading.Event()
     threads = [threading.Thread(target=work) for _ in range(num_workers)]
     for thread in threads:
         thread.start()
+    connected.wait(START_SECONDS)
     barrier.wait(START_SECONDS)
-    ready.set()
+    begin.set()
     for thread in threads:
         thread.join()
     answers.put(latencies)

@@ -205,6 +205,7 @@ def _write_gguf(path: Path, kind: str, files: ModelFiles, template: Path | None)
 
 def _add_made_up_tokenizer(writer: Any, vocab_size: int, eos_id: int) -> None:
     """The benchmark works on ids, but a GGUF file is not complete without a tokenizer."""
+    from gguf import TokenType
     from tokenizers import pre_tokenizers
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -212,7 +213,8 @@ def _add_made_up_tokenizer(writer: Any, vocab_size: int, eos_id: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * vocab_size)
+    # OpenVINO cannot take in a tokenizer without a control token.
+    writer.add_token_types([TokenType.CONTROL if i == eos_id else TokenType.NORMAL for i in range(vocab_size)])
     writer.add_token_merges([f"{characters[0]} {characters[1]}"])
     writer.add_bos_token_id(eos_id)
     writer.add_eos_token_id(eos_id)
