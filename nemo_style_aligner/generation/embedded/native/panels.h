@@ -228,32 +228,37 @@ static void pack_rows(const PackArguments& p, int row, int n) {
                 (int8_t)std::nearbyint(value(i, k) / scale);
     }
 #else
-    // Words of 32 bits, two bf16 or one float, are transposed in squares of eight.
+    // Words of 32 bits, two bf16 or one float, are transposed in squares of eight; words(at) are eight of a source row.
     constexpr int PER_WORD = sizeof(panel_t) == 2 ? 2 : 1;
-    const bool same = p.source_is_f32 == (sizeof(panel_t) == 4);
     int k = 0;
-    if (n == 8) {
+    auto pack_squares = [&](auto words) {
         for (; k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) {
             vu8 in[8], out[8];
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                const size_t at = (size_t)(row + i) * p.source_stride + k;
-                if (same) {
-                    in[i] = load<vu8>((const panel_t*)p.source + at);
-                } else if (sizeof(panel_t) == 2) { // fp32 to bf16
-                    for (int w = 0; w < 8; ++w) {
-                        const float* pair = (const float*)p.source + at + 2 * w;
-                        in[i][w] = narrow(pair[0]) | (uint32_t)narrow(pair[1]) << 16;
-                    }
-                } else { // bf16 to fp32
-                    for (int w = 0; w < 8; ++w) in[i][w] = (uint32_t)((const bf16*)p.source)[at + w] << 16;
-                }
-            }
+            for (int i = 0; i < 8; ++i) in[i] = words((size_t)(row + i) * p.source_stride + k);
             transpose8(in, out);
 #pragma GCC unroll 8
             for (int w = 0; w < 8; ++w)
                 store(panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD, out[w]);
         }
+    };
+    const float* floats = (const float*)p.source;
+    const bf16* halves = (const bf16*)p.source;
+    if (n == 8 && p.source_is_f32 == (sizeof(panel_t) == 4)) {
+        pack_squares([&](size_t at) { return load<vu8>((const panel_t*)p.source + at); });
+    } else if (n == 8 && p.source_is_f32) {
+        pack_squares([&](size_t at) {
+            vu8 pairs;
+            for (int w = 0; w < 8; ++w)
+                pairs[w] = narrow(floats[at + 2 * w]) | (uint32_t)narrow(floats[at + 2 * w + 1]) << 16;
+            return pairs;
+        });
+    } else if (n == 8) {
+        pack_squares([&](size_t at) {
+            vu8 wide;
+            for (int w = 0; w < 8; ++w) wide[w] = (uint32_t)halves[at + w] << 16;
+            return wide;
+        });
     }
     for (; k < p.columns; ++k)
         for (int i = 0; i < n; ++i) set_as(panel + pair_index(k, place.lane + i, PANEL), value(i, k));

@@ -346,14 +346,10 @@ void step_pack(void* context, const PackArguments* arguments) {
     // Groups of rows that go to neighbouring lanes: up to the next multiple of eight.
     const int lead = std::min(p.rows, (8 - p.first_row % 8) % 8);
     const int groups = (p.rows - lead + 7) / 8;
-    c.team.run([&](int) {
-        counter.each(groups + 1, 4, [&](int g) {
-            if (g == 0) {
-                for (int row = 0; row < lead; ++row) pack_rows(p, row, 1);
-            } else {
-                const int row = lead + (g - 1) * 8;
-                pack_rows(p, row, std::min(8, p.rows - row));
-            }
+    c.team.run([&](int thread) {
+        for (int row = 0; thread == 0 && row < lead; ++row) pack_rows(p, row, 1);
+        counter.each(groups, PANEL / 8, [&](int g) { // a panel at a time
+            pack_rows(p, lead + g * 8, std::min(8, p.rows - lead - g * 8));
         });
     });
 }

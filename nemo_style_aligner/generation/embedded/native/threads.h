@@ -18,7 +18,7 @@ class Team {
         {
             std::lock_guard<std::mutex> lock(mutex);
             task = nullptr;
-            ++call;
+            call.fetch_add(1, std::memory_order_release);
         }
         wake.notify_all();
         for (auto& helper : helpers) helper.join();
@@ -29,7 +29,7 @@ class Team {
         if (size > 1) {
             std::lock_guard<std::mutex> lock(mutex);
             task = &work;
-            ++call;
+            call.fetch_add(1, std::memory_order_release);
             wake.notify_all();
         }
         work(0);
@@ -56,9 +56,10 @@ class Team {
     void serve(int t) {
         unsigned seen = 0;
         for (;;) {
+            for (int spins = 0; spins < 200 && call.load(std::memory_order_acquire) == seen; ++spins) sched_yield();
             std::unique_lock<std::mutex> lock(mutex);
-            wake.wait(lock, [&] { return call != seen; });
-            seen = call;
+            wake.wait(lock, [&] { return call.load(std::memory_order_acquire) != seen; });
+            seen = call.load(std::memory_order_acquire);
             const std::function<void(int)>* work = task;
             lock.unlock();
             if (!work) return;
@@ -70,7 +71,7 @@ class Team {
     std::vector<std::thread> helpers;
     std::mutex mutex;
     std::condition_variable wake;
-    unsigned call = 0;
+    std::atomic<unsigned> call{0};
     const std::function<void(int)>* task = nullptr;
     std::atomic<int> arrived{0};
     std::atomic<unsigned> turn{0};
