@@ -69,7 +69,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q --durations=15 --timeout=300 $(PYTEST_FLAGS)
 
 test-smollm2: $(SMOLLM2_STAMP)
-	$(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
+	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
