@@ -10,6 +10,7 @@ import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
+from nemo_style_aligner.generation.embedded.native import library
 from nemo_style_aligner.generation.embedded.native.library import (
     KERNELS,
     NativeUnavailable,
@@ -223,6 +224,19 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
         pytest.skip("this processor has every kernel's instructions")
     with pytest.raises(NativeUnavailable, match="fail their check"):
         check(compile_command("g++", dataclasses.replace(SHAPE, dtype=torch.bfloat16), missing[0]), tmp_path)
+
+
+def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outcome is on record, for every model shape; a kernel that failed is not tried again and again."""
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(library.Kernel, "checked", True)
+    load_library(SHAPE, "avx2")
+    monkeypatch.setattr(library, "check", lambda *_: pytest.fail("checked again"))
+    load_library(dataclasses.replace(SHAPE, architecture=architecture("qwen3")), "avx2")
+    (record,) = (tmp_path / "nemo_style_aligner" / "native").glob("check-*.txt")
+    record.write_text("the kernels are wrong")
+    with pytest.raises(NativeUnavailable, match=r"the kernels are wrong \(from .*delete it"):
+        load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")
 
 
 def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

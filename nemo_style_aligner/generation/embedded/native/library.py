@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.embedded.step import EngineShape
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 _SOURCES = ("step.cpp", "check.cpp", "attention.h", "panels.h", "sample.h", "threads.h", "vectors.h")
 _COMPILE_SECONDS = 600.0
 _CHECK_SECONDS = 120.0
+_CHECKED_MODEL = ModelArchitecture(
+    num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
+)
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
 _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
@@ -103,7 +108,7 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
             if not path.exists():
                 started = time.monotonic()
                 if KERNELS[kernel].checked:
-                    check(command, path.parent)
+                    _require_check(compiler, shape, kernel, path.parent)
                 _compile([*command, "-fPIC", "-shared"], "step.cpp", path)
                 compiled = True
                 logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)
@@ -119,6 +124,26 @@ def compile_command(compiler: str, shape: EngineShape, kernel: str) -> list[str]
     """Compiler and flags for ``shape``, without source and output."""
     flags = ["-std=c++17", "-O2", "-fno-math-errno", "-Wno-psabi", "-pthread", *KERNELS[kernel].flags]
     return [compiler, *flags, *(f"-D{name}={value}" for name, value in _macros(shape, kernel).items())]
+
+
+def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path) -> None:
+    """Run `check` unless it is on record: once per kernel, dtype and weight format, on a small model of its own.
+
+    Raises:
+        NativeUnavailable: it fails, or did; the message names the record, which may be deleted to try again.
+    """
+    command = compile_command(
+        compiler, dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel()), kernel
+    )
+    record = folder / f"check-{_key(command)}.txt"
+    if not record.exists():
+        try:
+            check(command, folder)
+            record.write_text("passed")
+        except NativeUnavailable as error:
+            record.write_text(str(error))
+    if record.read_text() != "passed":
+        raise NativeUnavailable(f"{record.read_text()} (from {record}: delete it to check again)")
 
 
 def check(command: list[str], folder: Path) -> None:
