@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import sys
 from pathlib import Path
@@ -15,8 +16,32 @@ pytestmark = pytest.mark.timeout(180)
 SPREAD = {"median", "min", "max"}
 
 
-def benchmark(name: str, folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """Its output and its JSON."""
+Report = tuple[str, dict[str, Any]]  # what a benchmark printed, and its JSON
+REFIT_CASES = ["same layout", "PP 2 to TP 2"]
+ARGUMENTS = {
+    "generation.py": [
+        *("--model", "tiny", "--contenders", "embedded", "megatron", "hf-sorted", "hf-compiled"),
+        *("--workloads", "2", "ragged", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"),
+        *("--ragged-requests", "5", "--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12"),
+        *("--floor-megabytes", "16", "--threads", "1"),
+    ],
+    "refit.py": ["--shapes", "tiny", "--rounds", "2", "--cases", *REFIT_CASES],
+    "balance.py": [
+        *("--shape", "tiny", "--workers", "2", "--requests", "10", "--lengths", "4", "24", "--slots", "2"),
+        *("--rounds", "1", "--simulated-workers", "8", "--simulated-requests", "64"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """All three, side by side: their figures do not matter here, and most of their time is start-up."""
+    folders = [tmp_path_factory.mktemp("benchmark") for _ in ARGUMENTS]
+    with concurrent.futures.ThreadPoolExecutor(len(ARGUMENTS)) as pool:
+        return dict(zip(ARGUMENTS, pool.map(benchmark, ARGUMENTS, folders, ARGUMENTS.values()), strict=True))
+
+
+def benchmark(name: str, folder: Path, arguments: list[str]) -> Report:
     report = folder / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments, "--json", str(report)]
     output = run(command, folder / "output.log", timeout=170)
@@ -25,15 +50,8 @@ def benchmark(name: str, folder: Path, *arguments: str) -> tuple[str, dict[str, 
     return output, content
 
 
-def test_generation(tmp_path: Path) -> None:
-    output, report = benchmark(
-        "generation.py",
-        tmp_path,
-        *("--model", "tiny", "--contenders", "embedded", "megatron", "hf-sorted", "hf-compiled"),
-        *("--workloads", "2", "ragged", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"),
-        *("--ragged-requests", "5", "--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12"),
-        *("--floor-megabytes", "16", "--threads", "1"),
-    )
+def test_generation(reports: dict[str, Report]) -> None:
+    output, report = reports["generation.py"]
     assert not report["failed"], output
     assert "cuda only" in report["skipped"]["hf-compiled"] and "skipped hf-compiled" in output
     assert report["rates"]["memory_bytes_per_second"] > 0
@@ -55,10 +73,9 @@ def test_generation(tmp_path: Path) -> None:
         assert row["decode_fraction_of_memory_rate"] > 0
 
 
-def test_refit(tmp_path: Path) -> None:
-    cases = ["same layout", "PP 2 to TP 2"]
-    output, report = benchmark("refit.py", tmp_path, "--shapes", "tiny", "--rounds", "2", "--cases", *cases)
-    assert [result["case"] for result in report["results"]] == cases, output
+def test_refit(reports: dict[str, Report]) -> None:
+    output, report = reports["refit.py"]
+    assert [result["case"] for result in report["results"]] == REFIT_CASES, output
     for result in report["results"]:
         assert result["recompilations"] == 0
         assert result["refit_seconds"].keys() == SPREAD and result["copy_seconds"]["min"] > 0
@@ -66,13 +83,8 @@ def test_refit(tmp_path: Path) -> None:
     assert report["results"][0]["bytes"] == 2 * report["results"][1]["bytes"] == 2 * report["results"][0]["parameters"]
 
 
-def test_balance(tmp_path: Path) -> None:
-    output, report = benchmark(
-        "balance.py",
-        tmp_path,
-        *("--shape", "tiny", "--workers", "2", "--requests", "10", "--lengths", "4", "24", "--slots", "2"),
-        *("--rounds", "1", "--simulated-workers", "8", "--simulated-requests", "64"),
-    )
+def test_balance(reports: dict[str, Report]) -> None:
+    output, report = reports["balance.py"]
     queue, static = report["modes"]["work queue"], report["modes"]["static shards"]
     assert queue["tokens"] == static["tokens"] >= 10 * 4, output
     for mode in (queue, static):
