@@ -20,10 +20,10 @@ from nemo_style_aligner.generation.embedded.native.library import (
     usable_kernels,
 )
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
-from nemo_style_aligner.generation.embedded.native.packed_weights import quantize_rows
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
 from nemo_style_aligner.generation.embedded.steps import choose_step
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
+from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, sample
 
@@ -142,8 +142,13 @@ def test_int8_is_the_product_with_rounded_rows() -> None:
     weights = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
     step = native_step("llama", torch.bfloat16, None, weight_format="int8")
     step.weights.copy_from(weights.items(), "full")
+
+    def round_rows(tensor: torch.Tensor) -> torch.Tensor:
+        integers, scales = quantize_rows(tensor)
+        return integers * scales[:, None]
+
     rounded = {
-        name: quantize_rows(tensor) if name.endswith(("_proj.weight", "lm_head.weight")) else tensor.float()
+        name: round_rows(tensor) if name.endswith(("_proj.weight", "lm_head.weight")) else tensor.float()
         for name, tensor in weights.items()
     }
     model.load_state_dict(rounded)

@@ -24,7 +24,7 @@ from nemo_style_aligner.generation.embedded.decode_graphs import bucket, page_bu
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
-from nemo_style_aligner.generation.embedded.torch_weights import quantize_rows
+from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 from nemo_style_aligner.generation.engine import GenerationResult, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=30, use_greedy=True)

@@ -18,6 +18,7 @@ from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 RefitCheck = Literal["off", "sampled", "full"]
 
 _SAMPLED_ROWS = 4  # of each tensor, about, under refit_check=sampled
+_INT8_LIMIT = 127
 _FINGERPRINT_CHUNK = 1 << 20  # values hashed at a time: bounds the temporary memory of a full check
 
 
@@ -51,6 +52,35 @@ class ViewDestination:
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
         """See `Destination.as_stored`."""
         return part.to(self.view.device, self.view.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TiedDestination:
+    """An embedding, and the int8 output layer that is made of the same tensor."""
+
+    embedding: Destination
+    head: Destination
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `Destination.write`."""
+        self.embedding.write(part)
+        self.head.write(part)
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """See `Destination.read`; the embedding's rows, then the output layer's, in float32."""
+        return torch.cat((self.embedding.read(rows).float(), self.head.read(rows)))
+
+    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Destination.as_stored`."""
+        return torch.cat((self.embedding.as_stored(part).float(), self.head.as_stored(part)))
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers in [-127, 127] as float32 [rows, in], and float32 scales [rows], of ``weight`` [rows, in]: symmetric,
+    the largest magnitude of a row becomes 127."""
+    weight = weight.float()
+    scale = weight.abs().amax(dim=1) / _INT8_LIMIT
+    return (weight / torch.where(scale == 0, 1.0, scale)[:, None]).round(), scale
 
 
 class WeightTable:

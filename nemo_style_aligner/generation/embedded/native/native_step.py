@@ -19,7 +19,6 @@ from nemo_style_aligner.generation.embedded.native.packed_weights import (
     PANEL,
     UP,
     WHOLE,
-    BothDestinations,
     LaneDestination,
     PackedDestination,
     PackedMatrix,
@@ -36,7 +35,12 @@ from nemo_style_aligner.generation.embedded.native.structures import (
 from nemo_style_aligner.generation.embedded.rotary import rotary_tables
 from nemo_style_aligner.generation.embedded.shard import ModelShard
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
-from nemo_style_aligner.generation.embedded.weight_table import Destination, ViewDestination, WeightTable
+from nemo_style_aligner.generation.embedded.weight_table import (
+    Destination,
+    TiedDestination,
+    ViewDestination,
+    WeightTable,
+)
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -81,7 +85,7 @@ class NativeStep(ModelStep):
         while True:
             self._kernel = self._kernels[0]
             try:
-                self._library, self.was_compiled = load_library(self._shape, self._kernel)
+                self._library, _ = load_library(self._shape, self._kernel)
                 return
             except NativeUnavailable as error:
                 self._kernels = self._kernels[1:]
@@ -282,7 +286,7 @@ class NativeStep(ModelStep):
             if not self._shape.architecture.tied_embeddings:
                 assert lookup is not None  # an untied embedding has its own region
                 return lookup
-            return output if lookup is None else BothDestinations(output, lookup)
+            return output if lookup is None else TiedDestination(lookup, output)
         if last == "lm_head":
             return PackedDestination(self._context, self._matrices["head"], rows)
         if module == "model.norm":

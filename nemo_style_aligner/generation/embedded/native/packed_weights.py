@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from nemo_style_aligner.generation.embedded.native.structures import Context, Matrix, PackArguments
-from nemo_style_aligner.generation.embedded.weight_table import Destination
+from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 
 PANEL = 32  # output features per panel, as in panels.h
 WHOLE, GATE, UP = 0, 1, 2  # `Half` in panels.h
@@ -81,15 +81,8 @@ class PackedDestination:
         """See `Destination.as_stored`."""
         if self._matrix.scales is None:
             return part.to("cpu", self._matrix.data.dtype)
-        return quantize_rows(part.cpu())
-
-
-def quantize_rows(part: torch.Tensor) -> torch.Tensor:
-    """fp32 ``part`` [rows, columns] rounded to 255 levels per row (absmax / 127), as int8 panels hold it."""
-    part = part.float()
-    scale = part.abs().amax(1, keepdim=True) / 127
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (part / scale).round() * scale + 0.0  # int8 has no negative zero
+        integers, scales = quantize_rows(part.cpu())
+        return integers.to(torch.int8) * scales[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,24 +103,3 @@ class LaneDestination:
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
         """See `Destination.as_stored`."""
         return part.to("cpu", torch.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class BothDestinations:
-    """A tied embedding that is stored twice: int8 for the output layer, as it is for looking tokens up."""
-
-    first: Destination
-    second: Destination
-
-    def write(self, part: torch.Tensor) -> None:
-        """See `Destination.write`."""
-        self.first.write(part)
-        self.second.write(part)
-
-    def read(self, rows: slice) -> torch.Tensor:
-        """See `Destination.read`."""
-        return self.first.read(rows)
-
-    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Destination.as_stored`."""
-        return self.first.as_stored(part)

@@ -224,8 +224,7 @@ static void pack_rows(const PackArguments& p, int row, int n) {
         const float scale = most > 0 ? most / 127 : 1;
         p.scales[place.panel * PANEL + place.lane + i] = scale;
         for (int k = 0; k < p.columns; ++k)
-            panel[(size_t)(k / 2) * 2 * PANEL + (place.lane + i) * 2 + (k & 1)] =
-                (int8_t)std::nearbyint(value(i, k) / scale);
+            panel[pair_index<weight_t>(k, place.lane + i, PANEL)] = (int8_t)std::nearbyint(value(i, k) / scale);
     }
 #else
     // Words of 32 bits, two bf16 or one float, are transposed in squares of eight; words(at) are eight of a source row.

@@ -17,7 +17,7 @@ constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_D
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
 constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
 
-// Mirrored by `native/library.py`. Biases and scales have one float per lane of their matrix's panels.
+// Mirrored by `native/structures.py`. Biases and scales have one float per lane of their matrix's panels.
 struct Layer {
     Matrix qkv, output, fc1, fc2;
     const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias; // null: none
@@ -47,7 +47,8 @@ struct AttentionItem {
 struct Context {
     Context(const Model& model, int threads) : model(model), team(threads), panels(threads), scores(threads) {
         for (auto& p : panels)
-            p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
+            p.resize(STORAGE_INT8 && KERNEL != KERNEL_FMA ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K))
+                                                          : 0);
         for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
     }
     Model model;

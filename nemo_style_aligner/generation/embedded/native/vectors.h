@@ -114,9 +114,9 @@ typedef bf16 panel_t;
 
 // Matrices that are multiplied from the right lie in memory as rows of pairs: for two neighbouring k, `width` columns.
 // bf16 and int8: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
-static INLINE size_t pair_index(int k, int column, int width) {
-    if (sizeof(panel_t) == 2) return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
-    return (size_t)k * width + column;
+template <class B = panel_t> static INLINE size_t pair_index(int k, int column, int width) {
+    if (sizeof(B) == 4) return (size_t)k * width + column;
+    return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
 }
 template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2; // elements from one column to the next
 
