@@ -64,6 +64,12 @@ class Setting:
     threads: int
 
 
+def faster_dtype(setting: Setting) -> torch.dtype:
+    """bf16 where the device computes in it, else fp32: torch would emulate bf16 there."""
+    native = setting.device == "cuda" or computes_in_bf16()
+    return torch.bfloat16 if native else torch.float32
+
+
 class Contender(abc.ABC):
     """An engine under test.
 
@@ -121,7 +127,7 @@ class Contender(abc.ABC):
 class OwnEngine(Contender):
     """An engine of this project, with a slot for each request."""
 
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
     _engine: GenerationEngine | None = None
 
     def prepare(self, workload: Workload) -> None:
@@ -202,6 +208,10 @@ class Megatron(OwnEngine):
     """The training model itself with megatron-core's KV cache and static batches: the un-accelerated baseline."""
 
     name = "megatron"
+
+    def __init__(self, files: ModelFiles, setting: Setting) -> None:
+        super().__init__(files, setting)
+        self.dtype = faster_dtype(setting)
 
     def load(self) -> None:
         from nemo_style_aligner.models.gpt import build_model
@@ -289,8 +299,7 @@ class _InTheBetterDtype(HuggingFace):
 
     def __init__(self, files: ModelFiles, setting: Setting) -> None:
         super().__init__(files, setting)
-        native = setting.device == "cuda" or computes_in_bf16()
-        self.dtype = torch.bfloat16 if native else torch.float32  # type: ignore[misc]
+        self.dtype = faster_dtype(setting)  # type: ignore[misc]
 
 
 class HuggingFaceSorted(_InTheBetterDtype):
