@@ -14,6 +14,8 @@ VENV ?= .venv
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
+# Files of tests that run at the same time. Most of their time is one process or another starting.
+TEST_WORKERS ?= 2
 # Several processes share the cores in most tests: their threads must not spin while they wait.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -66,7 +68,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=15 --timeout=300 $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=15 $(PYTEST_FLAGS)
 
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,12 +58,36 @@ class Artefacts:
 @pytest.fixture(scope="session")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
     """The supervised half of the road, each script started as a user starts it; the reward model's with the flags of
-    the RLHF tutorial, sizes and paths aside."""
+    the RLHF tutorial, sizes and paths aside. Made once for all of pytest's workers."""
+    folder = _of_all_workers(tmp_path_factory) / "road"
+    folder.mkdir(exist_ok=True)
+    with _lock(folder / "lock"):
+        outputs = folder / "outputs.json"
+        if outputs.exists():
+            return Artefacts(folder, folder / "sft", folder / "rm", json.loads(outputs.read_text()))
+        made = _make_artefacts(folder)
+        outputs.write_text(json.dumps(made.outputs))
+        return made
+
+
+def _of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary directory that pytest-xdist's workers have in common; pytest's own without them."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if base.name.startswith("popen-") else base
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_artefacts(folder: Path) -> Artefacts:
     from job_processes import ROOT, run, script
 
     from nemo_style_aligner.data.tokenizer import train_character_tokenizer
 
-    folder = tmp_path_factory.mktemp("road")
     found = Artefacts(folder, folder / "sft", folder / "rm", {})
     make_data = [sys.executable, str(ROOT / "examples" / "nlp" / "data" / "make_arithmetic.py")]
     run(
