@@ -241,7 +241,7 @@ def test_rewards_ignore_what_follows_the_sequence(dtype: torch.dtype) -> None:
 # ---- frozen weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["swap", "resident"])
+@pytest.mark.parametrize("placement", ["auto", "swap", "resident"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch.dtype) -> None:
     model = build_model(ARCHITECTURES["tied"], {"optim": OPTIM}, dtype)
@@ -266,7 +266,7 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
 
 def test_wrong_placement_and_no_initial_policy() -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    with pytest.raises(ValueError, match="choose swap or resident"):
+    with pytest.raises(ValueError, match="choose auto, swap or resident"):
         FrozenWeights(model, "disk", lambda: model)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="initial_policy_kl_penalty is 0"):
         make_actor(model, None).initial_logprobs(tokens())

@@ -12,8 +12,25 @@ from typing import Literal
 import torch
 
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.parallel.groups import device
 
-Placement = Literal["swap", "resident"]
+Placement = Literal["auto", "swap", "resident"]
+
+_RESIDENT_SHARE = 1 / 16  # of a device's memory that `auto` spends on a second set of weights
+
+
+def choose_placement(model: MegatronModel) -> Placement:
+    """``resident`` or ``swap`` for a second set of ``model``'s weights; the same on every rank.
+
+    On a CPU always ``resident``: swapping keeps two more copies in the same memory. On a GPU ``resident`` where the
+    weights of a rank take at most a sixteenth of its memory.
+    """
+    if device().type == "cpu":
+        return "resident"
+    layout = model.layout
+    weights = model.architecture.num_parameters * model.config.params_dtype.itemsize // (layout.tp_size * layout.pp_size)
+    memory = torch.cuda.get_device_properties(device()).total_memory
+    return "resident" if weights <= memory * _RESIDENT_SHARE else "swap"
 
 
 class FrozenWeights:
@@ -21,6 +38,7 @@ class FrozenWeights:
 
     ``swap`` keeps them in CPU memory and exchanges them with the model's own while they are in use: no
     device memory, two copies per use. ``resident`` keeps a second model on the device: its memory, no copies.
+    ``auto`` is ``resident`` where that costs little (see `choose_placement`).
     """
 
     def __init__(self, model: MegatronModel, placement: Placement, build: Callable[[], MegatronModel]) -> None:
@@ -31,8 +49,10 @@ class FrozenWeights:
             placement: see above.
             build: makes a second model of the same shape, without training state (for ``resident``).
         """
-        if placement not in ("swap", "resident"):
-            raise ValueError(f"placement {placement!r}: choose swap or resident")
+        if placement not in ("auto", "swap", "resident"):
+            raise ValueError(f"placement {placement!r}: choose auto, swap or resident")
+        if placement == "auto":
+            placement = choose_placement(model)
         self._model = model
         self._second: MegatronModel | None = None
         self._frozen: dict[str, torch.Tensor] = {}
