@@ -21,7 +21,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors, weight_layout
 
-DEFAULT_BUCKET_BYTES = 256 * 2**20
+DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 _HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
