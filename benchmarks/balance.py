@@ -28,13 +28,10 @@ from model_files import random_weights
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
-from nemo_style_aligner.rollout.work_queue import (
-    StaticPartition,
-    WorkQueue,
-    WorkQueueClient,
-    WorkQueueServer,
-    WorkSource,
-)
+from nemo_style_aligner.rollout.work_client import WorkQueueClient
+from nemo_style_aligner.rollout.work_queue import WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 
 START_SECONDS = 300.0
 ROUND_SECONDS = 1800.0
@@ -313,7 +310,7 @@ def run_load(port: int, num_workers: int, barrier: Any, answers: Any) -> None:
     def work() -> None:
         client = WorkQueueClient("127.0.0.1", port)
         client.start_round(0, [])
-        client.renew()  # opens the connection
+        client.complete([-1])  # opens the connection
         connected.wait(START_SECONDS)
         begin.wait()
         mine = []

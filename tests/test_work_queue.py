@@ -12,16 +12,10 @@ import time
 import pytest
 import requests
 
-from nemo_style_aligner.rollout.work_queue import (
-    DRAINED,
-    SERVING,
-    WAITING,
-    RoundMismatchError,
-    StaticPartition,
-    WorkQueue,
-    WorkQueueClient,
-    WorkQueueServer,
-)
+from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rollout.work_source import StaticPartition
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,7 +54,7 @@ def put(server: WorkQueueServer, path: str, body, **options) -> requests.Respons
 def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
     queue = WorkQueue()
     queue.start_round(0, [5, 3, 9, 1])
-    assert queue.lease(3, "a") == ([5, 3, 9], SERVING)
+    assert queue.lease(3, "a")[:2] == ([5, 3, 9], SERVING)
     queue.start_round(1, [5, 3, 9, 1], [10.0, 30.0, 10.0, 20.0])
     assert queue.lease(9, "a")[0] == [3, 1, 5, 9]
 
@@ -68,11 +62,11 @@ def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
 def test_a_round_is_complete_when_every_id_is() -> None:
     queue = WorkQueue()
     queue.start_round(0, [1, 2])
-    assert queue.lease(5, "a") == ([1, 2], WAITING)
+    assert queue.lease(5, "a")[:2] == ([1, 2], WAITING)
     assert queue.complete([1], "a") == ([1], [])
-    assert queue.lease(5, "b") == ([], WAITING)
+    assert queue.lease(5, "b")[:2] == ([], WAITING)
     assert queue.complete([1, 2], "a") == ([1, 2], [])  # a repeated report is accepted again
-    assert queue.lease(5, "b") == ([], DRAINED)
+    assert queue.lease(5, "b")[:2] == ([], DRAINED)
     assert queue.status()["done"] == 2 and queue.status()["total"]["completed"] == 2
 
 
@@ -120,7 +114,7 @@ def test_a_straggler_cannot_touch_the_next_round() -> None:
     queue.start_round(4, [1, 2])
     assert queue.lease(1, "late", round_number=4)[0] == [1]
     queue.start_round(5, [1, 2])
-    assert queue.lease(9, "late", round_number=4) == ([], DRAINED)
+    assert queue.lease(9, "late", round_number=4)[:2] == ([], DRAINED)
     assert queue.complete([1], "late", round_number=4) == ([], [1])
     assert queue.renew("late", round_number=4) == []
     assert queue.lease(9, "a", round_number=5)[0] == [1, 2]
@@ -153,7 +147,7 @@ def test_hundreds_of_workers_some_of_them_dying_complete_each_id_once() -> None:
         clock.now, held = workers.pop(name)
         accepted, _ = queue.complete(held, name)
         completed.update(accepted)
-        taken, state = queue.lease(generator.randint(1, 8), name)
+        taken, state, _, _ = queue.lease(generator.randint(1, 8), name)
         fate = generator.random()
         if fate < 0.01 and len(workers) > 50:
             continue  # dies
@@ -187,7 +181,6 @@ def test_client_leases_completes_and_ends() -> None:
             seen = []
             while ids := worker.lease(2, wait=True):
                 seen += worker.complete(ids)
-                worker.renew()
             assert seen == [4, 5, 6] and worker.drained
         worker.close()
 
@@ -211,9 +204,9 @@ def test_waiting_has_a_limit() -> None:
     queue = WorkQueue(lease_seconds=60)
     with serve(queue) as server:
         queue.start_round(0, [1])
-        assert client(server).lease(1) == [1]
-        with pytest.raises(TimeoutError, match=r"not complete within 0\.2 s"):
-            client(server, wait_limit_seconds=0.2).lease(1, wait=True)
+        assert client(server, worker="slow").lease(1) == [1]
+        with pytest.raises(TimeoutError, match=r"waits for 1 ids.*for 0\.2 s: ids 1 are held by slow, last heard of"):
+            client(server, limits=WorkerLimits(wait_seconds=0.2)).lease(1, wait=True)
 
 
 def test_many_clients_at_once_complete_each_id_once() -> None:
@@ -281,7 +274,7 @@ def test_malformed_requests_are_refused(path: str, body) -> None:
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:
     server = WorkQueueServer(WorkQueue())
-    worker = client(server, limits=ClientLimits(total_s=0.5))
+    worker = client(server, http_limits=ClientLimits(total_s=0.5))
     server.stop()
     with pytest.raises(ServerUnavailableError, match=f":{server.port}/get_idx.*after"):
         worker.lease(1)

@@ -197,6 +197,7 @@ class PPOTrainer:
         with self.timer("generate"):
             seed = derive_seed(self.settings.seed, "rollouts", self.step, stream)
             pending = self.collector.collect(prompts.batch(start), seed)
+        prompts.observe(pending.rollouts)
         if self.settings.unload_engine:
             with self.timer("unload"):
                 self.collector.engine.unload()
@@ -318,6 +319,8 @@ class PPOTrainer:
             "consumed_samples": self.consumed_samples,
             "ppo_optimization_step": self.ppo_optimization_step,
             "critic": self.critic.state_dict(),
+            "train_prompts": self.train_prompts.state_dict(),
+            "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -326,3 +329,6 @@ class PPOTrainer:
         self.consumed_samples = int(state["consumed_samples"])
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         self.critic.load_state_dict(state["critic"])
+        self.train_prompts.load_state_dict(state["train_prompts"])
+        if self.val_prompts is not None and state["val_prompts"] is not None:
+            self.val_prompts.load_state_dict(state["val_prompts"])

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+from nemo_style_aligner.rollout.intake import ResponseIntake, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.work_queue import WorkSource
-from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply, neighbours
+from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.client import Scores as ServedScores
-
-_SCORE_WAIT_SECONDS = 3600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationGroup:
-    """The ranks that run one engine together, and which of all such groups this one is.
-
-    Attributes:
-        index, count: this group's number and how many there are.
-        is_leader: whether this rank takes the work and hands in the results.
-        group: the process group of a shared engine; None where each rank has an engine of its own.
-        leader: global rank of the leader.
-    """
-
-    index: int
-    count: int
-    is_leader: bool = True
-    group: dist.ProcessGroup | None = None
-    leader: int = 0
-
-    def share(self, ids: list[int]) -> list[int]:
-        """The leader's ids on every rank of the group."""
-        if self.group is None:
-            return ids
-        box = [ids]
-        dist.broadcast_object_list(box, src=self.leader, group=self.group, device=device())
-        return box[0]
 
 
 class PendingRollouts:
@@ -74,8 +44,8 @@ class RolloutCollector:
         sampling: sampling parameters.
         tokenizer: for the tables of samples.
         group: which ranks share an engine.
-        scoring_batch_size: responses per scoring request.
-        lease_size: samples leased at a time.
+        scoring_batch_size: responses per scoring request, at most.
+        scoring_seconds: time limit of a scoring request, over all tries.
     """
 
     def __init__(
@@ -88,7 +58,7 @@ class RolloutCollector:
         group: GenerationGroup,
         *,
         scoring_batch_size: int,
-        lease_size: int = 1,
+        scoring_seconds: float,
     ) -> None:
         self.engine = engine
         self.work = work
@@ -97,7 +67,7 @@ class RolloutCollector:
         self.tokenizer = tokenizer
         self.group = group
         self.scoring_batch_size = scoring_batch_size
-        self.lease_size = lease_size
+        self.scoring_seconds = scoring_seconds
         self._round = 0
 
     def collect(self, prompts: Sequence[Prompt], seed: int) -> PendingRollouts:
@@ -107,44 +77,19 @@ class RolloutCollector:
         whichever rank makes them.
         """
         self._round += 1
-        self.work.start_round(self._round, list(range(len(prompts))))
+        ids = neighbours(prompts)
+        self.work.start_round(self._round, ids, [prompts[sample_id].expected_length for sample_id in ids])
         dist.barrier()  # nobody asks for a round that rank 0 has not begun
-        results: list[GenerationResult] = []
-        scores: list[concurrent.futures.Future[ServedScores]] = []
-        unscored: list[GenerationResult] = []
-        for result in self._generate(prompts, seed):
-            if not self.group.is_leader or not self.work.complete([result.request_id]):
-                continue
-            results.append(result)
-            unscored.append(result)
-            if len(unscored) == self.scoring_batch_size:
-                scores.append(self._score(unscored))
-                unscored = []
-        if unscored:
-            scores.append(self._score(unscored))
-        rollouts = self._gather(results, prompts)
-        return PendingRollouts(rollouts, lambda width: _gather_scores(results, scores, rollouts, width))
-
-    def _generate(self, prompts: Sequence[Prompt], seed: int) -> Iterator[GenerationResult]:
-        """Keep the engine supplied until the round is complete, ids of lost workers included."""
-        while first := self._lease(wait=True):
-            yield from self.engine.generate(self._requests(first, prompts, seed), self.sampling)
-
-    def _requests(self, first: list[int], prompts: Sequence[Prompt], seed: int) -> Iterator[GenerationRequest]:
-        """Requests for as long as there are ids to lease; the engine asks whenever a slot is free."""
-        ids = first
-        while ids:
-            for sample_id in ids:
-                yield GenerationRequest(sample_id, prompts[sample_id].token_ids, derive_seed(seed, sample_id))
-            ids = self._lease()
-
-    def _lease(self, wait: bool = False) -> list[int]:
-        return self.group.share(self.work.lease(self.lease_size, wait=wait) if self.group.is_leader else [])
-
-    def _score(self, results: Sequence[GenerationResult]) -> concurrent.futures.Future[ServedScores]:
-        sequences = [result.prompt_ids + result.token_ids for result in results]
-        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
-        return self.scorer.infer_async(_pad(sequences, int(lengths.max()), torch.int64), lengths)
+        intake = ResponseIntake(self.work, self.scorer, self.scoring_batch_size, self.scoring_seconds)
+        supply = RequestSupply(self.work, self.group, self.engine.num_slots, prompts, seed)
+        while supply.wait():  # until the round is complete, ids of lost workers included
+            for result in self.engine.generate(supply, self.sampling):
+                supply.num_running -= 1
+                if self.group.is_leader:
+                    intake.add(result)
+            intake.flush()
+        rollouts = self._gather(intake.results, prompts)
+        return PendingRollouts(rollouts, lambda width: _gather_scores(intake, rollouts, width))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
@@ -169,11 +114,11 @@ class RolloutCollector:
         return RolloutBatch(
             sample_ids=sample_ids[order],
             prompt_ids=torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
-            tokens=all_gather_rows(_pad(sequences, s, torch.int64).to(where)).cpu()[order],
+            tokens=all_gather_rows(pad_rows(sequences, s, torch.int64).to(where)).cpu()[order],
             prompt_lengths=column([len(r.prompt_ids) for r in results])[order],
             lengths=column([len(sequence) for sequence in sequences])[order],
             is_end=column([int(r.finish_reason == "stop") for r in results])[order].bool(),
-            engine_logprobs=all_gather_rows(_pad(logprobs, s - 1, torch.float32).to(where)).cpu()[order],
+            engine_logprobs=all_gather_rows(pad_rows(logprobs, s - 1, torch.float32).to(where)).cpu()[order],
             weight_versions=column([r.weight_version for r in results])[order],
         )
 
@@ -194,20 +139,14 @@ class RolloutCollector:
         return table
 
 
-def _gather_scores(
-    results: list[GenerationResult],
-    futures: list[concurrent.futures.Future[ServedScores]],
-    rollouts: RolloutBatch,
-    width: int,
-) -> Scores:
+def _gather_scores(intake: ResponseIntake, rollouts: RolloutBatch, width: int) -> Scores:
     """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-    for future in futures:
-        served = future.result(timeout=_SCORE_WAIT_SECONDS)
+    for served in intake.scores():
         rewards.append(served.rewards)
         values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
-    ids = all_gather_rows(torch.tensor([r.request_id for r in results], dtype=torch.int64, device=where)).cpu()
+    ids = all_gather_rows(torch.tensor([r.request_id for r in intake.results], dtype=torch.int64, device=where)).cpu()
     order = ids.argsort()
     gathered = Scores(
         rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[order],
@@ -219,11 +158,3 @@ def _gather_scores(
             f"the critic or reward model gave NaN or Inf for samples {rollouts.sample_ids[broken].tolist()[:20]}"
         )
     return gathered
-
-
-def _pad(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[n, width], zeros after each sequence's end."""
-    padded = torch.zeros(len(sequences), width, dtype=dtype)
-    for row, sequence in enumerate(sequences):
-        padded[row, : len(sequence)] = torch.tensor(sequence, dtype=dtype)
-    return padded

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from omegaconf import DictConfig
 
 from nemo_style_aligner.data.datasets import Dataset, PromptDataset, PromptItem, load_data_prefix
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.rollout.batch import RolloutBatch
+from nemo_style_aligner.rollout.response_lengths import ResponseLengths
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt and its index in the dataset."""
+    """A tokenized prompt.
+
+    Attributes:
+        prompt_id: its index in the dataset.
+        expected_length: of a response in tokens, as far as is known; 0 if nothing is. Orders the work, nothing else.
+    """
 
     prompt_id: int
     token_ids: list[int]
+    expected_length: float = 0.0
 
 
 class PromptSource:
@@ -28,6 +37,9 @@ class PromptSource:
         seed: of the shuffling; each epoch has an order of its own.
         shuffle: for training; validation takes the prompts as they lie.
         bos_id: put before every prompt, if given.
+
+    Attributes:
+        response_lengths: what is known of the responses; `observe` adds to it.
     """
 
     def __init__(
@@ -38,6 +50,7 @@ class PromptSource:
         self._shuffle = shuffle
         self._bos = [] if bos_id is None else [bos_id]
         self.batch_size = batch_size
+        self.response_lengths = ResponseLengths()
 
     @property
     def batches_per_epoch(self) -> int:
@@ -53,7 +66,26 @@ class PromptSource:
         """The next ``batch_size`` prompts after ``consumed_samples``."""
         size = len(self._dataset)
         sampler = EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
-        return [Prompt(index, self._bos + self._dataset[index].token_ids) for index in next(iter(sampler))]
+        return [self._prompt(index) for index in next(iter(sampler))]
+
+    def observe(self, rollouts: RolloutBatch) -> None:
+        """Learn how long the responses are, for the order of work in later steps."""
+        responses = rollouts.lengths - rollouts.prompt_lengths
+        self.response_lengths.observe(
+            rollouts.prompt_ids.tolist(), rollouts.prompt_lengths.tolist(), responses.tolist()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to work in the same order; the prompts themselves depend on no state."""
+        return {"response_lengths": self.response_lengths.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.response_lengths.load_state_dict(state["response_lengths"])
+
+    def _prompt(self, index: int) -> Prompt:
+        tokens = self._bos + self._dataset[index].token_ids
+        return Prompt(index, tokens, self.response_lengths.expect(index, len(tokens)))
 
 
 def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:

@@ -19,14 +19,12 @@ from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_e
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
-from nemo_style_aligner.rollout.collector import GenerationGroup, RolloutCollector
-from nemo_style_aligner.rollout.work_queue import (
-    StaticPartition,
-    WorkQueue,
-    WorkQueueClient,
-    WorkQueueServer,
-    WorkSource,
-)
+from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.supply import GenerationGroup
+from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rollout.work_queue import WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 
@@ -148,7 +146,7 @@ def _generation_ranks(cfg: DictConfig, training_tp_size: int) -> tuple[TensorPar
     )
 
 
-def build_work_source(cfg: DictConfig, group: GenerationGroup) -> WorkSource:
+def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> WorkSource:
     """The Flask work queue on rank 0 (``trainer.ppo.batch_iterator.use_flask``) or a fixed partition. Collective."""
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
@@ -157,11 +155,24 @@ def build_work_source(cfg: DictConfig, group: GenerationGroup) -> WorkSource:
     server, address = None, None
     if dist.get_rank() == 0:
         host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else socket.gethostname())
-        queue = WorkQueue(lease_seconds=float(section.lease_seconds))
+        queue = WorkQueue(lease_seconds=float(section.lease_seconds), workers=group.count)
         server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)
         address = (host, server.port)
     host, port = broadcast_object(address)
-    return WorkQueueClient(host, port, token=token, server=server)
+    limits = WorkerLimits(
+        lease_seconds=float(section.lease_seconds),
+        stall_seconds=float(section.stall_seconds),
+        wait_seconds=float(section.wait_seconds),
+    )
+    return WorkQueueClient(
+        host,
+        port,
+        token=token,
+        server=server,
+        slots=engine.num_slots,
+        progress=lambda: (engine.statistics.steps, engine.statistics.generated_tokens),
+        limits=limits,
+    )
 
 
 def build_scorer(cfg: DictConfig) -> CriticClient:
@@ -182,10 +193,11 @@ def build_collector(
     engine, group = build_engine(cfg, model, tokenizer, max_sequence_length)
     return RolloutCollector(
         engine,
-        build_work_source(cfg, group),
+        build_work_source(cfg, engine, group),
         scorer,
         sampling_params(cfg),
         tokenizer,
         group,
         scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
+        scoring_seconds=float(cfg.remote_critic_rm.timeouts.total_seconds),
     )

@@ -1,0 +1,93 @@
+"""What becomes of finished responses: reported to the work source, then sent to be scored."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.rollout.work_source import WorkSource
+from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.client import Scores as ServedScores
+
+
+class ResponseIntake:
+    """Takes responses one by one; those that the work source accepts are sent to be scored in batches.
+
+    The engine is not kept waiting: a response waits for the work source's answer while others are generated.
+    A response that came too late, because its sample went to another rank, is dropped.
+
+    Attributes:
+        results: the accepted responses, in the order in which they were sent.
+    """
+
+    def __init__(self, work: WorkSource, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
+        self.results: list[GenerationResult] = []
+        self._work = work
+        self._scorer = scorer
+        self._batch_size = batch_size
+        self._scoring_seconds = scoring_seconds
+        self._reported: collections.deque[tuple[GenerationResult, concurrent.futures.Future[list[int]]]] = (
+            collections.deque()
+        )
+        self._unsent = 0  # of `results`, at the end
+        self._requests: list[tuple[list[int], concurrent.futures.Future[ServedScores]]] = []
+
+    def add(self, result: GenerationResult) -> None:
+        """Report a response, and go on with earlier ones whose answers are there."""
+        self._reported.append((result, self._work.complete_async([result.request_id])))
+        while self._reported and self._reported[0][1].done():
+            self._accept()
+
+    def flush(self) -> None:
+        """Wait for all answers of the work source, and send what has been accepted, full batch or not."""
+        while self._reported:
+            self._accept()
+        self._send()
+
+    def scores(self) -> Iterator[ServedScores]:
+        """Wait for the scores of `results`, batch by batch in their order.
+
+        Raises:
+            TimeoutError: they are late beyond what the client's own limits allow.
+        """
+        for sample_ids, scores in self._requests:
+            # The client gives up on a request in time, with more to say; before that it may wait for a connection.
+            limit = 2 * self._scoring_seconds
+            try:
+                yield scores.result(timeout=limit)
+            except concurrent.futures.TimeoutError:
+                raise TimeoutError(
+                    f"the scores of samples {sample_ids[:20]} did not come within {limit:g} s, twice "
+                    "remote_critic_rm.timeouts.total_seconds: look at the critic and reward service"
+                ) from None
+
+    def _accept(self) -> None:
+        result, answer = self._reported.popleft()
+        if not answer.result():
+            return
+        self.results.append(result)
+        self._unsent += 1
+        if self._unsent == self._batch_size:
+            self._send()
+
+    def _send(self) -> None:
+        if not self._unsent:
+            return
+        batch = self.results[-self._unsent :]
+        self._unsent = 0
+        sequences = [result.prompt_ids + result.token_ids for result in batch]
+        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
+        tokens = pad_rows(sequences, int(lengths.max()), torch.int64)
+        self._requests.append(([r.request_id for r in batch], self._scorer.infer_async(tokens, lengths)))
+
+
+def pad_rows(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[n, width], zeros after each sequence's end."""
+    padded = torch.zeros(len(sequences), width, dtype=dtype)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = torch.tensor(sequence, dtype=dtype)
+    return padded

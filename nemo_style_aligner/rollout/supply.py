@@ -1,0 +1,89 @@
+"""What the generation engine works on next: samples leased from the work source as slots become free."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rollout.work_source import WorkSource
+from nemo_style_aligner.seeds import derive_seed
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationGroup:
+    """The ranks that run one engine together, and which of all such groups this one is.
+
+    Attributes:
+        index, count: this group's number and how many there are.
+        is_leader: whether this rank takes the work and hands in the results.
+        group: the process group of a shared engine; None where each rank has an engine of its own.
+        leader: global rank of the leader.
+    """
+
+    index: int
+    count: int
+    is_leader: bool = True
+    group: dist.ProcessGroup | None = None
+    leader: int = 0
+
+    def share(self, ids: list[int]) -> list[int]:
+        """The leader's ids on every rank of the group."""
+        if self.group is None:
+            return ids
+        box = [ids]
+        dist.broadcast_object_list(box, src=self.leader, group=self.group, device=device())
+        return box[0]
+
+
+class RequestSupply:
+    """Requests for an engine's `generate`, an iterable that can be iterated again after each `wait`.
+
+    Attributes:
+        num_running: requests handed out whose results have not come; the caller counts it down.
+    """
+
+    def __init__(
+        self, work: WorkSource, group: GenerationGroup, num_slots: int, prompts: Sequence[Prompt], seed: int
+    ) -> None:
+        self.num_running = 0
+        self._work = work
+        self._group = group
+        self._num_slots = num_slots
+        self._prompts = prompts
+        self._seed = seed
+        self._ids: collections.deque[int] = collections.deque()
+
+    def wait(self) -> bool:
+        """Wait until there is something to do; False: the round is complete. Call it when nothing is running."""
+        self._lease(wait=True)
+        return bool(self._ids)
+
+    def __iter__(self) -> Iterator[GenerationRequest]:
+        """For as long as there are ids to lease; the engine asks whenever a slot is free."""
+        while self._ids:
+            sample_id = self._ids.popleft()
+            self.num_running += 1
+            yield GenerationRequest(sample_id, self._prompts[sample_id].token_ids, derive_seed(self._seed, sample_id))
+            if not self._ids:
+                self._lease()
+
+    def _lease(self, wait: bool = False) -> None:
+        """As many ids as there are free slots, on all ranks of the group."""
+        ids: list[int] = []
+        if self._group.is_leader:
+            ids = self._work.lease(max(1, self._num_slots - self.num_running), wait=wait)
+        self._ids.extend(self._group.share(ids))
+
+
+def neighbours(prompts: Sequence[Prompt]) -> list[int]:
+    """The samples' numbers, those of one prompt side by side: an engine computes the prompt they share once."""
+    groups: dict[int, list[int]] = {}
+    for sample_id, prompt in enumerate(prompts):
+        groups.setdefault(prompt.prompt_id, []).append(sample_id)
+    return [sample_id for group in groups.values() for sample_id in group]

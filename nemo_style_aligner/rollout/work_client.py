@@ -1,0 +1,271 @@
+"""A worker's side of the work queue: leases with a look-ahead, completions, heartbeats."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import requests
+
+from nemo_style_aligner.rollout.work_queue import DRAINED
+from nemo_style_aligner.rollout.work_server import SHARE_HEADER, STATE_HEADER, UNFINISHED_HEADER, WorkQueueServer
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.servers.http_server import JSON_TYPE
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LIMITS = ClientLimits(connect_s=5.0, read_s=30.0, total_s=300.0, first_backoff_s=0.05, max_backoff_s=2.0)
+_BEATS_PER_LEASE = 4  # so that a beat or two may be lost
+_POLL_GROWTH = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLimits:
+    """What a worker is given time for, in seconds.
+
+    Attributes:
+        lease_seconds: the queue's: without a sign of life for so long, a worker loses its ids.
+        stall_seconds: without progress of its engine for so long, a worker gives no sign of life any more.
+        wait_seconds: the longest wait for other workers while not one of them completes anything.
+    """
+
+    lease_seconds: float = 600.0
+    stall_seconds: float = 600.0
+    wait_seconds: float = 3600.0
+
+
+class WorkQueueClient:
+    """A worker's side of the queue (a `WorkSource`), for one thread of the caller's.
+
+    Leases and completions go out one after the other on a thread and a connection of their own. While ids are
+    held, a second thread tells the queue every quarter of ``lease_seconds`` that the worker lives, as long as it
+    gets on: it leases, completes, or ``progress()`` changes.
+
+    ``slots``: ids that the worker works on at the same time. A quarter as many are leased ahead, while others will
+    find enough to fill their slots all the same. 0: nothing ahead.
+    ``server``: on rank 0, the server itself, for `start_round`; `close` stops it. All ranks call
+    `start_round`; put a barrier behind it, so that no rank asks for a round that rank 0 has not begun.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str | None = None,
+        worker: str | None = None,
+        server: WorkQueueServer | None = None,
+        slots: int = 0,
+        progress: Callable[[], object] = lambda: None,
+        limits: WorkerLimits | None = None,
+        http_limits: ClientLimits = CLIENT_LIMITS,
+        poll_seconds: float = 0.5,
+    ) -> None:
+        self.worker = worker or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._http = HttpClient(f"http://{host}:{port}", token=token, error_text=_error_text)
+        self._server = server
+        self._slots = slots
+        self._limits = limits or WorkerLimits()
+        self._http_limits = http_limits
+        self._poll_seconds = poll_seconds
+        self._round: int | None = None
+        self._request_number = 0
+        self._drained = False
+        self._share = self._unfinished = 0  # as the queue said last
+        self._backlog: collections.deque[int] = collections.deque()
+        self._ahead: concurrent.futures.Future[list[int]] | None = None
+        # One thread: a lease whose answer was lost is repeated before the next one is asked for.
+        self._sender = concurrent.futures.ThreadPoolExecutor(1, "work-queue")
+        self._heartbeat = _Heartbeat(self._renew, progress, self._limits)
+
+    def start_round(
+        self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
+    ) -> None:
+        if self._server is not None:
+            self._server.queue.start_round(round_number, ids, expected_lengths)
+        self._round = round_number
+        self._drained = False
+        self._share = 0
+        self._backlog.clear()
+        self._ahead = None
+        self._heartbeat.forget()
+
+    def lease(self, n: int, wait: bool = False) -> list[int]:
+        """Up to ``n`` ids; never waits for others unless ``wait``.
+
+        With ``wait``, which is for a worker that holds no ids itself, it returns empty only when the
+        round is complete: until then ids of a lost worker may come. Raises TimeoutError, which names the ids and
+        their holders, when nobody completes anything for ``wait_seconds``.
+        """
+        if self._ahead is not None and not self._backlog:
+            self._backlog.extend(self._ahead.result())
+            self._ahead = None
+        ids = [self._backlog.popleft() for _ in range(min(n, len(self._backlog)))]
+        if not ids:
+            ids = self._lease_now(n)
+        if not ids and wait and not self._drained:
+            ids = self._wait_for_ids(n)
+        if self._slots and not self._backlog and self._ahead is None and self._share >= self._slots:
+            self._ahead = self._sender.submit(self._ask, self._round, max(1, self._slots // 4))
+        return ids
+
+    def complete(self, ids: Sequence[int]) -> list[int]:
+        return self.complete_async(ids).result()
+
+    def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
+        return self._sender.submit(self._complete, self._round, list(ids))
+
+    @property
+    def drained(self) -> bool:
+        return self._drained
+
+    def close(self) -> None:
+        """Close the connections, and on rank 0 the server."""
+        self._heartbeat.stop()
+        self._http.close()  # ends what the sender waits for
+        self._sender.shutdown(cancel_futures=True)
+        if self._server is not None:
+            self._server.stop()
+
+    def _lease_now(self, n: int) -> list[int]:
+        return self._sender.submit(self._ask, self._round, n).result()
+
+    def _wait_for_ids(self, n: int) -> list[int]:
+        """Ask until there are ids, or the round is complete; less and less often."""
+        pause = 0.02
+        waiting_since, unfinished = time.monotonic(), self._unfinished
+        while True:
+            time.sleep(min(pause, self._poll_seconds))
+            pause *= _POLL_GROWTH
+            ids = self._lease_now(n)
+            if ids or self._drained:
+                return ids
+            if self._unfinished != unfinished:
+                waiting_since, unfinished = time.monotonic(), self._unfinished
+            if time.monotonic() - waiting_since > self._limits.wait_seconds:
+                raise TimeoutError(
+                    f"round {self._round} of the work queue at {self._http.base_url} waits for {unfinished} ids, and "
+                    f"none was completed for {self._limits.wait_seconds:g} s: {self._holders()}. Look at these ranks; "
+                    "if responses take so long, raise trainer.ppo.batch_iterator.wait_seconds"
+                )
+
+    def _holders(self) -> str:
+        status = self._http.request("GET", "/status", limits=self._http_limits).json()
+        return "; ".join(
+            f"ids {', '.join(map(str, holder['ids']))}{' and more' if holder['count'] > len(holder['ids']) else ''} "
+            f"are held by {worker}, last heard of {holder['silent_seconds']} s ago"
+            for worker, holder in status["holders"].items()
+        )
+
+    # -------------------------------------------------------------- in the sender's and the heartbeat's thread
+
+    def _ask(self, round_number: int | None, n: int) -> list[int]:
+        self._request_number += 1
+        response = self._put("/get_idx", round_number, {"batch_size": n, "request": self._request_number})
+        ids: list[int] = response.json()
+        self._drained = not ids and response.headers.get(STATE_HEADER) == DRAINED
+        self._share = int(response.headers.get(SHARE_HEADER, 0))
+        self._unfinished = int(response.headers.get(UNFINISHED_HEADER, 0))
+        self._heartbeat.hold(ids)
+        return ids
+
+    def _complete(self, round_number: int | None, ids: list[int]) -> list[int]:
+        if not ids:
+            return []
+        answer = self._put("/complete", round_number, {"ids": ids}).json()
+        self._heartbeat.let_go(ids)
+        if answer["refused"]:
+            logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, answer["refused"])
+        return answer["accepted"]
+
+    def _renew(self) -> None:
+        self._put("/renew", self._round, {})
+
+    def _put(self, path: str, round_number: int | None, content: dict[str, Any]) -> requests.Response:
+        body = json.dumps({**content, "worker": self.worker, "round": round_number}).encode()
+        return self._http.request("PUT", path, limits=self._http_limits, body=body, headers={"Content-Type": JSON_TYPE})
+
+
+class _Heartbeat:
+    """Calls ``renew`` while ids are held and the worker gets on, from a daemon thread."""
+
+    def __init__(self, renew: Callable[[], None], progress: Callable[[], object], limits: WorkerLimits) -> None:
+        self._renew = renew
+        self._progress = progress
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._held: set[int] = set()
+        self._moves = 0  # leases and completions so far
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="work-queue-heartbeat", daemon=True)
+        self._thread.start()
+
+    def hold(self, ids: Sequence[int]) -> None:
+        """The worker has got ``ids``."""
+        with self._lock:
+            self._held.update(ids)
+            self._moves += 1
+
+    def let_go(self, ids: Sequence[int]) -> None:
+        """The worker is done with ``ids``."""
+        with self._lock:
+            self._held.difference_update(ids)
+            self._moves += 1
+
+    def forget(self) -> None:
+        """A new round: nothing is held."""
+        with self._lock:
+            self._held.clear()
+
+    def stop(self) -> None:
+        """End the thread, after the beat that is on its way."""
+        self._stopping.set()
+        self._thread.join(self._limits.lease_seconds)
+
+    def _run(self) -> None:
+        last_seen: object = None
+        moved = time.monotonic()
+        stalled = False
+        while not self._stopping.wait(self._limits.lease_seconds / _BEATS_PER_LEASE):
+            with self._lock:
+                holds, seen = bool(self._held), (self._moves, self._progress())
+            now = time.monotonic()
+            if not holds or seen != last_seen:
+                last_seen, moved, stalled = seen, now, False
+            if now - moved > self._limits.stall_seconds:
+                if not stalled:
+                    logger.warning(
+                        "no progress of this rank's engine for %.0f s: other ranks will get its prompts", now - moved
+                    )
+                stalled = True
+            elif holds:
+                self._beat()
+
+    def _beat(self) -> None:
+        try:
+            self._renew()
+        except (ServerUnavailableError, RequestRefusedError) as error:
+            if not self._stopping.is_set():  # the next lease or completion meets the same, and raises
+                logger.warning("heartbeat failed: %s", error)
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

@@ -1,0 +1,152 @@
+"""The work queue behind HTTP, on rank 0: its routes, and the server that answers them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+
+from nemo_style_aligner.rollout.work_queue import RoundMismatchError, WorkQueue
+from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token
+
+logger = logging.getLogger(__name__)
+
+STATE_HEADER = "X-Work-Queue-State"
+SHARE_HEADER = "X-Work-Queue-Share"  # ids that nobody has yet, per worker
+UNFINISHED_HEADER = "X-Work-Queue-Unfinished"  # ids not completed
+MAX_IDS_PER_REQUEST = 65536
+MAX_BODY_BYTES = 2**22
+HTTP_THREADS = 8
+
+
+class _BadRequestError(Exception):
+    """A malformed request; answered with 400."""
+
+
+def create_app(queue: WorkQueue, token: str | None = None) -> Flask:
+    """The queue's routes.
+
+    ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as
+    NeMo-Aligner); optional ``worker``, ``round`` and ``request`` make it a lease. The headers are the other
+    fields of `Lease`: ``X-Work-Queue-State``, ``-Share`` and ``-Unfinished``.
+    ``PUT /complete {"ids": [...], "worker": w}`` answers ``{"accepted": [...], "refused": [...]}``.
+    ``PUT /renew {"worker": w}``; ``GET /status``; ``GET /health``.
+    """
+    app = Flask("nemo_style_aligner.work_queue")
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    require_token(app, token, lambda path: path == "/health", lambda message: _error_body(message))
+    app.register_error_handler(_BadRequestError, lambda error: _answer({"error": str(error)}, 400))
+    app.register_error_handler(RoundMismatchError, lambda error: _answer({"error": str(error)}, 409))
+    app.register_error_handler(
+        HTTPException, lambda error: _answer({"error": f"{error.name}: {error.description}"}, error.code)
+    )
+
+    def get_idx() -> Response:
+        body = _body()
+        lease = queue.lease(
+            _integer(body, "batch_size", 1, MAX_IDS_PER_REQUEST),
+            _worker(body, required=False),
+            round_number=_integer(body, "round", default=None),
+            request_number=_integer(body, "request", 0, default=None),
+        )
+        headers = {
+            STATE_HEADER: lease.state,
+            SHARE_HEADER: str(lease.share),
+            UNFINISHED_HEADER: str(lease.unfinished),
+        }
+        return _answer(lease.ids, headers=headers)
+
+    def complete() -> Response:
+        body = _body()
+        ids = body.get("ids")
+        if not isinstance(ids, list) or len(ids) > MAX_IDS_PER_REQUEST or not all(map(_is_int, ids)):
+            raise _BadRequestError(f"'ids' must be a list of at most {MAX_IDS_PER_REQUEST} whole numbers")
+        worker = _worker(body, required=True)
+        assert worker is not None
+        accepted, refused = queue.complete(ids, worker, round_number=_integer(body, "round", default=None))
+        return _answer({"accepted": accepted, "refused": refused})
+
+    def renew() -> Response:
+        body = _body()
+        worker = _worker(body, required=True)
+        assert worker is not None
+        return _answer({"held": queue.renew(worker, round_number=_integer(body, "round", default=None))})
+
+    app.add_url_rule("/get_idx", view_func=get_idx, methods=["PUT"])
+    app.add_url_rule("/complete", view_func=complete, methods=["PUT"])
+    app.add_url_rule("/renew", view_func=renew, methods=["PUT"])
+    app.add_url_rule("/status", "status", lambda: _answer(queue.status()))
+    app.add_url_rule("/health", "health", lambda: Response(status=200))
+    return app
+
+
+def _answer(content: Any, status: int | None = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, headers, content_type=JSON_TYPE)
+
+
+def _error_body(message: str) -> bytes:
+    return json.dumps({"error": message}).encode()
+
+
+def _body() -> dict[str, Any]:
+    try:
+        body = json.loads(request.get_data(cache=False))
+    except (ValueError, RecursionError) as error:
+        raise _BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _BadRequestError("the body must be a JSON object")
+    return body
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_REQUIRED: Any = object()
+
+
+def _integer(
+    body: dict[str, Any], name: str, low: int = -(2**63), high: int = 2**63 - 1, default: Any = _REQUIRED
+) -> Any:
+    value = body.get(name)
+    if value is None and default is not _REQUIRED:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _BadRequestError(f"'{name}' must be a whole number from {low} to {high}")
+    return value
+
+
+def _worker(body: dict[str, Any], required: bool) -> str | None:
+    worker = body.get("worker")
+    if worker is None and not required:
+        return None
+    if not isinstance(worker, str) or not 0 < len(worker) <= 256:
+        raise _BadRequestError("'worker' must be a string of 1 to 256 characters")
+    return worker
+
+
+class WorkQueueServer:
+    """Serves a `WorkQueue` over HTTP from a daemon thread of rank 0. ``port`` 0 takes a free one.
+
+    ``host``: loopback unless workers run on other nodes; then rank 0's host name, and a token.
+    """
+
+    def __init__(self, queue: WorkQueue, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+        self.queue = queue
+        self._server = WsgiServer(
+            create_app(queue, token),
+            host,
+            port,
+            threads=HTTP_THREADS,
+            max_body_bytes=2 * MAX_BODY_BYTES,
+            name="rollout work queue",
+        )
+        self.host, self.port = host, self._server.port
+        logger.info("rollout work queue on http://%s:%d", self.host, self.port)
+
+    def stop(self) -> None:
+        """Stop listening and free the port."""
+        self._server.stop(flush_seconds=1.0)

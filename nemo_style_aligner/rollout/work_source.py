@@ -1,0 +1,80 @@
+"""Where a rollout worker gets its prompt ids from, and the source that needs no server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class WorkSource(Protocol):
+    """Prompt ids for a rollout worker, round by round."""
+
+    def start_round(
+        self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
+    ) -> None:
+        """Begin a round. Every rank calls it with the same arguments; see the implementations for barriers."""
+        ...
+
+    def lease(self, n: int, wait: bool = False) -> list[int]:
+        """Up to ``n`` ids to work on. Empty: there are none now (``wait`` False), or none any more (True)."""
+        ...
+
+    def complete(self, ids: Sequence[int]) -> list[int]:
+        """Report ids as done. Returns those that were accepted; drop the results of the others."""
+        ...
+
+    def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
+        """The same without waiting for the answer."""
+        ...
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last `lease` saw the round complete."""
+        ...
+
+    def close(self) -> None:
+        """Give up connections and servers."""
+        ...
+
+
+class StaticPartition:
+    """Every ``world_size``-th id, from place ``rank`` on (a `WorkSource` without a server).
+
+    The places are those given, or by expected length, longest first: all ranks get a like mixture then.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within a world of {world_size}")
+        self._rank = rank
+        self._world_size = world_size
+        self._ids: list[int] = []
+
+    def start_round(
+        self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
+    ) -> None:
+        """Take this rank's share."""
+        positions = list(range(len(ids)))
+        if expected_lengths is not None:
+            positions.sort(key=lambda position: -expected_lengths[position])
+        self._ids = [ids[position] for position in positions[self._rank :: self._world_size]]
+
+    def lease(self, n: int, wait: bool = False) -> list[int]:
+        taken, self._ids = self._ids[:n], self._ids[n:]
+        return taken
+
+    def complete(self, ids: Sequence[int]) -> list[int]:
+        return list(ids)
+
+    def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
+        answer: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
+        answer.set_result(list(ids))
+        return answer
+
+    @property
+    def drained(self) -> bool:
+        return not self._ids
+
+    def close(self) -> None:
+        """Nothing is open."""
