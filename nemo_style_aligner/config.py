@@ -22,6 +22,10 @@ CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
 
 
+SECRET_KEYS = ("token",)
+"""Last parts of the keys whose values are nobody else's business."""
+
+
 class ConfigError(ValueError):
     """A mistake in a job's config; the message names the key and what to do."""
 
@@ -329,6 +333,15 @@ _ABSENT = object()
 def _job_section(defaults: DictConfig) -> str:
     """The name of the job's own section in ``trainer`` (sft, rm or ppo)."""
     return next((name for name in ("sft", "rm", "ppo") if name in defaults.trainer), "ppo")
+
+
+def without_secrets(cfg: DictConfig) -> DictConfig:
+    """A copy, interpolations resolved, in which no secret can be read: for logs."""
+    copy = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    for key in _leaves(copy):
+        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
+            OmegaConf.update(copy, key, "(secret)")
+    return copy
 
 
 def _describe_unknown(unknown: Sequence[str], known: set[str], job: str) -> str:

@@ -6,13 +6,23 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
+
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _secret_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The jobs that tests start share a secret of their own instead of making the user's."""
+    os.environ[TOKEN_FILE_VARIABLE] = make_secret(tmp_path_factory.mktemp("secret") / "token").source
+    os.environ.pop(TOKEN_VARIABLE, None)
 
 
 @dataclasses.dataclass(frozen=True)

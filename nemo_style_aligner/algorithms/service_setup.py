@@ -18,6 +18,7 @@ from nemo_style_aligner.parallel.launch import bind_address, detect_launch
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.servers.service import HttpSettings
 from nemo_style_aligner.servers.serving import ModelServer
 
@@ -104,7 +105,7 @@ def _http_settings(section: DictConfig) -> HttpSettings:
     return HttpSettings(
         port=int(section.port),
         host=bind_address(section.host, detect_launch(os.environ)),
-        token=section.token,
+        token=resolve_token(section.token, "token"),
         max_body_bytes=int(section.max_body_bytes),
         max_outstanding_requests=int(section.max_outstanding_requests),
         infer_timeout_s=float(section.infer_timeout_seconds),

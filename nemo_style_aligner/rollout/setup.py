@@ -27,6 +27,7 @@ from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
+from nemo_style_aligner.servers.secret import resolve_token
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
         return StaticPartition(group.index, group.count)
-    token = cfg.remote_critic_rm.token
+    token = _token(cfg)
     server, address = None, None
     if dist.get_rank() == 0:
         host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else socket.gethostname())
@@ -175,6 +176,10 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
     )
 
 
+def _token(cfg: DictConfig) -> str | None:
+    return resolve_token(cfg.remote_critic_rm.token, "remote_critic_rm.token")
+
+
 def build_scorer(cfg: DictConfig) -> CriticClient:
     """This rank's client of the critic and reward service."""
     section = cfg.remote_critic_rm
@@ -183,7 +188,7 @@ def build_scorer(cfg: DictConfig) -> CriticClient:
         read_s=float(section.timeouts.read_seconds),
         total_s=float(section.timeouts.total_seconds),
     )
-    return CriticClient(section, token=section.token, infer_limits=limits)
+    return CriticClient(section, token=_token(cfg), infer_limits=limits)
 
 
 def build_collector(

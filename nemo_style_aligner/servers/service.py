@@ -46,7 +46,8 @@ class HttpSettings:
 
     port: int
     host: str = "127.0.0.1"
-    token: str | None = None  # shared secret for `Authorization: Bearer`; None: no authentication
+    # Shared secret for `Authorization: Bearer`; None: no authentication.
+    token: str | None = dataclasses.field(default=None, repr=False)
     max_body_bytes: int = 2**30
     max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
     infer_timeout_s: float = 600.0  # an inference request that outwaits it is answered 504

@@ -20,6 +20,8 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.config import without_secrets
+
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
 
@@ -93,10 +95,10 @@ class MetricsLogger:
             self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
     def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
-        """Keep the job's whole config: ``hyperparameters.yaml`` and a text in TensorBoard."""
+        """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard."""
         if not self._enabled:
             return
-        container = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+        container = without_secrets(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
         text = OmegaConf.to_yaml(container, resolve=True)
         (self.log_dir / "hyperparameters.yaml").write_text(text, encoding="utf-8")
         self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")

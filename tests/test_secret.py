@@ -1,0 +1,198 @@
+"""The shared secret: where it comes from, who can read it, and that nobody else can use a run's services."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from served_critic import CountingBackend, critic_client, serve
+
+from nemo_style_aligner.servers import secret
+from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "nemo_style_aligner.servers.secret"]
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home directory, and no secret in the environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NEMO_STYLE_ALIGNER_TOKEN", raising=False)
+    monkeypatch.delenv("NEMO_STYLE_ALIGNER_TOKEN_FILE", raising=False)
+    return tmp_path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_without_configuration_all_jobs_of_a_user_find_the_same_secret(home: Path) -> None:
+    first = resolve_token("auto", "token")
+    path = home / ".nemo_style_aligner" / "token"
+    assert first == resolve_token("auto", "token") == path.read_text().strip()
+    assert len(first) >= 32
+    assert mode(path) == 0o600 and mode(path.parent) == 0o700
+    assert os.listdir(path.parent) == ["token"]
+
+
+def test_the_most_specific_secret_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_secret(home / "run" / "token")
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_TOKEN_FILE", file.source)
+    assert find_secret() == file
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_TOKEN", "from-the-environment")
+    assert resolve_token("auto", "token") == "from-the-environment"
+    assert resolve_token("from-the-config", "token") == "from-the-config"
+    assert resolve_token(12345, "token") == "12345"  # YAML reads digits as a number
+    assert not (home / ".nemo_style_aligner").exists()
+
+
+@pytest.mark.parametrize("value", [None, "none", "None"])
+def test_authentication_is_turned_off_with_a_warning(value, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_token(value, "trainer.ppo.token") is None
+    assert "trainer.ppo.token=none" in caplog.text
+
+
+def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
+    """The window between two jobs is widened: every process waits until all are about to make the file."""
+    program = (
+        "import os, sys, time\n"
+        "from nemo_style_aligner.servers import secret\n"
+        "link = os.link\n"
+        "def late(source, target):\n"
+        "    open(sys.argv[2], 'x').close()\n"
+        "    while len(os.listdir(os.path.dirname(sys.argv[2]))) < 4: time.sleep(0.01)\n"
+        "    link(source, target)\n"
+        "os.link = late\n"
+        "print(secret.make_secret(sys.argv[1]).value)\n"
+    )
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    path = tmp_path / "run" / "token"
+
+    def start(number: int) -> str:
+        command = [sys.executable, "-c", program, str(path), str(meeting / str(number))]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        values = set(pool.map(start, range(4)))
+    assert values == {path.read_text()}
+    assert os.listdir(path.parent) == ["token"]
+
+
+def test_the_command_makes_a_file_for_one_run_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "run.token"
+    command = [*COMMAND, str(path)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    content = path.read_text()
+    assert first.stdout == f"{path}\n" and content.strip() not in first.stdout + first.stderr
+    assert mode(path) == 0o600
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)  # a requeued job
+    assert path.read_text() == content
+    path.chmod(0o644)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1 and "chmod 600" in refused.stderr and content.strip() not in refused.stderr
+
+
+def test_files_that_cannot_be_trusted_are_refused(tmp_path: Path) -> None:
+    good = Path(make_secret(tmp_path / "token").source)
+    good.chmod(0o640)
+    with pytest.raises(SecretError, match=r"open to others.*0640.*chmod 600"):
+        read_secret(good)
+    with pytest.raises(SecretError, match="NEMO_STYLE_ALIGNER_TOKEN_FILE"):
+        read_secret(tmp_path / "missing")
+    for name, content in (("empty", ""), ("two", "a b"), ("bytes", "é"), ("long", "x" * 5000)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o600)
+        with pytest.raises(SecretError, match=name):
+            read_secret(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(SecretError, match="regular"):
+        read_secret(tmp_path / "pipe")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SecretError, match=r"cannot be made.*NEMO_STYLE_ALIGNER_TOKEN"):
+        make_secret(tmp_path / "file" / "token")
+
+
+@needs_root
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = Path(make_secret(tmp_path / "token").source)
+    os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(SecretError, match=f"belongs to user {NOBODY}"):
+        read_secret(path)
+
+
+def test_the_secret_is_in_no_log(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    value = resolve_token("auto", "token")
+    assert ".nemo_style_aligner/token" in caplog.text
+    config = OmegaConf.create(
+        {"trainer": {"ppo": {"token": value}}, "remote_critic_rm": {"token": "${trainer.ppo.token}"}}
+    )
+    metrics = MetricsLogger(home / "log")
+    metrics.log_hyperparameters(config)
+    metrics.close()
+    written = b"".join(path.read_bytes() for path in (home / "log").rglob("*") if path.is_file())
+    assert written.count(b"(secret)") >= 2
+    assert value.encode() not in written and value not in caplog.text
+    assert value not in repr(secret.find_secret(value))
+    assert config.trainer.ppo.token == value
+
+
+SECOND_USER = """
+import json, os, sys, urllib.error, urllib.request
+token_file, url, user = sys.argv[1:]
+urllib.request.urlopen(url + "/v2/health/live")  # imports the rest of what a request needs
+os.setgroups([])
+os.setgid(int(user))
+os.setuid(int(user))
+try:
+    print("read", open(token_file).read())
+except OSError as error:
+    print("read", type(error).__name__)
+tensor = lambda name, datatype, shape, data: {"name": name, "datatype": datatype, "shape": shape, "data": data}
+tokens = tensor("tokens", "INT64", [1, 2], [1, 2])
+bodies = {
+    "critic_infer": [tokens, tensor("sequence_lengths", "INT64", [1, 1], [2])],
+    "critic_train": [tokens, *(tensor(n, "FP32", [1, 1], [1.0]) for n in ("returns", "prev_values", "mask"))],
+    "critic_save": [tensor("dummy_var", "INT64", [1], [0])],
+}
+paths = {f"/v2/models/{name}/infer": json.dumps({"inputs": inputs}).encode() for name, inputs in bodies.items()}
+paths |= {"/metrics": None, "/v2": None, "/v2/models/critic_infer": None}
+for path, body in paths.items():
+    for header in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer guess"}):
+        try:
+            print(path, urllib.request.urlopen(urllib.request.Request(url + path, body, header)).status)
+        except urllib.error.HTTPError as error:
+            print(path, error.code)
+"""
+
+
+@needs_root
+def test_a_second_user_cannot_read_train_or_save(home: Path) -> None:
+    token = resolve_token("auto", "token")
+    backend = CountingBackend()
+    for folder in (home, *home.parents):  # pytest's folders are closed already; only the secret's own lock counts
+        if folder != Path("/") and "pytest" in str(folder):
+            folder.chmod(0o755)
+    with serve(backend, http={"token": token}) as server:
+        # Becomes the other user once it runs: the interpreter itself may be where only root can read.
+        command = [sys.executable, "-c", SECOND_USER, str(home / ".nemo_style_aligner" / "token"), server.url]
+        command += [str(NOBODY)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert backend.batches == backend.trained == [] and backend.saves == 0
+        with critic_client(server.number, token=token) as client:  # the owner's requests go through
+            client.save()
+    lines = found.stdout.splitlines()
+    assert lines[0] == "read PermissionError"
+    assert len(lines) == 19 and all(line.endswith(" 401") for line in lines[1:]), found.stdout
+    assert token not in found.stdout
