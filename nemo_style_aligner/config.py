@@ -337,7 +337,9 @@ def _job_section(defaults: DictConfig) -> str:
 
 def without_secrets(cfg: DictConfig) -> DictConfig:
     """A copy, interpolations resolved, in which no secret can be read: for logs."""
-    copy = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    copy = cfg.copy()
+    OmegaConf.resolve(copy)
+    OmegaConf.set_struct(copy, False)
     for key in _leaves(copy):
         if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
             OmegaConf.update(copy, key, "(secret)")
