@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -31,10 +32,12 @@ import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
+from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters
 from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.logprobs import next_token_logprobs
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.pipeline import Tokens, forward_global, rows, train_step
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -164,7 +167,7 @@ def train(model: MegatronModel, optimizer: Optimizer, steps: int) -> list[float]
         optimizer.zero_grad()
         batch = rows(Tokens((TOKENS + optimizer.step_count) % VOCAB), slice(start, start + share))
         losses.append(train_step(model, batch, 2, loss)["loss"])
-        optimizer.step()
+        optimizer.step(losses[-1], "a batch")
     return losses
 
 
@@ -547,7 +550,56 @@ def resuming(folder: Path) -> dict[str, Any]:
     return Job().run(run)
 
 
-SCENARIOS = (archives, reward_model, exact_resume, layout_change, killed, damaged, full_disk, pruning, resuming)
+def nonfinite(folder: Path) -> dict[str, Any]:
+    """NaN in one rank's gradients or loss; NaN in the weights when a checkpoint is due."""
+
+    def run(model: MegatronModel, optimizer: Optimizer, bad_rank: int | None) -> Any:
+        optimizer.skips = SkipCounter(NonFinitePolicy("skip", 3))
+        seed_everything(dist.get_rank())
+        losses = train(model, optimizer, 2)
+        if bad_rank is not None:
+
+            def loss(output: torch.Tensor, batch: Tokens) -> tuple[Any, Any, dict[str, Any]]:
+                factor = math.nan if dist.get_rank() == bad_rank else 1.0
+                return output.float().square().sum() * factor, torch.tensor(batch.tokens.numel()), {}
+
+            optimizer.zero_grad()
+            optimizer.step(train_step(model, Tokens(TOKENS[:4]), 2, loss)["loss"], "a batch")  # loss and gradients
+            optimizer.zero_grad()
+            train_step(model, Tokens(TOKENS[:4]), 2, lambda output, batch: (output.sum(), torch.tensor(8), {}))
+            for parameter in model.gpt.parameters() if dist.get_rank() == bad_rank else ():
+                parameter.main_grad.fill_(math.inf)  # gradients of one rank only, after their reduction
+            optimizer.step(1.0, "a batch")
+        losses += train(model, optimizer, 2)
+        counters = optimizer_counters(optimizer)
+        return losses, fingerprint(model, optimizer), [counters["step_count"], counters["skipped_updates"]]
+
+    def save_nan(model: MegatronModel, optimizer: Optimizer) -> Any:
+        m = manager(folder)
+        save(m, model, optimizer, 1)
+        if dist.get_rank() == 1:
+            next(model.gpt.parameters()).data.view(-1)[3] = math.nan
+        try:
+            save(m, model, optimizer, 2)
+        except FloatingPointError as error:
+            return str(error), sorted(os.listdir(folder))
+
+    jobs = {
+        "fp32 distributed dp2": Job(dp=2),
+        "bf16 plain dp2": Job(dp=2, dtype=torch.bfloat16, distributed=False),
+        "bf16 distributed tp2": Job(tp=2, dtype=torch.bfloat16),
+        "fp32 plain pp2": Job(pp=2, distributed=False),
+    }
+    results: dict[str, Any] = {
+        name: {"clean": job.run(run, None), "with NaN": job.run(run, 1)} for name, job in jobs.items()
+    }
+    return {"jobs": results, "saving NaN": Job(tp=2).run(save_nan)}
+
+
+SCENARIOS = (
+    *(archives, reward_model, exact_resume, layout_change, killed, damaged, full_disk, pruning, resuming),
+    nonfinite,
+)
 
 
 def main() -> None:

@@ -151,7 +151,9 @@ def rollouts(vocab_size: int) -> RolloutBatch:
     is_end[[0, 7]] = False
     ids = torch.arange(NUM_SAMPLES)
     engine_logprobs = -4.0 * torch.rand(NUM_SAMPLES, WIDTH - 1, generator=generator)
-    return RolloutBatch(ids, ids, tokens, prompt_lengths, lengths, is_end, engine_logprobs, torch.zeros_like(ids))
+    return RolloutBatch(
+        ids, ids, tokens, prompt_lengths, lengths, is_end, engine_logprobs, torch.zeros_like(ids), is_end | True
+    )
 
 
 def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig:

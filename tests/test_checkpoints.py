@@ -212,6 +212,19 @@ def test_any_damaged_file_is_found_and_the_previous_checkpoint_used(multirank: d
     ]
 
 
+@pytest.mark.parametrize("job", ["fp32 distributed dp2", "bf16 plain dp2", "bf16 distributed tp2", "fp32 plain pp2"])
+def test_updates_with_nan_leave_no_trace_on_any_rank(multirank: dict[str, Any], job: str) -> None:
+    result = multirank["nonfinite"]["jobs"][job]
+    assert result["with NaN"][:2] == result["clean"][:2]  # losses, weights, moments, random streams: bit for bit
+    assert (result["clean"][2], result["with NaN"][2]) == ([4, 0], [4, 2])  # updates made and skipped
+
+
+def test_nan_is_never_written_into_a_checkpoint(multirank: dict[str, Any]) -> None:
+    error, names = multirank["nonfinite"]["saving NaN"]
+    assert "step 2 is not saved: NaN or Inf in model." in error  # rank 1 has it, rank 0 says it
+    assert names == ["megatron_gpt-step=1-last"]
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -> None:
     result = multirank["full_disk"]
     before, during = result["errors"]

@@ -25,6 +25,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
 from nemo_style_aligner.models.logprobs import next_token_entropy, next_token_logprobs
+from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.pipeline import Tokens, forward_global
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
@@ -275,8 +276,10 @@ def test_wrong_placement_and_no_initial_policy() -> None:
 # ---- updates ------------------------------------------------------------------------------------
 
 
-def make_actor(model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0) -> Actor:
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip)
+def make_actor(
+    model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0, nonfinite: NonFinitePolicy = STOP
+) -> Actor:
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
     return Actor(
         model, optimizer, frozen, micro_batch_size=5, forward_micro_batch_size=2, temperature=1.0, ratio_eps=0.2,
         entropy_bonus=0.01,
@@ -301,12 +304,33 @@ def test_a_batch_without_tokens_changes_nothing_but_the_decay() -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
-def test_gradients_that_are_no_numbers_end_the_job(clip: float) -> None:
+def test_gradients_that_are_no_numbers_end_the_job_before_they_do_harm(clip: float) -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
     actor = make_actor(model, None, clip)
     actor.update(policy_batch(tokens()))
-    with pytest.raises(FloatingPointError, match="update 2"):
-        actor.update(policy_batch(tokens(), advantage=math.nan))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(NonFiniteError, match=r"update 2: loss nan.*from samples 3 to 8.*not applied"):
+        actor.update(policy_batch(tokens(), advantage=math.nan), "samples 3 to 8")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_updates_that_are_no_numbers_are_skipped_if_so_configured(value: float, caplog: Any) -> None:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    actor = make_actor(model, None, nonfinite=NonFinitePolicy("skip", max_consecutive_skips=2))
+    actor.update(policy_batch(tokens()))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for count in (1, 2):
+        report = actor.update(policy_batch(tokens(), advantage=value), "samples [3, 5]")
+        assert report["skipped_updates"] == count and "grad_norm" not in report
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert "samples [3, 5]: skipped, 2 so far" in caplog.text
+    report = actor.update(policy_batch(tokens()))  # one that is applied starts the count of consecutive ones anew
+    assert actor.optimizer.step_count == 2 and report["skipped_updates"] == 2
+    for _ in range(2):
+        actor.update(policy_batch(tokens(), advantage=value))
+    with pytest.raises(NonFiniteError, match="3 updates in a row, more than max_consecutive_skips=2"):
+        actor.update(policy_batch(tokens(), advantage=value))
 
 
 def test_the_gradient_norm_is_reported_without_clipping() -> None:

@@ -61,14 +61,27 @@ class CriticService:
     def train(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """One update per global batch; the mean of their losses. See `ModelBackend.train`."""
+        """One update per global batch; the mean of their losses. See `ModelBackend.train`.
+
+        Updates that were skipped for NaN or Inf are not in the mean; it is 0.0 where all were: the answer is a number
+        in any case, the request counts as applied, and the log and ``train/skipped_updates`` say what happened.
+
+        Raises:
+            NonFiniteError: `models.nonfinite.NonFinitePolicy` does not let it pass. The service ends; started again,
+                it goes on from its last checkpoint, which knows nothing of this request.
+        """
+        before = self.step
         with self.timer("train_time"):
-            reports = self.critic.train(ValueBatch(tokens, returns, prev_values, mask))
-        for offset, report in enumerate(reports):
-            self.metrics.log_metrics(report, self.step - len(reports) + offset, "train/")
+            origin = f"training request {self.ledger.steps + 1} (its rows are in the order of the sender's samples)"
+            reports = self.critic.train(ValueBatch(tokens, returns, prev_values, mask), origin)
+        applied = [report for report in reports if "grad_norm" in report]
+        for offset, report in enumerate(applied):
+            self.metrics.log_metrics(report, before + offset, "train/")
         self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
-        loss = sum(report["loss"] for report in reports) / len(reports)
-        logger.info("critic step %d: loss %.4g, grad_norm %.4g", self.step, loss, reports[-1]["grad_norm"])
+        loss = sum(report["loss"] for report in applied) / max(1, len(applied))
+        if len(applied) < len(reports):
+            self.metrics.log_metrics({"skipped_updates": reports[-1]["skipped_updates"]}, self.step, "train/")
+        logger.info("critic step %d: loss %.4g, %d of %d updates applied", self.step, loss, len(applied), len(reports))
         return loss
 
     def save(self) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import torch
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.functional import KLEstimator, masked_mean
+from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,60 @@ class AdvantageSettings:
     importance_weight_cap: float | None
 
 
+def leave_out_nonfinite(
+    rollouts: RolloutBatch,
+    scores: Scores,
+    logprobs: torch.Tensor,
+    init_logprobs: torch.Tensor | None,
+    policy: NonFinitePolicy,
+) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
+    """Samples whose reward, values or log-probs hold NaN or Inf, marked as not valid, with zeros in their place.
+
+    All ranks hold all samples, so all come to the same result.
+
+    Args:
+        rollouts, scores: n sequences of s tokens.
+        logprobs, init_logprobs: fp32 [n, s-1], of the policy and, if there is one, of the initial policy.
+        policy: ``skip`` leaves the samples out.
+
+    Raises:
+        NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
+    """
+    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, rollouts.tokens.shape[1] - 1)
+    parts = {"reward": scores.rewards[:, None], "values": scores.values}
+    parts["log-probs"] = functional.zero_where_masked(logprobs, mask)
+    if init_logprobs is not None:
+        parts["the initial policy's log-probs"] = functional.zero_where_masked(init_logprobs, mask)
+    valid = torch.ones(len(rollouts), dtype=torch.bool)
+    troubles = []
+    for name, tensor in parts.items():
+        bad = ~tensor.isfinite().all(dim=1).cpu()
+        valid &= ~bad
+        if bad.any():
+            samples, prompts = rollouts.sample_ids[bad].tolist(), rollouts.prompt_ids[bad].tolist()
+            troubles.append(f"{name} of samples {samples} (prompts {prompts})")
+    if not troubles:
+        return rollouts, scores, logprobs, init_logprobs
+    trouble = "NaN or Inf in " + "; in ".join(troubles)
+    if policy.action == "stop" or not valid.any():
+        raise NonFiniteError(
+            f"{trouble}. Nothing was trained on them. Look at these prompts and at the critic job, or set "
+            "trainer.ppo.on_nonfinite=skip to leave out such samples as long as there are others"
+        )
+    logger.warning("%s: left out", trouble)
+
+    def cleared(tensor: torch.Tensor) -> torch.Tensor:
+        keep = valid.to(tensor.device)
+        return torch.where(keep if tensor.ndim == 1 else keep[:, None], tensor, torch.zeros_like(tensor))
+
+    return (
+        dataclasses.replace(rollouts, is_valid=valid),
+        Scores(rewards=cleared(scores.rewards), values=cleared(scores.values)),
+        cleared(logprobs),
+        None if init_logprobs is None else cleared(init_logprobs),
+    )
+
+
 def make_experience(
     rollouts: RolloutBatch,
     scores: Scores,
@@ -56,7 +114,8 @@ def make_experience(
         The experience, and the step's metrics under NeMo-Aligner's names.
     """
     num_positions = rollouts.tokens.shape[1] - 1
-    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, num_positions)
+    valid = rollouts.is_valid
+    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, num_positions) * valid[:, None]
     policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
 
     if init_logprobs is None:
@@ -72,9 +131,10 @@ def make_experience(
         "response_lengths": rollouts.lengths.float().mean().item(),
         "generation_length": (rollouts.lengths - rollouts.prompt_lengths).float().mean().item(),
         "fraction_of_samples_properly_ended": rollouts.is_end.float().mean().item(),
-        "rewards": scores.rewards.mean().item(),
-        "rewards_with_kl": masked_mean(rewards, mask, dim=-1).mean().item(),
-        "init_policy_kl": masked_mean(kl, mask, dim=-1).mean().item(),
+        "rewards": scores.rewards[valid].mean().item(),
+        "rewards_with_kl": masked_mean(rewards, mask, dim=-1)[valid].mean().item(),
+        "init_policy_kl": masked_mean(kl, mask, dim=-1)[valid].mean().item(),
+        "nonfinite_samples": float((~valid).sum()),
     }
     for name, values in (("advantages", advantages), ("returns", returns), ("values", scores.values)):
         mean = masked_mean(values, mask)
@@ -93,6 +153,7 @@ def make_experience(
         )
         metrics["importance_weights"] = masked_mean(importance_weights, mask).item()
     experience = Experience(
+        prompt_ids=rollouts.prompt_ids,
         tokens=rollouts.tokens,
         mask=mask,
         policy_mask=policy_mask,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.experience import AdvantageSettings, make_experience
+from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
 from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.pipeline import rows
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
 from nemo_style_aligner.rollout.collector import RolloutCollector
@@ -42,6 +44,7 @@ class PPOSettings:
         num_table_rows: sample responses logged per step.
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
         advantages: how rewards become advantages.
+        nonfinite: what to do about NaN and Inf [on_nonfinite].
     """
 
     max_steps: int
@@ -54,6 +57,7 @@ class PPOSettings:
     num_table_rows: int
     unload_engine: bool
     advantages: AdvantageSettings
+    nonfinite: NonFinitePolicy
 
     @classmethod
     def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
@@ -97,6 +101,7 @@ class PPOSettings:
                 mask_truncated=bool(ppo.mask_truncated),
                 importance_weight_cap=ppo.importance_weight_cap,
             ),
+            nonfinite=NonFinitePolicy.from_config(ppo),
         )
 
 
@@ -211,7 +216,7 @@ class PPOTrainer:
                 init_logprobs = self.actor.initial_logprobs(tokens)
         with self.timer("critic_wait"):
             scores = pending.wait_for_scores()
-        return pending.rollouts, scores, logprobs, init_logprobs
+        return leave_out_nonfinite(pending.rollouts, scores, logprobs, init_logprobs, self.settings.nonfinite)
 
     def refit(self) -> None:
         """Give the engine the policy's newest weights, unless it has them (validation follows training)."""
@@ -227,19 +232,21 @@ class PPOTrainer:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
         with self.timer("train_time"):
             for epoch in range(self.settings.num_ppo_epochs):
-                for index in self._minibatches(len(experience), epoch):
-                    metrics = self.actor.update(self._policy_batch(experience, index))
+                for minibatch in self._minibatches(len(experience), epoch):
+                    layout = self.actor.model.layout
+                    share = minibatch.chunk(layout.dp_size)[layout.dp_rank]
+                    origin = f"samples {minibatch.tolist()} (prompts {experience.prompt_ids[minibatch].tolist()})"
+                    metrics = self.actor.update(self._policy_batch(experience, share), origin)
+                    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
                     metrics["optim_step"] = self.ppo_optimization_step
                     self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
                     self.ppo_optimization_step += 1
 
     def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
-        """This data-parallel rank's rows of each global minibatch, int64 [global_batch_size / dp]."""
+        """The samples of each global minibatch, int64 [global_batch_size]."""
         generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
         order = torch.randperm(num_samples, generator=generator)
-        layout = self.actor.model.layout
-        for minibatch in order.split(self.settings.global_batch_size):
-            yield minibatch.chunk(layout.dp_size)[layout.dp_rank]
+        yield from order.split(self.settings.global_batch_size)
 
     @staticmethod
     def _policy_batch(experience: Experience, index: torch.Tensor) -> PolicyBatch:

@@ -12,6 +12,7 @@ from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout
@@ -68,7 +69,9 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         )
     updates_per_step = cfg.model.ppo.num_rollout_samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(cfg.trainer.ppo.gradient_clip_val or 0.0))
+    ppo = cfg.trainer.ppo
+    nonfinite = NonFinitePolicy.from_config(ppo)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
     return Actor(
         model,
         optimizer,

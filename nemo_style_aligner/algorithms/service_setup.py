@@ -11,6 +11,7 @@ from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
@@ -61,7 +62,9 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
         reward_model = RewardModel(weights, head, forward_micro_batch_size)
     schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(cfg.trainer.ppo.gradient_clip_val or 0.0))
+    ppo = cfg.trainer.ppo
+    nonfinite = NonFinitePolicy.from_config(ppo)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
     critic = Critic(
         model,
         optimizer,

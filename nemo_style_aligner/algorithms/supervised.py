@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -142,13 +143,14 @@ class SupervisedTrainer:
             yield from self.train_sampler
 
     def update(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer update from a global batch of example indices."""
+        """One optimizer update from a global batch of example indices; the metrics that are numbers."""
         self.model.module.train()
         self.optimizer.zero_grad()
         batch = self.make_train_batch(self._share(indices))
         metrics = train_step(self.model, batch, self.micro_batch_rows, self.loss)
         metrics.pop("num_items")
-        return metrics | self.optimizer.step()
+        metrics |= self.optimizer.step(metrics["loss"], f"examples {list(indices)} of the training data")
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:
         """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set."""

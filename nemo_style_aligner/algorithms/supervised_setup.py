@@ -26,6 +26,7 @@ from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat,
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.pipeline import LossFunction
 from nemo_style_aligner.models.supervised_losses import (
@@ -95,7 +96,8 @@ def build_supervised_trainer(
         section, micro_batch, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
     )
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(section.gradient_clip_val or 0.0))
+    nonfinite = NonFinitePolicy.from_config(section)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, float(section.gradient_clip_val or 0.0), nonfinite)
     trainer = SupervisedTrainer(
         settings,
         model,

@@ -52,7 +52,12 @@ def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
     steps = {int(g["step"]) for g in optimizer.megatron.param_groups if g["params"] and g.get("step") is not None}
     if len(steps) > 1:
         raise RuntimeError(f"parameter groups have made different numbers of steps: {sorted(steps)}")
-    return {"step_count": optimizer.step_count, "adam_step": steps.pop() if steps else 0}
+    return {
+        "step_count": optimizer.step_count,
+        "adam_step": steps.pop() if steps else 0,
+        "skipped_updates": optimizer.skips.total,
+        "consecutive_skips": optimizer.skips.consecutive,
+    }
 
 
 def load_optimizer(
@@ -76,6 +81,8 @@ def load_optimizer(
     for group in optimizer.megatron.param_groups:
         group["step"] = counters["adam_step"]
     optimizer.step_count = counters["step_count"]
+    optimizer.skips.total = counters.get("skipped_updates", 0)
+    optimizer.skips.consecutive = counters.get("consecutive_skips", 0)
 
 
 def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

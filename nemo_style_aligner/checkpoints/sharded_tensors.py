@@ -123,6 +123,21 @@ def bytes_to_write(tensors: ShardedTensors) -> int:
     return int(all_reduce_sums({"bytes": own})["bytes"])
 
 
+def nonfinite_tensors(tensors: ShardedTensors) -> list[str]:
+    """Keys of tensors that hold NaN or Inf on some rank, sorted, the same on every rank. Collective."""
+    own = {t.key for t in _built(tensors.values()) if t.data.is_floating_point() and not _is_finite(t.data)}
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return sorted(set().union(*everywhere))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    least, greatest = torch.aminmax(tensor.detach())  # both NaN if there is one; needs no memory, unlike isfinite
+    return bool(least.isfinite() and greatest.isfinite())
+
+
 # ---- reading --------------------------------------------------------------------------------
 
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}

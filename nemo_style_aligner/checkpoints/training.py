@@ -51,6 +51,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     bytes_to_write,
     load_sharded_tensors,
     model_tensors,
+    nonfinite_tensors,
     save_sharded_tensors,
 )
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -170,6 +171,7 @@ class CheckpointManager:
         Raises:
             OSError: it could not be written or does not fit on the disk; the earlier ones are untouched.
             TypeError: ``trainer_state`` is not JSON.
+            FloatingPointError: weights or optimizer hold NaN or Inf, which no checkpoint shall.
         """
         values = {**{k: v for k, v in trainer_state.items() if isinstance(v, int | float)}, **metrics}
         step = int(values.get("step", 0))
@@ -193,6 +195,11 @@ class CheckpointManager:
         if optimizer is not None:
             state["optimizer"] = optimizer_counters(optimizer)
             tensors |= optimizer_tensors(optimizer, model, _PREFIX)
+        if spoilt := nonfinite_tensors(tensors):
+            raise FloatingPointError(
+                f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
+                "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
+            )
         size = bytes_to_write(tensors)
         target, sequence = on_first_rank(lambda: self._prepare(values, size))
         staging = target.with_name(target.name + UNFINISHED)

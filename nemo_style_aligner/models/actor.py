@@ -89,17 +89,18 @@ class Actor:
             (tokens.shape[1] - 1,),
         )
 
-    def update(self, batch: PolicyBatch) -> dict[str, float]:
+    def update(self, batch: PolicyBatch, origin: str = "a batch") -> dict[str, float]:
         """One optimizer update from this data-parallel rank's share of a global batch.
 
         Returns global means over the tokens of the loss: ``loss``, ``ppo_ratio``, ``ppo_ratio_clamped``,
-        ``clip_fraction``, ``approximate_kl``, ``scaled_entropy``, and ``grad_norm``, ``lr``.
+        ``clip_fraction``, ``approximate_kl``, ``scaled_entropy``, and what `Optimizer.step` returns. ``origin`` says
+        which samples these are, should the update be skipped or refused.
         """
         self.model.module.train()
         self.optimizer.zero_grad()
         metrics = train_step(self.model, batch, self.micro_batch_size, self._loss)
         metrics.pop("num_items")
-        return metrics | self.optimizer.step()
+        return metrics | self.optimizer.step(metrics["loss"], origin)
 
     def _loss(
         self, logits: torch.Tensor, batch: PolicyBatch

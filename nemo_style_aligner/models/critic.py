@@ -115,21 +115,23 @@ class Critic:
             (tokens.shape[1] - 1,),
         )
 
-    def train(self, batch: ValueBatch) -> list[dict[str, float]]:
+    def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
         """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
 
         A last, smaller batch is filled up with rows that are masked out.
-        Returns each update's ``loss``, ``grad_norm`` and ``lr``.
+        Returns each update's ``loss`` and what `Optimizer.step` returns. ``origin`` names the batch, should an
+        update be skipped or refused.
         """
         self.model.module.train()
         n = batch.tokens.shape[0]
         reports = []
         for start in range(0, n, self.global_batch_size):
-            part = self._share(rows(batch, slice(start, min(start + self.global_batch_size, n))))
+            stop = min(start + self.global_batch_size, n)
+            part = self._share(rows(batch, slice(start, stop)))
             self.optimizer.zero_grad()
             metrics = train_step(self.model, part, self.micro_batch_size, self._loss)
             metrics.pop("num_items")
-            reports.append(metrics | self.optimizer.step())
+            reports.append(metrics | self.optimizer.step(metrics["loss"], f"rows {start} to {stop - 1} of {origin}"))
         return reports
 
     def _share(self, batch: ValueBatch) -> ValueBatch:

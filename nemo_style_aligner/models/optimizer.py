@@ -7,12 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
 from nemo_style_aligner.models.gpt import MegatronModel, uses_distributed_optimizer
+from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy, SkipCounter
+from nemo_style_aligner.parallel.groups import all_reduce_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +72,18 @@ class Optimizer:
     Weights of one dimension (norms and biases) do not decay.
 
     Attributes:
-        step_count: updates made so far.
+        step_count: updates made so far; those that were skipped do not count.
+        skips: those that were skipped for NaN or Inf.
     """
 
-    def __init__(self, model: MegatronModel, optim: Mapping[str, Any], schedule: Schedule, clip_grad: float) -> None:
+    def __init__(
+        self,
+        model: MegatronModel,
+        optim: Mapping[str, Any],
+        schedule: Schedule,
+        clip_grad: float,
+        nonfinite: NonFinitePolicy = STOP,
+    ) -> None:
         use_fused_adam_where_megatron_has_none()
         betas = optim.get("betas") or (0.9, 0.98)
         weight_decay = float(optim.get("weight_decay") or 0.0)
@@ -91,6 +103,8 @@ class Optimizer:
         self.model = model
         self.schedule = schedule
         self.step_count = 0
+        self.skips = SkipCounter(nonfinite)
+        self.clip_grad = config.clip_grad
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             config, [model.module], config_overrides=weight_decay_overrides(config)
         )
@@ -110,24 +124,46 @@ class Optimizer:
         cast(DistributedDataParallel, self.model.module).zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> dict[str, float]:
-        """Clip, update, advance the schedule. Returns ``grad_norm`` (before clipping) and ``lr``.
+    def step(self, loss: float, origin: str) -> dict[str, float]:
+        """Clip, update, advance the schedule; or skip the update, where loss or gradients hold NaN or Inf. Collective.
+
+        A skipped update leaves weights, Adam's state, ``step_count`` and with it the schedule as they were.
+
+        Args:
+            loss: of the batch, the same on every rank.
+            origin: the samples the gradients are from, for the log.
+
+        Returns:
+            ``grad_norm`` (before clipping; left out if skipped), ``lr``, and ``skipped_updates`` so far.
 
         Raises:
-            FloatingPointError: the gradients held Inf or NaN.
+            NonFiniteError: loss or gradients hold NaN or Inf, and the run does not skip such updates, or too many in a
+                row. Nothing was applied.
         """
         lr = self.learning_rate
+        found_inf = self.megatron.prepare_grads()
+        norm = self.megatron.get_grad_norm()
+        grad_norm = float(norm) if norm is not None else 0.0
+        is_bad = found_inf or not math.isfinite(grad_norm) or not math.isfinite(loss)
+        if all_reduce_sums({"bad": float(is_bad)}, dist.group.WORLD)["bad"]:  # all ranks do the same, come what may
+            self.skips.skip(f"update {self.step_count + 1}: loss {loss}, gradient norm {grad_norm}", origin)
+            return {"lr": lr, "skipped_updates": float(self.skips.total)}
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        successful, grad_norm, _ = self.megatron.step()
-        grad_norm = float(grad_norm) if grad_norm is not None else 0.0
-        if not successful or not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"update {self.step_count + 1}: the gradient norm is {grad_norm}, and the weights are spoilt. Start "
-                "again from the last checkpoint, with a lower model.optim.lr if it happens again"
-            )
+        self._clip(grad_norm)
+        self.megatron.step_with_ready_grads()
         self.step_count += 1
-        return {"grad_norm": grad_norm, "lr": lr}
+        self.skips.applied()
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(self.skips.total)}
+
+    def _clip(self, grad_norm: float) -> None:
+        """As megatron-core's own ``step`` does between preparing gradients and applying them."""
+        if self.clip_grad <= 0.0:
+            return
+        chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+        for inner in chained:
+            if not getattr(inner, "is_stub_optimizer", False) and (parameters := inner.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, self.clip_grad, grad_norm)
 
     def reload_model_params(self) -> None:
         """Take the model's weights as the new main weights (after loading a model without its optimizer)."""

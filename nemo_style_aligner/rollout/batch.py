@@ -20,6 +20,7 @@ class RolloutBatch:
         is_end: bool [n], whether a stop token or stop string ended the response (not the length limit).
         engine_logprobs: fp32 [n, s-1], the engine's log-probs of the response's tokens, zero elsewhere.
         weight_versions: int64 [n], version of the weights each response was made with.
+        is_valid: bool [n], False where rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
     """
 
     sample_ids: torch.Tensor
@@ -30,6 +31,7 @@ class RolloutBatch:
     is_end: torch.Tensor
     engine_logprobs: torch.Tensor
     weight_versions: torch.Tensor
+    is_valid: torch.Tensor
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -48,14 +50,17 @@ class Experience:
     """Scored rollouts, ready to train on; n sequences of s tokens, every rank holds all of them.
 
     Attributes:
+        prompt_ids: int64 [n], the prompt's index in its dataset.
         tokens: int64 [n, s].
-        mask: fp32 [n, s-1], 1 at the predictions of response tokens (the critic trains on these).
+        mask: fp32 [n, s-1], 1 at the predictions of response tokens (the critic trains on these);
+            zero throughout samples that are not valid.
         policy_mask: fp32 [n, s-1], ``mask`` without truncated responses (the policy trains on these).
         logprobs, init_logprobs: fp32 [n, s-1], of the policy and of the initial policy, by the trainer.
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
     """
 
+    prompt_ids: torch.Tensor
     tokens: torch.Tensor
     mask: torch.Tensor
     policy_mask: torch.Tensor

