@@ -66,6 +66,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
 	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
+	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=15 $(PYTEST_FLAGS)

@@ -4,7 +4,7 @@
 
 Each worker is a process with a generation engine and one thread. Worker 0 serves the queue, as rank 0 does in training.
 With --sleep the engines are replaced by sleeping in proportion to a response's length: for more workers than cores.
-Then the queue alone: how many requests it serves in a second. docs/performance.md explains the columns.
+"longest first" is the queue when it knows how long the responses will be. docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import queue
 import random
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,8 +34,7 @@ from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 
 START_SECONDS = 300.0
 ROUND_SECONDS = 1800.0
-LOAD_PROCESSES = 2
-MODES = ("work queue", "static shards")
+MODES = ("work queue", "longest first", "static shards")
 
 
 def main() -> None:
@@ -49,23 +47,14 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--sleep", type=float, metavar="SECONDS", help="sleep so long for each token, generate nothing")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--simulated-workers", type=int, default=256, help="that ask the queue at the same time")
-    parser.add_argument("--simulated-requests", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     # Other lengths in every round, the same for both modes: one draw may happen to suit the shards.
     draws = [long_tailed(args.requests, args.lengths, random.Random(number)) for number in range(args.rounds + 1)]
     results = summarise(run_rounds(args, draws), draws)
     report(results, args)
-    served = measure_queue(args.simulated_workers, args.simulated_requests)
-    latency = served["latency_seconds"]
-    print(
-        f"the queue alone, {served['workers']} workers: {served['requests_per_second']:.0f} requests/s, "
-        f"{served['samples_per_second']:.0f} samples/s leased and completed, "
-        f"latency median {latency['median'] * 1e3:.1f} ms, 99% within {latency['p99'] * 1e3:.1f} ms"
-    )
     settings = {key: str(value) for key, value in vars(args).items()}
-    write_json(args.json, {"settings": settings, "modes": results, "queue": served})
+    write_json(args.json, {"settings": settings, "modes": results})
 
 
 # ---- queue against shards -----------------------------------------------------------------------
@@ -107,18 +96,21 @@ def run_worker(
     generate = Sleeping(args.sleep) if args.sleep else Generating(args)
     server = None
     if rank == 0:
-        server = WorkQueueServer(WorkQueue())
+        server = WorkQueueServer(WorkQueue(workers=args.workers))
         for _ in range(args.workers):
             address.put(server.port)
     port = address.get(timeout=START_SECONDS)
+    queue_client = WorkQueueClient("127.0.0.1", port, server=server, slots=generate.num_slots, poll_seconds=0.02)
     sources: dict[str, WorkSource] = {
-        "work queue": WorkQueueClient("127.0.0.1", port, server=server, poll_seconds=0.02),
+        "work queue": queue_client,
+        "longest first": queue_client,
         "static shards": StaticPartition(rank, args.workers),
     }
     for number, lengths in enumerate(draws):
-        for mode, source in sources.items():
+        for place, (mode, source) in enumerate(sources.items()):
             generate.begin(lengths)
-            source.start_round(number, range(args.requests))
+            expected = lengths if mode == "longest first" else None
+            source.start_round(number * len(sources) + place, range(args.requests), expected)
             barrier.wait(START_SECONDS + ROUND_SECONDS)
             started = time.perf_counter()
             done, finished = run_round(source, generate)
@@ -137,33 +129,39 @@ def run_worker(
                     }
                 )
     barrier.wait(60)  # nobody needs the queue any more
-    for source in sources.values():
-        source.close()
+    queue_client.close()
 
 
 def run_round(source: WorkSource, generate: Generating | Sleeping) -> tuple[list[int], float | None]:
     """Work until the round is complete, as `RolloutCollector` does; the samples made, and when the last was."""
     done: list[int] = []
     finished = None
-    while first := source.lease(1, wait=True):
-        for sample in generate(leased(first, source)):
-            done += source.complete([sample])
+    running = 0
+
+    def leased(ids: list[int]) -> Iterator[int]:
+        """Samples for as long as there are any to lease; the engine asks whenever a slot is free."""
+        nonlocal running
+        while ids:
+            for sample in ids:
+                running += 1
+                yield sample
+            ids = source.lease(max(1, generate.num_slots - running))
+
+    while first := source.lease(generate.num_slots, wait=True):
+        answers = []
+        for sample in generate(leased(first)):
+            running -= 1
+            answers.append(source.complete_async([sample]))
             finished = time.perf_counter()
+        done += [sample for answer in answers for sample in answer.result()]
     return done, finished
-
-
-def leased(first: list[int], source: WorkSource) -> Iterator[int]:
-    """Samples for as long as there are any to lease; the engine asks whenever a slot is free."""
-    ids = first
-    while ids:
-        yield from ids
-        ids = source.lease(1)
 
 
 class Generating:
     """Generation by an engine of this worker's own, every response as long as `begin` was told."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self.num_slots = args.slots
         self._architecture = SHAPES[args.shape]
         self._lengths: list[int] = []
         self._engine = EmbeddedEngine(
@@ -197,6 +195,8 @@ class Generating:
 
 class Sleeping:
     """One sample after the other, each by sleeping in proportion to its length."""
+
+    num_slots = 1
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -235,8 +235,9 @@ def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[s
             "idle_share_by_worker": by_worker,
             "idle_share": statistics.fmean(map(statistics.fmean, idle)),
         }
-    queue_rate, static_rate = (results[mode]["tokens_per_second"]["median"] for mode in MODES)
-    results["queue_is_times_faster"] = queue_rate / static_rate
+    rates_by_mode = {mode: results[mode]["tokens_per_second"]["median"] for mode in MODES}
+    results["queue_is_times_faster"] = rates_by_mode["work queue"] / rates_by_mode["static shards"]
+    results["longest_first_is_times_faster"] = rates_by_mode["longest first"] / rates_by_mode["static shards"]
     return results
 
 
@@ -257,85 +258,10 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> None:
             )
         )
     print_table(("", "wall time", "rounds", "tokens/s", "idle", "by worker"), rows)
-    print(f"the queue is {results['queue_is_times_faster']:.2f} x as fast\n")
-
-
-# ---- the queue alone ----------------------------------------------------------------------------
-
-
-def measure_queue(num_workers: int, num_samples: int) -> dict[str, Any]:
-    """Let simulated workers lease and complete samples one by one, as fast as the queue answers."""
-    context = multiprocessing.get_context("spawn")
-    processes = min(LOAD_PROCESSES, num_workers)
-    shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
-    barrier, answers = context.Barrier(processes + 1), context.Queue()
-    work = WorkQueue()
-    server = WorkQueueServer(work)
-    work.start_round(0, range(num_samples))
-    loads = [context.Process(target=run_load, args=(server.port, n, barrier, answers)) for n in shares]
-    for load in loads:
-        load.start()
-    try:
-        barrier.wait(START_SECONDS)
-        started = time.perf_counter()
-        latencies = [latency for _ in loads for latency in answers.get(timeout=ROUND_SECONDS)]
-        seconds = time.perf_counter() - started
-        completed = work.status()["total"]["completed"]
-    finally:
-        for load in loads:
-            load.join(10)
-            load.kill()
-        server.stop()
-    if completed != num_samples:
-        raise SystemExit(f"{completed} samples were completed instead of {num_samples}")
-    latencies.sort()
-    return {
-        "workers": num_workers,
-        "samples": num_samples,
-        "requests": len(latencies),
-        "seconds": seconds,
-        "requests_per_second": len(latencies) / seconds,
-        "samples_per_second": num_samples / seconds,
-        "latency_seconds": {
-            "median": statistics.median(latencies),
-            "p99": latencies[min(len(latencies) - 1, int(len(latencies) * 0.99))],
-        },
-    }
-
-
-def run_load(port: int, num_workers: int, barrier: Any, answers: Any) -> None:
-    """A process of simulated workers, each a thread with a connection of its own."""
-    latencies: list[float] = []
-
-    def work() -> None:
-        client = WorkQueueClient("127.0.0.1", port)
-        client.start_round(0, [])
-        client.complete([-1])  # opens the connection
-        connected.wait(START_SECONDS)
-        begin.wait()
-        mine = []
-        while True:
-            started = time.perf_counter()
-            ids = client.lease(1)
-            mine.append(time.perf_counter() - started)
-            if not ids:
-                break
-            started = time.perf_counter()
-            client.complete(ids)
-            mine.append(time.perf_counter() - started)
-        latencies.extend(mine)
-        client.close()
-
-    connected, begin = threading.Barrier(num_workers + 1), threading.Event()
-    threads = [threading.Thread(target=work) for _ in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    connected.wait(START_SECONDS)
-    barrier.wait(START_SECONDS)
-    begin.set()
-    for thread in threads:
-        thread.join()
-    answers.put(latencies)
+    print(
+        f"the queue is {results['queue_is_times_faster']:.2f} x as fast as static shards, longest first "
+        f"{results['longest_first_is_times_faster']:.2f} x\n"
+    )
 
 
 if __name__ == "__main__":

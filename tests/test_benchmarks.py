@@ -28,14 +28,15 @@ ARGUMENTS = {
     "refit.py": ["--shapes", "tiny", "--rounds", "2", "--cases", *REFIT_CASES],
     "balance.py": [
         *("--shape", "tiny", "--workers", "2", "--requests", "10", "--lengths", "4", "24", "--slots", "2"),
-        *("--rounds", "1", "--simulated-workers", "8", "--simulated-requests", "64"),
+        *("--rounds", "1"),
     ],
+    "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
 }
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """All three, side by side: their figures do not matter here, and most of their time is start-up."""
+    """All of them, side by side: their figures do not matter here, and most of their time is start-up."""
     folders = [tmp_path_factory.mktemp("benchmark") for _ in ARGUMENTS]
     with concurrent.futures.ThreadPoolExecutor(len(ARGUMENTS)) as pool:
         return dict(zip(ARGUMENTS, pool.map(benchmark, ARGUMENTS, folders, ARGUMENTS.values()), strict=True))
@@ -85,10 +86,17 @@ def test_refit(reports: dict[str, Report]) -> None:
 
 def test_balance(reports: dict[str, Report]) -> None:
     output, report = reports["balance.py"]
-    queue, static = report["modes"]["work queue"], report["modes"]["static shards"]
-    assert queue["tokens"] == static["tokens"] >= 10 * 4, output
-    for mode in (queue, static):
+    modes = [report["modes"][name] for name in ("work queue", "longest first", "static shards")]
+    assert len({mode["tokens"] for mode in modes}) == 1 and modes[0]["tokens"] >= 10 * 4, output
+    for mode in modes:
         assert len(mode["idle_share_by_worker"]) == 2 and all(0 <= share <= 1 for share in mode["idle_share_by_worker"])
-    # Every sample is leased once and completed once, and every worker asks once in vain.
-    assert report["queue"]["requests"] == 2 * 64 + 8
-    assert report["queue"]["requests_per_second"] > 0
+
+
+def test_work_queue(reports: dict[str, Report]) -> None:
+    output, report = reports["work_queue.py"]
+    # One by one, every id is leased once and completed once, and every worker asks once in vain.
+    assert report["batches"]["1"]["requests"] == 2 * 64 + 8, output
+    assert 2 * 64 / 4 + 8 <= report["batches"]["4"]["requests"] < 2 * 64 + 8
+    for row in report["batches"].values():
+        assert row["ids_per_second"].keys() == SPREAD and row["ids_per_second"]["min"] > 0
+        assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+from job_processes import ROOT
 
+from nemo_style_aligner.rollout.response_lengths import ResponseLengths
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -288,6 +297,146 @@ def test_clients_of_a_future_round_are_told() -> None:
         client(server, 3).lease(1)
 
 
+# ------------------------------------------------------------------ heartbeats, look-ahead, lease sizes
+
+
+def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer() -> None:
+    queue, steps, ended = WorkQueue(lease_seconds=0.8), [0], threading.Event()
+    limits = WorkerLimits(lease_seconds=0.8, stall_seconds=0.8)
+    others = set(threading.enumerate())
+    with serve(queue) as server:
+        queue.start_round(0, [1, 2])
+        worker = client(server, worker="w", limits=limits, progress=lambda: steps[0])
+        assert worker.lease(2) == [1, 2]
+        for _ in range(12):  # longer than a lease
+            assert not ended.wait(0.1)
+            steps[0] += 1
+        assert queue.status()["leased"] == 2
+        until = time.monotonic() + 30
+        while queue.status()["leased"] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert queue.status()["pending"] == 2 and queue.status()["total"]["expired"] == 2
+        assert worker.complete([1]) == []
+        worker.close()
+    assert not [t for t in set(threading.enumerate()) - others if t.name.startswith("work-queue")]
+
+
+def test_leases_shrink_towards_the_end_of_a_round() -> None:
+    queue = WorkQueue(workers=4)
+    queue.start_round(0, list(range(100)))
+    sizes = []
+    while ids := queue.lease(10, f"w{len(sizes) % 4}").ids:
+        sizes.append(len(ids))
+    assert sum(sizes) == 100 and sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 10 and sizes[-8:] == [1] * 8  # twice as many single ids as workers, or more
+    queue.start_round(1, list(range(100)))
+    assert len(queue.lease(60).ids) == 60  # NeMo-Aligner's request names no worker: as many as it asks for
+
+
+def test_nothing_is_leased_ahead_that_others_have_slots_for() -> None:
+    queue = WorkQueue(workers=2)
+    with serve(queue) as server:
+        worker = client(server, slots=4)
+        queue.start_round(0, list(range(16)))
+        assert worker.lease(4) == [0, 1, 2, 3]
+        assert worker.lease(1) == [4]  # leased ahead while the first four were worked on
+        assert worker.lease(1) == [5]
+        worker.complete([0])
+        held = queue.status()["leased"]
+        for _ in range(4):
+            worker.lease(1)
+        assert queue.status()["leased"] <= held + 4  # no look-ahead: what is left would not fill everybody's slots
+        seen: list[int] = []
+        while ids := worker.lease(4):
+            seen += ids
+        assert seen == sorted(seen) and seen[-1] == 15
+        worker.close()
+
+
+# ------------------------------------------------------------------ ranks in trouble
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Rounds of two processes: rank 1 is healthy, slower than its lease, hung for a while, stopped by a signal."""
+    folder = tmp_path_factory.mktemp("ranks")
+    log = folder / "ranks.log"
+    program = [sys.executable, str(ROOT / "tests" / "queue_ranks.py"), str(folder)]
+    with log.open("w") as output, subprocess.Popen(program, stdout=output, stderr=output) as process:
+        try:
+            _wake_when_the_others_are_done(folder, process)
+            assert process.wait(60) == 0, log.read_text()
+        finally:
+            process.kill()
+    names = ("healthy", "slow", "hung", "stopped")
+    return dict(zip(names, json.loads((folder / "rounds.json").read_text()), strict=True))
+
+
+def _wake_when_the_others_are_done(folder: Path, process: subprocess.Popen) -> None:
+    """Rank 1 stops itself in round 4, and goes on when rank 0 has finished the round."""
+    while process.poll() is None:
+        time.sleep(0.1)
+        with contextlib.suppress(FileNotFoundError, ValueError, requests.ConnectionError):
+            port = int((folder / "port").read_text())
+            status = requests.get(f"http://127.0.0.1:{port}/status", timeout=10).json()
+            if status["round"] == 4 and status["state"] == DRAINED:
+                os.kill(int((folder / "rank1.pid").read_text()), signal.SIGCONT)
+                return
+
+
+def test_every_sample_is_there_once_and_the_same_whatever_happens(rounds: dict[str, dict[str, Any]]) -> None:
+    expected = rounds["healthy"]
+    assert expected["sample_ids"] == list(range(16)) and len({tuple(row) for row in expected["tokens"]}) == 16
+    for name, found in rounds.items():  # the order of serving differs from round to round as well
+        assert {**found, "total": None} == {**expected, "total": None}, name
+
+
+@pytest.mark.parametrize(("name", "loses"), [("healthy", False), ("slow", False), ("hung", True), ("stopped", True)])
+def test_who_gets_on_keeps_its_samples_and_who_does_not_loses_them(
+    rounds: dict[str, dict[str, Any]], name: str, loses: bool
+) -> None:
+    names = list(rounds)
+    before = rounds[names[names.index(name) - 1]]["total"] if name != "healthy" else collections.Counter()
+    counts = {key: value - before[key] for key, value in rounds[name]["total"].items()}
+    assert counts["completed"] == 16
+    assert (counts["expired"] > 0) == loses
+    assert counts["served"] == 16 + counts["expired"]
+    if loses:
+        assert counts["refused"] > 0  # the late answers
+
+
+# ------------------------------------------------------------------ expected lengths
+
+
+def test_expected_lengths_come_from_the_prompt_then_from_prompts_like_it() -> None:
+    lengths = ResponseLengths(max_prompts=50)
+    assert lengths.expect(1, 10) == 0
+    for prompt in range(40):  # short prompts have long responses
+        lengths.observe([prompt], [10 if prompt % 2 else 100], [300 if prompt % 2 else 20])
+    assert lengths.expect(1, 10) == 300 and lengths.expect(2, 100) == 20
+    assert lengths.expect(1000, 11) > 200 and lengths.expect(1000, 101) < 100
+    assert 20 < lengths.expect(1000, 3) < 300  # no prompt was like that: the mean over all
+    lengths.observe([1], [10], [100])
+    assert lengths.expect(1, 10) == 200  # the newest counts half
+    lengths.observe(list(range(100, 149)), [10] * 49, [7] * 49)
+    assert lengths.expect(148, 10) == 7 and lengths.expect(1, 10) == 200  # the last 50 are remembered
+    assert lengths.expect(2, 100) != 20
+
+
+def test_expected_lengths_are_the_same_after_a_checkpoint() -> None:
+    draw, before, after = random.Random(1), ResponseLengths(30), ResponseLengths(30)
+    for step in range(60):
+        prompts = [draw.randrange(80) for _ in range(8)]
+        observed = [prompts, [3 + prompt for prompt in prompts], [draw.randrange(1, 400) for _ in prompts]]
+        before.observe(*observed)
+        if step < 30:
+            after = ResponseLengths(30)
+            after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        else:
+            after.observe(*observed)
+    assert [after.expect(i, 3 + i) for i in range(200)] == [before.expect(i, 3 + i) for i in range(200)]
+
+
 # ------------------------------------------------------------------ static partition
 
 
@@ -313,3 +462,10 @@ def test_throughput_is_far_above_what_generation_needs() -> None:
     while queue.lease(8, f"w{random.randrange(256)}")[0]:
         pass
     assert time.monotonic() - started < 5
+
+
+def test_static_partition_by_expected_length_gives_every_rank_a_like_mixture() -> None:
+    parts = [StaticPartition(rank, 2) for rank in range(2)]
+    for part in parts:
+        part.start_round(0, [10, 11, 12, 13], [5.0, 9.0, 7.0, 8.0])
+    assert [part.lease(4) for part in parts] == [[11, 12], [13, 10]]

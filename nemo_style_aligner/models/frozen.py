@@ -28,7 +28,9 @@ def choose_placement(model: MegatronModel) -> Placement:
     if device().type == "cpu":
         return "resident"
     layout = model.layout
-    weights = model.architecture.num_parameters * model.config.params_dtype.itemsize // (layout.tp_size * layout.pp_size)
+    weights = (
+        model.architecture.num_parameters * model.config.params_dtype.itemsize // (layout.tp_size * layout.pp_size)
+    )
     memory = torch.cuda.get_device_properties(device()).total_memory
     return "resident" if weights <= memory * _RESIDENT_SHARE else "swap"
 

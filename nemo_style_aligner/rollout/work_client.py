@@ -49,6 +49,15 @@ class WorkerLimits:
     wait_seconds: float = 3600.0
 
 
+@dataclasses.dataclass(eq=False)
+class _Completion:
+    """Ids that are done, and which of them the queue accepted; None before it was asked."""
+
+    round_number: int | None
+    ids: list[int]
+    accepted: list[int] | None = None
+
+
 class WorkQueueClient:
     """A worker's side of the queue (a `WorkSource`), for one thread of the caller's.
 
@@ -89,6 +98,7 @@ class WorkQueueClient:
         self._share = self._unfinished = 0  # as the queue said last
         self._backlog: collections.deque[int] = collections.deque()
         self._ahead: concurrent.futures.Future[list[int]] | None = None
+        self._completed: collections.deque[_Completion] = collections.deque()  # to be reported
         # One thread: a lease whose answer was lost is repeated before the next one is asked for.
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "work-queue")
         self._heartbeat = _Heartbeat(self._renew, progress, self._limits)
@@ -128,7 +138,9 @@ class WorkQueueClient:
         return self.complete_async(ids).result()
 
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
-        return self._sender.submit(self._complete, self._round, list(ids))
+        completion = _Completion(self._round, list(ids))
+        self._completed.append(completion)
+        return self._sender.submit(self._complete, completion)
 
     @property
     def drained(self) -> bool:
@@ -184,14 +196,22 @@ class WorkQueueClient:
         self._heartbeat.hold(ids)
         return ids
 
-    def _complete(self, round_number: int | None, ids: list[int]) -> list[int]:
-        if not ids:
-            return []
-        answer = self._put("/complete", round_number, {"ids": ids}).json()
-        self._heartbeat.let_go(ids)
-        if answer["refused"]:
-            logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, answer["refused"])
-        return answer["accepted"]
+    def _complete(self, completion: _Completion) -> list[int]:
+        """Report it, and all others that wait: the slower the queue, the fewer requests it gets."""
+        if completion.accepted is None:
+            waiting = [other for other in tuple(self._completed) if other.round_number == completion.round_number]
+            ids = [item_id for other in waiting for item_id in other.ids]
+            answer = self._put("/complete", completion.round_number, {"ids": ids}).json()
+            self._heartbeat.let_go(ids)
+            if answer["refused"]:
+                logger.warning(
+                    "worker %s was too late: its answers to ids %s are refused", self.worker, answer["refused"]
+                )
+            accepted = set(answer["accepted"])
+            for other in waiting:
+                other.accepted = [item_id for item_id in other.ids if item_id in accepted]
+                self._completed.remove(other)
+        return completion.accepted or []
 
     def _renew(self) -> None:
         self._put("/renew", self._round, {})

@@ -1,0 +1,164 @@
+"""How many ids the work queue serves in a second when hundreds of workers ask at once.
+
+    python benchmarks/work_queue.py [--workers 256] [--ids 16384] [--batches 1 8] [--rounds 3] [--json FILE]
+
+Simulated workers, each with a connection of its own, lease ids and complete them as fast as the queue answers, all
+beginning at the same moment. They send what a rank sends, from a few processes on the same cores. Each batch size, the
+ids that a worker asks for at a time, has rounds of its own. docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+from common import print_table, spread, write_json
+
+from nemo_style_aligner.rollout.work_queue import WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+
+LIMIT_SECONDS = 300.0
+TOKEN = "benchmark"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=256)
+    parser.add_argument("--ids", type=int, default=16384, help="of a round")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="ids that a worker asks for at a time")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2, help="that the workers are divided over")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = {
+        str(batch): summarise([run_round(args.workers, args.ids, batch, args.processes) for _ in range(args.rounds)])
+        for batch in args.batches
+    }
+    rows = [
+        (
+            f"{batch} ids",
+            *(f"{row[key]['median']:.0f}" for key in ("ids_per_second", "requests_per_second")),
+            *(f"{row['latency_seconds'][key]['median'] * 1e3:.1f} ms" for key in ("p50", "p99")),
+            f"{row['burst_seconds']['median'] * 1e3:.0f} ms",
+        )
+        for batch, row in results.items()
+    ]
+    print(f"{args.workers} workers, {args.ids} ids leased and completed; medians of {args.rounds} rounds")
+    print_table(("asked for", "ids/s", "requests/s", "p50", "p99", "first answers"), rows)
+    write_json(args.json, {"settings": {key: str(value) for key, value in vars(args).items()}, "batches": results})
+
+
+def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dict[str, Any]:
+    """One round through a queue of its own: when each request was sent and answered."""
+    context = multiprocessing.get_context("spawn")
+    processes = min(processes, num_workers)
+    shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
+    barrier, answers = context.Barrier(processes + 1), context.Queue()
+    queue = WorkQueue(workers=num_workers)
+    server = WorkQueueServer(queue, token=TOKEN)
+    queue.start_round(0, range(num_ids))
+    loads = [
+        context.Process(target=run_load, args=(server.port, process, count, batch, barrier, answers))
+        for process, count in enumerate(shares)
+    ]
+    for load in loads:
+        load.start()
+    try:
+        barrier.wait(LIMIT_SECONDS)
+        started = time.perf_counter()
+        found = [answers.get(timeout=LIMIT_SECONDS) for _ in loads]
+        seconds = time.perf_counter() - started
+        completed = queue.status()["total"]["completed"]
+    finally:
+        for load in loads:
+            load.join(10)
+            load.kill()
+        server.stop()
+    if completed != num_ids:
+        raise SystemExit(f"{completed} ids were completed instead of {num_ids}")
+    latencies = sorted(latency for worker in found for latency in worker["latencies"])
+    return {
+        "requests": len(latencies),
+        "ids_per_second": num_ids / seconds,
+        "requests_per_second": len(latencies) / seconds,
+        "p50": latencies[len(latencies) // 2],
+        "p99": latencies[int(len(latencies) * 0.99)],
+        "burst_seconds": max(first for worker in found for first in worker["first_answers"]),
+    }
+
+
+def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, smallest and largest of the rounds."""
+    rows = {key: spread([row[key] for row in rounds]) for key in rounds[0] if key != "requests"}
+    return {
+        "requests": rounds[0]["requests"],
+        "latency_seconds": {key: rows.pop(key) for key in ("p50", "p99")},
+        **rows,
+    }
+
+
+# ---- the load -----------------------------------------------------------------------------------
+
+
+def run_load(port: int, process: int, num_workers: int, batch: int, barrier: Any, answers: Any) -> None:
+    """A process of simulated workers, each with a connection of its own."""
+
+    async def everybody() -> dict[str, list[float]]:
+        workers = [Worker(f"{process}-{i}", batch) for i in range(num_workers)]
+        await asyncio.gather(*(worker.connect(port) for worker in workers))
+        barrier.wait(LIMIT_SECONDS)
+        await asyncio.gather(*(worker.run() for worker in workers))
+        return {
+            "latencies": [latency for worker in workers for latency in worker.latencies],
+            "first_answers": [worker.latencies[0] for worker in workers],
+        }
+
+    answers.put(asyncio.run(everybody()))
+
+
+class Worker:
+    """Leases and completes over a bare connection: a library's client would be busier than the queue."""
+
+    def __init__(self, name: str, batch: int) -> None:
+        self.latencies: list[float] = []
+        self._name = name
+        self._batch = batch
+
+    async def connect(self, port: int) -> None:
+        """Open the connection."""
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def run(self) -> None:
+        """Until there are no ids any more."""
+        number = 0
+        while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number}):
+            accepted = (await self._put("/complete", {"ids": ids}))["accepted"]
+            if accepted != ids:
+                raise SystemExit(f"of ids {ids} only {accepted} were accepted")
+            number += 1
+        self._writer.close()
+
+    async def _put(self, path: str, content: dict[str, Any]) -> Any:
+        body = json.dumps({**content, "worker": self._name, "round": 0}).encode()
+        head = (
+            f"PUT {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        started = time.perf_counter()
+        self._writer.write(head.encode() + body)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length"))
+        answer = await self._reader.readexactly(length)
+        self.latencies.append(time.perf_counter() - started)
+        if " 200 " not in lines[0]:
+            raise SystemExit(f"{path}: {lines[0]}: {answer.decode()}")
+        return json.loads(answer)
+
+
+if __name__ == "__main__":
+    main()

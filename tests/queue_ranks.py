@@ -1,0 +1,157 @@
+"""Two ranks of an actor job with stand-ins for engine and critic: ``python queue_ranks.py <folder>``.
+
+In each round rank 1 is in trouble of its own kind. Leaves ``<folder>/rounds.json``; ``<folder>/rank1.pid`` and
+``<folder>/port`` are for the test, which wakes rank 1 up.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.generation.engine import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationStatistics,
+    SamplingParams,
+)
+from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rollout.supply import GenerationGroup
+from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rollout.work_queue import WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.servers.client import Scores
+
+NUM_SAMPLES, SLOTS = 16, 4
+LEASE_SECONDS, STALL_SECONDS = 1.5, 1.0
+ROUNDS = ("healthy", "slow", "hung", "stopped")
+
+
+class Engine:
+    """Makes 3 to 8 tokens from a request's seed, one in each pass."""
+
+    num_slots = SLOTS
+
+    def __init__(self) -> None:
+        self.statistics = GenerationStatistics()
+        self.trouble = "healthy"
+
+    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
+        source, running = iter(requests), []
+        while True:
+            while len(running) < SLOTS and (request := next(source, None)) is not None:
+                draw = torch.Generator().manual_seed(request.seed)
+                length = int(torch.randint(3, 9, (), generator=draw))
+                running.append((request, torch.randint(0, 100, (length,), generator=draw).tolist(), []))
+            if not running:
+                return
+            self.forward()
+            self.statistics.steps += 1
+            for entry in list(running):
+                request, tokens, made = entry
+                made.append(tokens[len(made)])
+                if len(made) == len(tokens):
+                    running.remove(entry)
+                    yield GenerationResult(request.request_id, request.prompt_ids, made, [-1.0] * len(made), "stop", 0)
+
+    def forward(self) -> None:
+        time.sleep(0.02)
+        if self.trouble == "slow" and self.statistics.steps < 6:  # the first responses take longer than a lease
+            time.sleep(0.4)
+        elif self.trouble == "hung" and self.statistics.steps % 100 == 2:
+            self.statistics.steps += 1  # once
+            time.sleep(4.0)  # more than both limits together, and beats between
+        elif self.trouble == "stopped" and self.statistics.steps % 100 == 2:
+            self.statistics.steps += 1
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Scorer:
+    """The reward is the sum of a sequence's tokens."""
+
+    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+        answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
+        answer.set_result(Scores(tokens.sum(1).float(), torch.zeros(len(tokens), tokens.shape[1] - 1)))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    server = WorkQueueServer(WorkQueue(LEASE_SECONDS, workers=2)) if rank == 0 else None
+    port = broadcast_object(server.port if server is not None else None)
+    engine: Any = Engine()
+    work = WorkQueueClient(
+        "127.0.0.1",
+        port,
+        worker=f"rank-{rank}",
+        server=server,
+        slots=SLOTS,
+        progress=lambda: engine.statistics.steps,
+        limits=WorkerLimits(LEASE_SECONDS, STALL_SECONDS, wait_seconds=30),
+    )
+    scorer: Any = Scorer()
+    tokenizer: Any = None
+    collector = RolloutCollector(
+        engine,
+        work,
+        scorer,
+        SamplingParams(max_new_tokens=8),
+        tokenizer,
+        GenerationGroup(rank, 2),
+        scoring_batch_size=3,
+        scoring_seconds=30,
+    )
+    (folder / "rank1.pid" if rank else folder / "port").write_text(str(os.getpid() if rank else port))
+    rounds = []
+    for number, trouble in enumerate(ROUNDS):
+        engine.statistics.steps = 0
+        engine.trouble = trouble if rank == 1 else "healthy"
+        # Another order in every round, as the lengths become known.
+        prompts = [Prompt(i // 2, [i // 2 + 1], float(i // 2 * number % 5)) for i in range(NUM_SAMPLES)]
+        pending = collector.collect(prompts, seed=3)
+        scores = pending.wait_for_scores()
+        fields = {name: tensor.tolist() for name, tensor in dataclasses.asdict(pending.rollouts).items()}
+        status = server.queue.status() if server is not None else {}
+        rounds.append(fields | {"rewards": scores.rewards.tolist(), "total": status.get("total")})
+    collector.close()
+    if rank == 0:
+        (folder / "rounds.json").write_text(json.dumps(rounds))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    context = multiprocessing.get_context("fork")  # what is imported already need not be again
+    ranks = [context.Process(target=rank_main, args=(rank, folder)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    sys.exit(0 if codes == [0, 0] else f"exit codes of the ranks: {codes}")
+
+
+if __name__ == "__main__":
+    main()
