@@ -154,3 +154,17 @@ def stored_weights(archive: Path) -> dict[str, torch.Tensor]:
         }
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def ranks_of(supervisor: Job) -> list[int]:
+    """Process ids of a plain-python job's ranks, in rank order."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) != supervisor.process.pid:
+                continue
+            env = dict(line.split("=", 1) for line in (entry / "environ").read_text().split("\0") if "=" in line)
+            found[int(env["RANK"])] = int(entry.name)
+    return [found[rank] for rank in sorted(found)]

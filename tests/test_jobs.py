@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Artefacts
-from job_processes import Job, critic_service, mpirun, run, script, stored_weights, wait_until_ready
+from job_processes import Job, critic_service, mpirun, ranks_of, run, script, stored_weights, wait_until_ready
 
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
@@ -397,20 +397,6 @@ def exact_critic(artefacts: Artefacts, log_dir: Path) -> Any:
         "exp_manager.checkpoint_callback_params.always_save_nemo=True",
         "model.hidden_dropout=0.1",
     )
-
-
-def ranks_of(supervisor: Job) -> list[int]:
-    """Process ids of a plain-python job's ranks, in rank order."""
-    found: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):
-            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) != supervisor.process.pid:
-                continue
-            env = dict(line.split("=", 1) for line in (entry / "environ").read_text().split("\0") if "=" in line)
-            found[int(env["RANK"])] = int(entry.name)
-    return [found[rank] for rank in sorted(found)]
 
 
 def wait_for_checkpoint(actor: Job, log_dir: Path, step: int) -> None:

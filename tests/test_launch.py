@@ -318,3 +318,76 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
     finally:
         process.kill()
         process.stdout.close()
+
+
+# ---- stopping early -----------------------------------------------------------------------------
+
+STOP_SCRIPT = """
+import time
+from omegaconf import DictConfig
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.parallel.launch import job
+
+@job("gpt_ppo_critic")
+def main(cfg: DictConfig) -> int:
+    control = RunControl()
+    if cfg.exp_manager.name == "starting":
+        print("waiting\\n", end="", flush=True)
+        time.sleep(300)
+    control.begin()
+    print("waiting\\n", end="", flush=True)
+    step = 0
+    while not control.should_stop():
+        step += 1
+        time.sleep(0.05)
+    print(f"saved because {control.reason}\\n", end="", flush=True)
+    control.stop_early(step)
+    return control.status
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "phase"),
+    [
+        ("python", "running"),
+        ("python", "starting"),
+        ("torchrun", "running"),
+        pytest.param("mpirun", "running", marks=needs_mpi),
+    ],
+)
+def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: str) -> None:
+    """SIGUSR1 (under torchrun SIGTERM): status 75 where the launcher lets it through, and a file everywhere."""
+    ranks = 2 if phase == "running" else 1
+    path, marker = tmp_path / "script.py", tmp_path / "log" / "requeue"
+    path.write_text(STOP_SCRIPT)
+    marker.parent.mkdir()
+    marker.write_text("from an earlier run")
+    command = [
+        *launcher(by, ranks),
+        str(path),
+        f"trainer.devices={ranks}",
+        "trainer.num_nodes=1",
+        f"exp_manager.name={phase}",
+    ]
+    process = subprocess.Popen(
+        [*command, f"exp_manager.explicit_log_dir={marker.parent}"],
+        env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert all("waiting" in process.stdout.readline() for _ in range(ranks))
+        assert not marker.exists()
+        process.send_signal(signal.SIGTERM if by == "torchrun" else signal.SIGUSR1)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    if by == "torchrun":
+        assert process.returncode not in (0, None)
+    else:
+        assert process.returncode == 75
+    assert marker.read_text().startswith("stopped")
+    if phase == "running":
+        assert output.count("saved because received SIG") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
-from nemo_style_aligner.config import log_directory
+from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.parallel.launch import abort_job
 from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class Run:
         metrics: rank 0's log.
         control: when to stop early.
         checkpoints: saving and resuming.
+        watchdog: ends the job when it gets stuck; None where it is turned off.
     """
 
     log_dir: Path
@@ -47,6 +51,7 @@ class Run:
     metrics: MetricsLogger
     control: RunControl
     checkpoints: CheckpointManager
+    watchdog: Watchdog | None = None
 
     def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
         """Continue from the checkpoint that ``exp_manager`` says, if there is one."""
@@ -54,9 +59,12 @@ class Run:
         if state is not None:
             trainer.load_state_dict(state)
 
-    def close(self) -> None:
-        """Write out what the log still holds."""
+    def close(self) -> int:
+        """Write out what the log still holds; the job's exit status."""
         self.metrics.close()
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        return self.control.status
 
 
 def start_run(cfg: DictConfig) -> Run:
@@ -65,15 +73,25 @@ def start_run(cfg: DictConfig) -> Run:
         int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size), int(cfg.model.seed)
     )
     log_dir = log_directory(cfg.exp_manager)
-    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
-    control.install_signal_handlers()
     return Run(
         log_dir=log_dir,
         layout=layout,
         metrics=MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank()),
-        control=control,
+        control=RunControl(parse_duration(cfg.exp_manager.max_time_per_run)),
         checkpoints=CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager)),
+        watchdog=_start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )
+
+
+def _start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
+    if minutes is None:
+        return None
+    if minutes <= 0:
+        raise ConfigError(f"exp_manager.watchdog_minutes={minutes}: give more than 0, or null for no watchdog")
+    job = broadcast_object(uuid.uuid4().hex[:12])
+    watchdog = Watchdog(log_dir, dist.get_rank(), dist.get_world_size(), float(minutes) * 60, job, abort_job)
+    watchdog.start()
+    return watchdog
 
 
 def describe(cfg: DictConfig, run: Run, base: BaseModel) -> None:

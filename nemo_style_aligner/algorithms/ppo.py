@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,8 +25,6 @@ from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +141,7 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Run PPO from the present step to ``max_steps``, or until the run's time is up."""
+        self.run_control.begin()
         with ProgressBar(self.settings.max_steps, "PPO", self.metrics.rank, initial=self.step) as progress:
             if self.step == 0:
                 self.warm_up_critic()
@@ -160,8 +158,8 @@ class PPOTrainer:
                 if stopping or self.is_finished or self.is_due(self.settings.save_interval):
                     self.save()
                 self.log_step(progress)
-                if stopping:
-                    logger.warning("stopping at step %d: %s", self.step, self.run_control.reason)
+                if stopping and not self.is_finished:
+                    self.run_control.stop_early(self.step)
                     return
 
     # ---- the phases -------------------------------------------------------------------------

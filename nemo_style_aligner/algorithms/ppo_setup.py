@@ -18,6 +18,7 @@ from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer, sampling_params
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 
@@ -36,7 +37,9 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     actor = build_actor(cfg, base, base.load(), settings)
     longest = max(source.longest for source in (train_prompts, val_prompts) if source is not None)
     scorer = build_scorer(cfg)
-    scorer.wait_until_ready(float(cfg.remote_critic_rm.timeouts.ready_seconds))
+    ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
+    with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
+        scorer.wait_until_ready(ready_seconds)
     collector = build_collector(
         cfg, actor.model, base.tokenizer, scorer, longest + int(cfg.model.ppo.length_params.max_length)
     )

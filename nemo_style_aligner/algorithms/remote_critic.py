@@ -8,6 +8,7 @@ from typing import Any
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.batch import Experience
 from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.telemetry import activity
 
 
 class CriticTraining:
@@ -19,7 +20,8 @@ class CriticTraining:
 
     def result(self) -> float:
         """Collective: wait for the update; its mean loss, on every rank."""
-        return broadcast_object(None if self._future is None else self._future.result(self._timeout_s))
+        with activity.bounded(self._timeout_s):
+            return broadcast_object(None if self._future is None else self._future.result(self._timeout_s))
 
 
 class RemoteCritic:
@@ -43,9 +45,10 @@ class RemoteCritic:
 
     def save(self) -> None:
         """Collective: have the critic write a checkpoint, and wait until it is on disk."""
-        if self._client is not None:
-            self._client.save_async().result(self._timeout_s)
-        broadcast_object(None)
+        with activity.bounded(self._timeout_s):
+            if self._client is not None:
+                self._client.save_async().result(self._timeout_s)
+            broadcast_object(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Which run this is to the critic and how many updates it was sent; the same on every rank."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
-from types import FrameType
 
-from nemo_style_aligner.parallel.groups import broadcast_object
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.groups import all_reduce_max
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+
+logger = logging.getLogger(__name__)
 
 
 def parse_duration(text: str | None) -> float | None:
@@ -25,30 +31,52 @@ def parse_duration(text: str | None) -> float | None:
 
 
 class RunControl:
-    """Asked once per step whether to checkpoint and stop. Rank 0 decides, all ranks get the same answer.
+    """Asked at the loop's stop points whether to stop. All ranks get the same answer.
 
-    SIGUSR1 and SIGTERM ask for a stop; a second SIGTERM does nothing more.
+    A stop signal counts whichever rank it reached; rank 0's clock decides about the time limit.
 
     Args:
         max_seconds: time limit of this run, None for none.
+
+    Attributes:
+        reason: why the run stops; None while it goes on.
+        status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self.reason: str | None = None
+        self.status = 0
 
-    def install_signal_handlers(self) -> None:
-        """Turn SIGUSR1 and SIGTERM into requests to stop after the present step."""
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.reason = self.reason or f"received {signal.Signals(number).name}"
-
-        signal.signal(signal.SIGUSR1, ask)
-        signal.signal(signal.SIGTERM, ask)
+    def begin(self) -> None:
+        """The loop starts: signals wait for its stop points from now on."""
+        stop_signals.hold()
 
     def should_stop(self) -> bool:
         """Collective: every rank must call it."""
-        if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.reason = "the time limit exp_manager.max_time_per_run is reached"
-        self.reason = broadcast_object(self.reason)
-        return self.reason is not None
+        received = stop_signals.received()
+        mine = int(received[0]) if received else 0
+        if not mine and self._deadline is not None and dist.get_rank() == 0 and time.monotonic() >= self._deadline:
+            mine = _TIME_IS_UP
+        agreed = all_reduce_max(mine)
+        if agreed:
+            self.reason = self.reason or _describe(agreed)
+        return agreed != 0
+
+    def stop_early(self, step: int) -> None:
+        """The state is on disk as far as it is worth it, and the run is not done: say so and set the status."""
+        logger.warning("stopping at step %d: %s", step, self.reason)
+        self.status = EXIT_REQUEUE
+
+    def service_status(self) -> int:
+        """Collective: a service's exit status. SIGTERM is its regular end, SIGUSR1 wants it to be started again."""
+        return EXIT_REQUEUE if all_reduce_max(int(signal.SIGUSR1 in stop_signals.received())) else 0
+
+
+_TIME_IS_UP = 1000  # in the place of a signal's number
+
+
+def _describe(code: int) -> str:
+    if code == _TIME_IS_UP:
+        return "the time limit exp_manager.max_time_per_run is reached"
+    return f"received {signal.Signals(code).name}"

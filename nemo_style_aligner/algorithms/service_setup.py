@@ -8,15 +8,17 @@ from omegaconf import DictConfig, ListConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.parallel.launch import bind_address, detect_launch
-from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
+from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.secret import resolve_token
@@ -84,6 +86,14 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     head = RewardHeadConfig.from_model_config(cfg.model)
     model = base.load(head=head, trainable=False)
     return RewardService(RewardModel(model, head, int(cfg.model.forward_micro_batch_size)))
+
+
+def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:
+    """Serve until a stop signal (rank 0's counts), finish what was taken; the job's exit status on every rank."""
+    control.begin()
+    stop_signals.on_request(server.request_stop)
+    server.run(backend)
+    return control.service_status()
 
 
 def _limits(base: BaseModel) -> ModelLimits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,11 +16,10 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.pipeline import LossFunction, train_step
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +116,7 @@ class SupervisedTrainer:
 
     def fit(self) -> None:
         """Train from the present step to ``max_steps``, or until the run's time is up."""
+        self.run_control.begin()
         with ProgressBar(self.settings.max_steps, "Training", self.metrics.rank, initial=self.step) as progress:
             batches = self._train_batches()
             while not self.is_finished:
@@ -132,8 +131,8 @@ class SupervisedTrainer:
                 if stopping or self.is_finished or self.is_due(self.settings.save_interval):
                     self.save()
                 progress.update(1, {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))})
-                if stopping:
-                    logger.warning("stopping at step %d: %s", self.step, self.run_control.reason)
+                if stopping and not self.is_finished:
+                    self.run_control.stop_early(self.step)
                     return
 
     def _train_batches(self) -> Iterator[Sequence[int]]:
@@ -161,6 +160,7 @@ class SupervisedTrainer:
         with self.timer("validation_time"):
             self.val_sampler.consumed_samples = 0
             for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
+                activity.progress()
                 batch = self.make_val_batch(self._share(indices))
                 means = train_step(self.model, batch, self.micro_batch_rows, self.loss, forward_only=True)
                 count = means.pop("num_items")

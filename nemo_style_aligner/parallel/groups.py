@@ -144,6 +144,15 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
     return dict(zip(keys, values.tolist(), strict=True))
 
 
+def all_reduce_max(value: int) -> int:
+    """The largest of all ranks' values, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    largest = torch.tensor([value], dtype=torch.int64, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
 def broadcast_object(value: Any, src: int = 0) -> Any:
     """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only)."""
     if dist.get_world_size() == 1:

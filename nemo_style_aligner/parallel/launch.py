@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,10 +38,13 @@ from nemo_style_aligner.config import (
     ConfigError,
     check_config,
     complete_config,
+    log_directory,
     prepare_overrides,
     register_resolvers,
 )
+from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.machine import available_cores, free_port, own_address
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.logging import configure_logging
 
@@ -356,6 +360,7 @@ def abort_job(exit_code: int = 1) -> NoReturn:
 
     Under MPI by ``MPI_Abort``; under srun by cancelling the step, as srun does of itself only with
     ``--kill-on-bad-exit``; torchrun, mpirun and the supervisor end the others when they see this one gone.
+    A step that is to be started again (`EXIT_REQUEUE`) is not cancelled: that would change its status.
     """
     last_resort = threading.Timer(_ABORT_SECONDS, os._exit, args=(exit_code,))
     last_resort.daemon = True
@@ -365,7 +370,7 @@ def abort_job(exit_code: int = 1) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_code)
-    if _in_slurm_step(os.environ) and shutil.which("scancel"):
+    if exit_code != EXIT_REQUEUE and _in_slurm_step(os.environ) and shutil.which("scancel"):
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(["scancel", step], timeout=_ABORT_SECONDS / 2, check=False)
@@ -402,10 +407,10 @@ def _own_rank() -> tuple[int, int]:
 # ---- entry scripts ------------------------------------------------------------------------------
 
 
-def job(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+def job(name: str, *, is_service: bool = False) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
-        @job("gpt_ppo_actor")
+        @job("gpt_ppo_critic")
         def main(cfg: DictConfig) -> None:
             ...
 
@@ -413,26 +418,37 @@ def job(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None
             main()
 
     Reads and checks the config and the command line's overrides, starts this machine's ranks when nobody
-    else did, sets up torch.distributed, runs ``main`` on every rank, and ends the job: with status 0 when
-    all went well, 2 for a mistake in the config, 1 for anything else. Writes nothing and does not change
-    the working directory (what hydra would do).
+    else did, sets up torch.distributed, runs ``main`` on every rank, and ends the job with the status that
+    ``main`` returns (None is 0; the same on every rank), with 2 for a mistake in the config, with
+    `EXIT_REQUEUE` when it was stopped before it had begun, and with 1 for anything else (docs/jobs.md).
+    Writes nothing but the file for an early stop, and does not change the working directory (what hydra
+    would do).
+
+    Args:
+        name: of the config.
+        is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
     """
 
-    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+    def decorate(main: Callable[[DictConfig], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
             install_excepthook()
             end_with_supervisor()
             try:
                 cfg = _compose(name)
-                if cfg is not None:
-                    _run_job(name, main, cfg)
+                status = _run_job(name, main, cfg) if cfg is not None else 0
+            except StopDuringStartError:
+                is_regular_end = is_service and stop_signals.received()[0] == signal.SIGTERM
+                _logger.warning("stopped by %s before there was anything to save", stop_signals.received()[0].name)
+                abort_job(0 if is_regular_end else EXIT_REQUEUE)
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
                         print(end.code, file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
+            if status:
+                sys.exit(status)
 
         return run
 
@@ -453,15 +469,30 @@ def _compose(name: str) -> DictConfig | None:
     return complete_config(composed[0], name) if composed else None
 
 
-def _run_job(name: str, main: Callable[[DictConfig], None], cfg: DictConfig) -> None:
+def _run_job(name: str, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = check_config(cfg, name)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:
-        sys.exit(supervise(cfg.trainer.devices))
+        status = supervise(cfg.trainer.devices)
+        if status != EXIT_REQUEUE:
+            sys.exit(status)
+        return status
     for note in notes:
         _logger.info(note)
-    initialize(cfg)
-    main(cfg)
+    log_dir = log_directory(cfg.exp_manager) if "exp_manager" in cfg and info.rank == 0 else None
+    if log_dir is not None:
+        stop_signals.remove_requeue_file(log_dir)
+    stop_signals.install()
+    try:
+        initialize(cfg)
+        status = main(cfg) or 0
+    except StopDuringStartError:
+        if log_dir is not None:
+            stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
+        raise
+    if status == EXIT_REQUEUE and log_dir is not None:
+        stop_signals.write_requeue_file(log_dir, "stopped early, with a checkpoint where there was something to save")
     shutdown()
+    return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from nemo_style_aligner.parallel.machine import available_cores, free_port
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 
 SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 """Environment variable of a rank that a supervisor started: the supervisor's process id."""
@@ -19,6 +21,7 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
+_REQUEUE_SECONDS = 10.0  # ranks that end early end together; who is later than this is ended
 _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
 
 
@@ -29,7 +32,8 @@ def supervise(num_ranks: int, command: Sequence[str] | None = None) -> int:
     ended within seconds.
 
     Returns:
-        The exit status for this process: 0, or that of the first rank that failed (128 + n for signal n).
+        The exit status for this process: 0, or that of the first rank that ended with another one (128 + n for
+        signal n).
     """
     command = list(command) if command is not None else [sys.executable, *sys.orig_argv[1:]]
     children: list[subprocess.Popen[bytes]] = []
@@ -89,12 +93,18 @@ def end_with_supervisor() -> None:
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """Until all have ended well (0), or one has not (its exit status)."""
+    requeue_deadline = math.inf
     while True:
         codes = [child.poll() for child in children]
-        failed = [code for code in codes if code]
-        if failed:
+        failed = [code for code in codes if code and code != EXIT_REQUEUE]
+        if EXIT_REQUEUE in codes:
+            # Whatever becomes of the others now is a consequence.
+            requeue_deadline = min(requeue_deadline, time.monotonic() + _REQUEUE_SECONDS)
+            if None not in codes or time.monotonic() > requeue_deadline:
+                return EXIT_REQUEUE
+        elif failed:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if all(code == 0 for code in codes):
+        elif None not in codes:
             return 0
         time.sleep(_POLL_SECONDS)
 

@@ -16,6 +16,7 @@ from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply, neighbours
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.telemetry import activity
 
 
 class PendingRollouts:
@@ -84,6 +85,7 @@ class RolloutCollector:
         supply = RequestSupply(self.work, self.group, self.engine.num_slots, prompts, seed)
         while supply.wait():  # until the round is complete, ids of lost workers included
             for result in self.engine.generate(supply, self.sampling):
+                activity.progress()
                 supply.num_running -= 1
                 if self.group.is_leader:
                     intake.add(result)
@@ -145,6 +147,7 @@ def _gather_scores(intake: ResponseIntake, width: int) -> Scores:
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
     for served in intake.scores():
+        activity.progress()
         rewards.append(served.rewards)
         values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
     ids = all_gather_rows(torch.tensor([r.request_id for r in intake.results], dtype=torch.int64, device=where)).cpu()

@@ -25,6 +25,7 @@ from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState,
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -160,6 +161,7 @@ class Dispatcher:
 
     def _serve_until_stopped(self) -> None:
         while not self._stop_requested:
+            activity.progress()  # waiting for requests is no standstill
             if not self._work():
                 self._heartbeat()
 
@@ -265,6 +267,7 @@ class Dispatcher:
     def _follow(self) -> None:
         while True:
             command = self._channel.receive()
+            activity.progress()
             if command.op is OpCode.NOOP:
                 continue
             if command.op is OpCode.SHUTDOWN:
@@ -292,7 +295,8 @@ class Dispatcher:
         """Act, and learn whether every other rank succeeded too."""
         self._peers_listen = False
         try:
-            result = act()
+            with activity.phase(f"service/{op.name.lower()}"):
+                result = act()
         except BaseException:
             logger.error("rank %d failed in %s", self._channel.rank, op.name, exc_info=True)
             self._channel.report_failure()

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
+from nemo_style_aligner.telemetry import activity
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
@@ -63,6 +64,7 @@ class MetricsLogger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``)."""
+        activity.progress()  # on every rank
         if not self._enabled:
             return
         scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from nemo_style_aligner.telemetry import activity
+
 
 class ScopedTimer:
     """Sums up wall-clock time by nested scopes.
@@ -20,7 +22,7 @@ class ScopedTimer:
         timer.consume_durations()   # {"rollout": 3.1, "rollout/generate": 2.8}
 
     Scopes nest per thread, so that work that overlaps in another thread has its own names. All methods
-    may be called from any thread.
+    may be called from any thread. The main thread's scopes are the phases that the watchdog reports.
 
     Args:
         synchronize: called before each reading of the clock, so that work queued on a device counts where
@@ -42,6 +44,7 @@ class ScopedTimer:
         """Time the body of a ``with`` statement, also when it raises."""
         scopes: list[str] = self._open_scopes.__dict__.setdefault("names", [])
         scopes.append(name)
+        activity.enter(name)
         path = "/".join(scopes)
         started = self._read_clock()
         try:
@@ -49,6 +52,7 @@ class ScopedTimer:
         finally:
             elapsed = self._read_clock() - started
             scopes.pop()
+            activity.leave()
             with self._lock:
                 self._durations[path] = self._durations.get(path, 0.0) + elapsed
 

@@ -3,19 +3,20 @@
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
-from nemo_style_aligner.algorithms.service_setup import build_critic_service, listen_as_critic
+from nemo_style_aligner.algorithms.service_setup import build_critic_service, listen_as_critic, serve
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("gpt_ppo_critic")
-def main(cfg: DictConfig) -> None:
+@job("gpt_ppo_critic", is_service=True)
+def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     describe(cfg, run, base)
     server = listen_as_critic(cfg, run, base)
-    server.run(build_critic_service(cfg, run, base, server.ledger))
+    status = serve(server, build_critic_service(cfg, run, base, server.ledger), run.control)
     run.close()
+    return status
 
 
 if __name__ == "__main__":

@@ -2,19 +2,20 @@
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("inference_rm")
-def main(cfg: DictConfig) -> None:
+@job("inference_rm", is_service=True)
+def main(cfg: DictConfig) -> int:
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.seed
     )
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
-    listen_as_reward_model(cfg, layout, base).run(build_reward_service(cfg, base))
+    return serve(listen_as_reward_model(cfg, layout, base), build_reward_service(cfg, base), RunControl())
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from nemo_style_aligner.parallel.launch import job
 
 
 @job("gpt_ppo_actor")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     describe(cfg, run, base)
     trainer = build_ppo_trainer(cfg, run, base)
     trainer.fit()
     trainer.close()
-    run.close()
+    return run.close()
 
 
 if __name__ == "__main__":

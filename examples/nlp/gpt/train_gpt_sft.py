@@ -9,7 +9,7 @@ from nemo_style_aligner.parallel.launch import job
 
 
 @job("gpt_sft")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.model.restore_from_path, cfg, key="model.restore_from_path")
     describe(cfg, run, base)
@@ -17,7 +17,7 @@ def main(cfg: DictConfig) -> None:
     model = base.load()
     trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, sft_loss(model))
     trainer.fit()
-    run.close()
+    return run.close()
 
 
 if __name__ == "__main__":

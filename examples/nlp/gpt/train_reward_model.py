@@ -10,7 +10,7 @@ from nemo_style_aligner.parallel.launch import job
 
 
 @job("training_rm")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     describe(cfg, run, base)
@@ -19,7 +19,7 @@ def main(cfg: DictConfig) -> None:
     model = base.load(head=head)
     trainer = build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_loss(cfg, head))
     trainer.fit()
-    run.close()
+    return run.close()
 
 
 if __name__ == "__main__":

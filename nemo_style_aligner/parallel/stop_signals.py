@@ -1,0 +1,108 @@
+"""Requests to stop: SIGUSR1 and SIGTERM, from a user, a launcher or Slurm.
+
+`install` makes both mean "write a checkpoint and end with status `EXIT_REQUEUE`". What that means depends on what
+the process is doing; docs/jobs.md has the whole picture:
+
+- While a job starts there is nothing to save: the signal ends the process at once.
+- After `hold` the loop asks `received` at its stop points.
+- Inside `interruptible` nothing is done that must be completed: the signal ends the block.
+
+The signals of a process exist once, and so does this module's state.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+
+EXIT_REQUEUE = os.EX_TEMPFAIL
+"""Exit status (75) of a job that stopped early with its state on disk: start it again and it goes on."""
+
+REQUEUE_FILE = "requeue"
+"""File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
+
+
+class StopDuringStartError(SystemExit):
+    """A stop was asked for before there was anything to save."""
+
+
+class _InterruptedError(BaseException):
+    """Ends an `interruptible` block."""
+
+
+_received: list[signal.Signals] = []
+_callbacks: list[Callable[[], None]] = []
+_starting = True
+_interruptible = False
+
+
+def install() -> None:
+    """Take over SIGUSR1 and SIGTERM. Main thread only."""
+    signal.signal(signal.SIGUSR1, _on_signal)
+    signal.signal(signal.SIGTERM, _on_signal)
+
+
+def received() -> tuple[signal.Signals, ...]:
+    """The stop signals that this process got, in order. Repeated ones change nothing."""
+    return tuple(_received)
+
+
+def hold() -> None:
+    """From now on there is something to save: a signal no longer ends the process by itself."""
+    global _starting
+    _starting = False
+
+
+def on_request(callback: Callable[[], None]) -> None:
+    """Call ``callback`` in the signal handler (it must not take locks), and now if a signal came already."""
+    _callbacks.append(callback)
+    if _received:
+        callback()
+
+
+class interruptible:
+    """A block that a stop signal ends at once, wherever it is; execution goes on behind the block.
+
+    Work of this rank alone: an interrupted collective would leave the other ranks waiting. Whoever uses it asks
+    `received` afterwards, together with the other ranks.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        global _interruptible
+        _interruptible = self._enabled
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> bool:
+        global _interruptible
+        _interruptible = False
+        return kind is _InterruptedError
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _interruptible
+    first = not _received
+    _received.append(signal.Signals(number))
+    for callback in _callbacks:
+        callback()
+    if _starting and first:
+        raise StopDuringStartError(EXIT_REQUEUE)
+    # In `__exit__` it would be too late: nobody would catch it.
+    if _interruptible and frame is not None and frame.f_code is not interruptible.__exit__.__code__:
+        _interruptible = False
+        raise _InterruptedError
+
+
+def write_requeue_file(log_dir: Path, reason: str) -> None:
+    """Leave `REQUEUE_FILE` with the reason in it."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    (log_dir / REQUEUE_FILE).write_text(f"{reason}\n", encoding="utf-8")
+
+
+def remove_requeue_file(log_dir: Path) -> None:
+    """Remove what an earlier run left."""
+    (log_dir / REQUEUE_FILE).unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""A job that hangs is ended, and the report says what it hangs in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from job_processes import Job, ranks_of
+
+from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, describe
+
+SCRIPT = """
+import ctypes, sys, time
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from nemo_style_aligner.algorithms.job_setup import start_run
+from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+@job("gpt_ppo_critic")
+def main(cfg: DictConfig) -> int:
+    run, timer, mode = start_run(cfg), ScopedTimer(), cfg.exp_manager.name
+    with timer("step"):
+        while True:
+            with timer("generate"):
+                if mode == "sleeping" and dist.get_rank() == 1:
+                    time.sleep(300)
+                if mode == "holding the lock":
+                    ctypes.PyDLL(None).sleep(300)
+            with timer("logprobs"):
+                dist.all_reduce(torch.ones(1))
+            print("on", flush=True)
+            time.sleep(0.05)
+
+if __name__ == "__main__":
+    main()
+"""
+LIMIT_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def stuck_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Job, Path]]]:
+    """Three jobs side by side: a rank that sleeps, one that is stopped, one that holds Python's lock."""
+    folder = tmp_path_factory.mktemp("watchdog")
+    (folder / "script.py").write_text(SCRIPT)
+    jobs: dict[str, tuple[Job, Path]] = {}
+    for mode, ranks in (("sleeping", 2), ("stopped", 2), ("holding the lock", 1)):
+        log_dir = folder / mode
+        command = [
+            *(sys.executable, "-u", str(folder / "script.py"), f"trainer.devices={ranks}"),
+            f"exp_manager.name={mode}",
+            f"exp_manager.explicit_log_dir={log_dir}",
+            f"exp_manager.watchdog_minutes={LIMIT_SECONDS / 60}",
+        ]
+        jobs[mode] = Job(command, log_dir.with_suffix(".log")), log_dir
+    try:
+        stopped, _ = jobs["stopped"]
+        deadline = time.monotonic() + 120
+        while "on" not in stopped.output().splitlines():
+            assert stopped.process.poll() is None and time.monotonic() < deadline, stopped.describe()
+            time.sleep(0.1)
+        os.kill(ranks_of(stopped)[1], signal.SIGSTOP)
+        yield jobs
+    finally:
+        for job, _ in jobs.values():
+            job.kill()
+
+
+def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
+    """Rank, phase, place and collective are named, every rank leaves its stacks, all within seconds of the limit."""
+    job, log_dir = stuck_jobs["sleeping"]
+    assert job.wait(120) == EXIT_STUCK, job.describe()
+    report = (log_dir / "watchdog" / "report.txt").read_text()
+    behind, waits = report.splitlines()[1:3]
+    assert behind.startswith("rank 1 (host ") and "is behind: in phase step/generate since" in behind
+    assert "script.py:18 in main: time.sleep(300)" in behind
+    assert waits.startswith("rank 0 (host ") and "waits in all_reduce of the default group: in phase step/logp" in waits
+    assert report.splitlines()[1] in job.output()
+    for rank in (0, 1):
+        assert "script.py" in (log_dir / "watchdog" / f"stacks_rank_{rank}.txt").read_text()
+
+
+def test_a_rank_that_is_stopped(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
+    job, log_dir = stuck_jobs["stopped"]
+    assert job.wait(120) == EXIT_STUCK, job.describe()
+    behind = (log_dir / "watchdog" / "report.txt").read_text().splitlines()[1]
+    assert behind.startswith("rank 1 (host ") and "silent for" in behind
+    assert (log_dir / "watchdog" / "stacks_rank_0.txt").exists()
+
+
+def test_a_rank_that_holds_the_lock(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
+    """No thread of Python can run: the backstop writes the stacks and ends the process."""
+    job, log_dir = stuck_jobs["holding the lock"]
+    assert job.wait(120) == 1, job.describe()
+    assert "script.py" in (log_dir / "watchdog" / "backstop_rank_0.txt").read_text()
+
+
+def _state(rank: int, **changes: object) -> RankState:
+    values: dict[str, object] = {"rank": rank, "host": "h", "pid": 1, "job": "j", "time": 100.0, "phase": "step"}
+    values |= {"since": 0.0, "progress": 0.0, "bound": 0.0, "line": "a.py:1", "collective": None}
+    return RankState(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_report_groups_the_ranks() -> None:
+    states = [_state(rank, collective="all_reduce of the default group") for rank in range(3)]
+    lines = describe([*states, _state(3, line="b.py:2"), None], 60, 100.0, 30).splitlines()
+    assert lines[1] == "rank 4 has never reported"
+    assert lines[2].startswith("rank 3 (host h, process 1) is behind: in phase step") and lines[2].endswith("b.py:2")
+    assert lines[3].startswith("each of the ranks 0, 1, 2 waits in all_reduce of the default group")
+    alone = describe([_state(0, line="c.py:3")], 60, 100.0, 30).splitlines()
+    assert alone[1].startswith("rank 0 (host h, process 1) is stuck: in phase step")
+
+
+def test_a_wait_with_its_own_limit_may_take_as_long() -> None:
+    assert _state(0).is_stuck(60, now=100.0)
+    assert not _state(0, bound=600.0).is_stuck(60, now=100.0)
+    assert not _state(0, progress=50.0).is_stuck(60, now=100.0)
+    with activity.phase("outer"), activity.bounded(5.0), activity.phase("inner"):
+        now = activity.current()
+        assert now.phase.endswith("outer/inner") and now.bound == 5.0
+    assert activity.current().bound == 0.0
