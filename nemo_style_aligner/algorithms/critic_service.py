@@ -50,6 +50,11 @@ class CriticService:
         """Critic updates made."""
         return self.critic.optimizer.step_count
 
+    @property
+    def weight_swaps(self) -> int:
+        """How often the critic's weights made room for the reward model's; see `dispatcher.SwapsWeights`."""
+        return 0 if self.reward_model is None else self.reward_model.num_swaps
+
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rewards (if the reward model is here) and values; see `ModelBackend.infer`."""
         answer = {}

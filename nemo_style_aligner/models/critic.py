@@ -51,6 +51,11 @@ class RewardModel:
         """Rewards per sequence: 1 unless the attributes stay apart."""
         return 1 if self.head.merge_attributes else self.head.num_attributes
 
+    @property
+    def num_swaps(self) -> int:
+        """How often these weights took the place of another model's."""
+        return 0 if isinstance(self._weights, MegatronModel) else self._weights.num_swaps
+
     def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """int64 [n, s], int64 [n], held by every rank -> fp32 [n, num_outputs] on every rank."""
         if isinstance(self._weights, MegatronModel):

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,14 @@ class ModelBackend(Protocol):
     def save(self) -> None:
         """Write a checkpoint; return when it is whole."""
         ...
+
+
+@runtime_checkable
+class SwapsWeights(Protocol):
+    """A backend that computes with two sets of weights and counts how often it exchanged them."""
+
+    @property
+    def weight_swaps(self) -> int: ...
 
 
 class RankFailedError(RuntimeError):
@@ -115,6 +123,7 @@ class Dispatcher:
         self._ledger = ledger or TrainingLedger()
         self._metrics = metrics or ServiceMetrics()
         self._last_contact = time.monotonic()
+        self._weight_swaps = 0  # counted in the metrics already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
 
@@ -186,10 +195,12 @@ class Dispatcher:
             return False
         now = time.monotonic()
         for job in jobs:
+            job.taken = now
             self._metrics.queue_time.observe(now - job.arrived)
         try:
             self._do(jobs)
         except BaseException as error:
+            logger.error("failed at work on request_id=%s", ",".join(job.request_id for job in jobs))
             failure = ProtocolError(500, f"the service failed: {_describe(error)}")
             for job in jobs:
                 if not job.future.done():
@@ -218,10 +229,14 @@ class Dispatcher:
             row_multiple=settings.row_multiple,
             max_length=settings.max_sequence_length,
         )
-        self._metrics.batch_rows.observe(sum(job.rows for job in jobs))
+        rows = sum(job.rows for job in jobs)
+        self._metrics.batch_rows.observe(rows)
         command = Command(OpCode.INFER, tensors={"tokens": batch.tokens, "lengths": batch.lengths})
         outputs = self._command(command, lambda: self._backend.infer(batch.tokens, batch.lengths))
-        for job, result in zip(jobs, batching.split(jobs, batch, outputs), strict=True):
+        results = batching.split(jobs, batch, outputs)
+        finished = time.monotonic()
+        for job, result in zip(jobs, results, strict=True):
+            job.finished, job.batch_rows, job.leads_batch = finished, rows, job is jobs[0]
             job.future.set_result(result)
 
     def _train(self, job: TrainJob) -> None:
@@ -249,6 +264,9 @@ class Dispatcher:
         self._channel.send(command)
         result = self._together(command.op, act)
         self._metrics.command_time.labels(command.op.name.lower()).observe(time.monotonic() - started)
+        if isinstance(self._backend, SwapsWeights):
+            self._metrics.weight_swaps.inc(self._backend.weight_swaps - self._weight_swaps)
+            self._weight_swaps = self._backend.weight_swaps
         return result
 
     def _heartbeat(self) -> None:

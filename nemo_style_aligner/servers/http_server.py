@@ -7,37 +7,61 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import waitress
 import waitress.wasyncore
 from flask import Flask, Response, request
 
+from nemo_style_aligner.servers.connections import ConnectionLimits, ConnectionWatch, HeaderCheck, channel_class
+
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
 logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
 JSON_TYPE = "application/json"
+_SWEEP_SECONDS = 0.5
+_RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
+_BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
+
+
+def token_check(token: str | None) -> HeaderCheck:
+    """Whether a request's header fields (names as in WSGI, without ``HTTP_``) carry the token; always without one.
+
+    It comes as ``Authorization: Bearer <token>``, or as ``triton-access-token: <token>`` from Triton's clients. The
+    comparison takes the same time whatever is wrong.
+    """
+    if token is None:
+        return lambda fields: True
+    if not token:
+        raise ValueError("the token is empty: give a secret, or None for no authentication")
+    expected = token.encode()
+
+    def check(fields: Mapping[str, str]) -> bool:
+        scheme, _, given = fields.get("AUTHORIZATION", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = fields.get("TRITON_ACCESS_TOKEN", "")
+        return hmac.compare_digest(given.encode(), expected)
+
+    return check
 
 
 def require_token(
     app: Flask, token: str | None, is_open: Callable[[str], bool], error_body: Callable[[str], bytes]
 ) -> None:
-    """Refuse requests without ``Authorization: Bearer <token>`` with 401.
+    """Refuse requests without the token (see `token_check`) with 401.
 
     ``is_open(path)`` names the routes that need none (health). Without a token everything is open.
     """
     if token is None:
         return
-    if not token:
-        raise ValueError("the token is empty: give a secret, or None for no authentication")
-    expected = f"Bearer {token}".encode()
+    has_token = token_check(token)
 
     def check() -> Response | None:
-        given = request.headers.get("Authorization", "").encode()
-        if is_open(request.path) or hmac.compare_digest(given, expected):
+        fields = {name.upper().replace("-", "_"): value for name, value in request.headers}
+        if is_open(request.path) or has_token(fields):
             return None
         body = error_body("authorization is needed: send the header 'Authorization: Bearer <token of this run>'")
         return Response(body, 401, {"WWW-Authenticate": "Bearer"}, content_type=JSON_TYPE)
@@ -49,10 +73,24 @@ class WsgiServer:
     """A waitress server in a daemon thread, started by the constructor, bound before it returns.
 
     ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
-    address cannot be bound.
+    address cannot be bound. ``may_send_body`` looks at a request's header before a large body is read
+    (`token_check` makes one).
     """
 
-    def __init__(self, app: Any, host: str, port: int, *, threads: int, max_body_bytes: int, name: str) -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        threads: int,
+        max_body_bytes: int,
+        name: str,
+        limits: ConnectionLimits | None = None,
+        may_send_body: HeaderCheck | None = None,
+    ) -> None:
+        limits = limits or ConnectionLimits()
+        connections = limits.connections()
         self._socket = _bind(host, port, name)
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
@@ -63,11 +101,17 @@ class WsgiServer:
             sockets=[self._socket],
             threads=threads,
             max_request_body_size=max_body_bytes,
-            connection_limit=4096,
-            channel_timeout=600,
+            connection_limit=connections,
+            channel_timeout=int(limits.idle_seconds),
+            recv_bytes=_RECEIVE_BYTES,
+            inbuf_overflow=_BUFFER_BYTES,
+            outbuf_overflow=_BUFFER_BYTES,
             asyncore_use_poll=True,
             ident=None,
         )
+        self._server.channel_class = channel_class(may_send_body, limits)
+        self._watch = ConnectionWatch(limits, connections)
+        self._next_sweep = 0.0
         self._stopping = threading.Event()
         self._flush_deadline = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -82,6 +126,9 @@ class WsgiServer:
     def _run(self) -> None:
         while not self._stopping.is_set():
             waitress.wasyncore.loop(timeout=_POLL_SECONDS, map=self._map, use_poll=True, count=1)
+            if time.monotonic() >= self._next_sweep:
+                self._watch.sweep(self._server.active_channels.values())
+                self._next_sweep = time.monotonic() + _SWEEP_SECONDS
         self._server.accepting = False
         while time.monotonic() < self._flush_deadline and self._busy():
             waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)

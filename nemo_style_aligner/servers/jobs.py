@@ -23,6 +23,12 @@ class Job:
 
     future: ResultFuture = dataclasses.field(default_factory=ResultFuture)
     arrived: float = dataclasses.field(default_factory=time.monotonic)
+    request_id: str = ""
+    # For the log and the statistics, set by the dispatcher (times like `arrived`, monotonic seconds):
+    taken: float = 0.0
+    finished: float = 0.0
+    batch_rows: int = 1  # of the batch that it was merged into
+    leads_batch: bool = True  # the first job of that batch
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

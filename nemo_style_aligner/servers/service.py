@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import re
 import time
 import zlib
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 import nemo_style_aligner
+from nemo_style_aligner.servers import openapi
+from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
-from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token
+from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
@@ -31,13 +34,16 @@ from nemo_style_aligner.servers.protocol import (
     decode_infer_request,
     encode_infer_response,
 )
+from nemo_style_aligner.servers.request_log import adopt_id, log_requests, note, raise_level
+from nemo_style_aligner.servers.statistics import ModelStatistics
 
 logger = logging.getLogger(__name__)
 
 SERVER_NAME = "nemo_style_aligner"
-EXTENSIONS = ["binary_tensor_data", "model_configuration"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
 _WSGI_BODY_MARGIN = 2**20
+_MODEL_READY = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,7 @@ class HttpSettings:
     max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
     infer_timeout_s: float = 600.0  # an inference request that outwaits it is answered 504
     command_timeout_s: float = 3600.0  # the same for training and saving
+    connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     preferred_batch_rows: tuple[int, ...] = ()  # shown in the model configuration
     max_queue_delay_microseconds: int = 0  # shown in the model configuration
 
@@ -62,6 +69,7 @@ def create_app(
     """The Flask app of a service with these endpoints."""
     app = Flask("nemo_style_aligner.service")
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    log_requests(app)
     routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
     require_token(app, settings.token, _is_health_route, lambda message: ProtocolError(401, message).body())
     app.register_error_handler(ProtocolError, _protocol_error)
@@ -70,11 +78,18 @@ def create_app(
     app.add_url_rule("/v2", view_func=routes.server_metadata)
     app.add_url_rule("/v2/health/live", view_func=routes.live)
     app.add_url_rule("/v2/health/ready", view_func=routes.ready)
+    app.add_url_rule("/v2/models/stats", view_func=routes.statistics)
+    app.add_url_rule("/v2/repository/index", view_func=routes.repository_index, methods=["POST"])
+    for action in ("load", "unload"):
+        path = f"/v2/repository/models/<model>/{action}"
+        app.add_url_rule(path, f"repository_{action}", routes.refuse_to_load, methods=["POST"])
     app.add_url_rule("/metrics", view_func=routes.metrics)
+    app.add_url_rule("/openapi.json", view_func=routes.openapi)
     for prefix in ("/v2/models/<model>", "/v2/models/<model>/versions/<version>"):
         app.add_url_rule(prefix, view_func=routes.model_metadata)
         app.add_url_rule(f"{prefix}/ready", view_func=routes.model_ready)
         app.add_url_rule(f"{prefix}/config", view_func=routes.model_config)
+        app.add_url_rule(f"{prefix}/stats", view_func=routes.model_statistics)
         app.add_url_rule(f"{prefix}/infer", view_func=routes.infer, methods=["POST"])
     return app
 
@@ -91,6 +106,8 @@ def start_http_server(
         # Flask enforces the limit proper and answers in the protocol's form.
         max_body_bytes=settings.max_body_bytes + _WSGI_BODY_MARGIN,
         name="inference service",
+        limits=settings.connections,
+        may_send_body=token_check(settings.token),
     )
     logger.info(
         "serving %s on http://%s:%d", ", ".join(endpoint.name for endpoint in endpoints), server.host, server.port
@@ -99,16 +116,18 @@ def start_http_server(
 
 
 def _is_health_route(path: str) -> bool:
-    return path in ("/v2/health/live", "/v2/health/ready")
+    return path in ("/v2/health/live", "/v2/health/ready") or bool(_MODEL_READY.fullmatch(path))
 
 
 def _protocol_error(error: ProtocolError) -> Response:
+    note(error=error.message)
     return Response(error.body(), error.status, error.headers, content_type=JSON_TYPE)
 
 
 def _http_error(error: HTTPException) -> Response:
     """Flask's own errors (404, 405, 413, and 500 for a bug here, which Flask logs) in the protocol's form."""
     message = f"{error.name}: {error.description}"
+    note(error=message)
     headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
     return Response(ProtocolError(error.code or 500, message).body(), error.code, headers, content_type=JSON_TYPE)
 
@@ -127,6 +146,8 @@ class _Routes:
         self._queue = queue
         self._settings = settings
         self._metrics = metrics
+        self._statistics = {name: ModelStatistics() for name in endpoints}
+        self._openapi = openapi.describe(list(endpoints.values()), needs_token=settings.token is not None)
 
     def server_metadata(self) -> Response:
         return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
@@ -141,6 +162,36 @@ class _Routes:
         self._metrics.outstanding.set(self._queue.outstanding)
         text, content_type = self._metrics.exposition()
         return Response(text, content_type=content_type)
+
+    def openapi(self) -> Response:
+        return _json(self._openapi)
+
+    def statistics(self) -> Response:
+        stats = [statistics.describe(name, MODEL_VERSION) for name, statistics in self._statistics.items()]
+        return _json({"model_stats": stats})
+
+    def model_statistics(self, model: str, version: str = MODEL_VERSION) -> Response:
+        self._endpoint(model, version)
+        return _json({"model_stats": [self._statistics[model].describe(model, MODEL_VERSION)]})
+
+    def repository_index(self) -> Response:
+        """Triton's list of models; the body may say ``{"ready": true}``: only those that answer."""
+        asked: Any = {}
+        if body := self._body():
+            try:
+                asked = json.loads(body)
+            except (ValueError, RecursionError) as error:
+                raise ProtocolError(400, f"the body is not JSON: {error}") from error
+        only_ready = asked.get("ready", False) if isinstance(asked, dict) else None
+        if not isinstance(only_ready, bool):
+            raise ProtocolError(400, "the body must be an object, and 'ready' in it true or false")
+        serving = self._queue.state is QueueState.SERVING
+        state, reason = ("READY", "") if serving else ("UNAVAILABLE", self._queue.state.value)
+        names = self._endpoints if serving or not only_ready else ()
+        return _json([{"name": n, "version": MODEL_VERSION, "state": state, "reason": reason} for n in names])
+
+    def refuse_to_load(self, model: str) -> Response:
+        raise ProtocolError(400, f"model '{model}': this service's models cannot be loaded or unloaded while it runs")
 
     def model_metadata(self, model: str, version: str = MODEL_VERSION) -> Response:
         return _json(self._endpoint(model, version).metadata())
@@ -161,21 +212,43 @@ class _Routes:
 
     def infer(self, model: str, version: str = MODEL_VERSION) -> Response:
         endpoint = self._endpoint(model, version)
+        if not endpoint.batched:
+            raise_level(logging.INFO)  # commands are few and matter
         started = time.monotonic()
         status = 500
+        job: Job | None = None
         try:
             decoded = decode_infer_request(self._body(), request.headers.get(HEADER_LENGTH_FIELD))
+            request_id = adopt_id(decoded.id)
             job = endpoint.make_job(decoded)
+            job.request_id = request_id
             outputs = self._wait(job, endpoint, decoded)
+            job.finished = job.finished or time.monotonic()
             body, headers = encode_infer_response(model, MODEL_VERSION, outputs, decoded)
             status = 200
         except (ProtocolError, HTTPException) as error:
             status = error.status if isinstance(error, ProtocolError) else error.code or 500
             raise
         finally:
-            self._metrics.requests.labels(model, str(status)).inc()
-            self._metrics.latency.labels(model).observe(time.monotonic() - started)
+            self._count(model, job, status, time.monotonic() - started)
         return Response(body, 200, headers)
+
+    def _count(self, model: str, job: Job | None, status: int, seconds: float) -> None:
+        """Note an answered request in the metrics, the statistics and the log."""
+        self._metrics.requests.labels(model, str(status)).inc()
+        self._metrics.latency.labels(model).observe(seconds)
+        if job is None or status != 200:
+            self._statistics[model].failed(seconds)
+            return
+        rows = job.rows if isinstance(job, InferJob) else 1
+        self._statistics[model].answered(job, rows, seconds)
+        note(
+            model=model,
+            rows=rows,
+            batch_rows=job.batch_rows,
+            queue_ms=round(1000 * (job.taken - job.arrived), 1),
+            compute_ms=round(1000 * (job.finished - job.taken), 1),
+        )
 
     def _endpoint(self, model: str, version: str) -> Endpoint:
         endpoint = self._endpoints.get(model)

@@ -1,0 +1,130 @@
+"""What a connection may cost a WSGI server before its request reaches the application.
+
+waitress reads requests whole before a thread works on them, which protects the threads; what is left is
+here: a client that sends too slowly, that never says anything, that opens more connections than there are
+file descriptors, or that has the server buffer a large body though it has no token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser
+from waitress.utilities import Error
+
+_DESCRIPTORS_PER_CONNECTION = 2  # the socket, and a temporary file when its request or answer is large
+_RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectionLimits:
+    """How long and how many. Times in seconds."""
+
+    receive_seconds: float = 30.0  # for a request to arrive, and in addition the time its size takes at the rate below
+    min_bytes_per_second: float = 65536.0
+    first_request_seconds: float = 30.0  # for a new connection to say anything at all
+    idle_seconds: float = 600.0  # between two requests
+    max_connections: int = 4096  # at most; fewer where the process may open fewer files
+    max_body_without_token: int = 65536  # bytes
+
+    def connections(self) -> int:
+        """Connections that can be open at once. When they are, those idle for longest are closed for new ones."""
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if allowed == resource.RLIM_INFINITY:
+            return self.max_connections
+        return max(16, min(self.max_connections, (allowed - _RESERVED_DESCRIPTORS) // _DESCRIPTORS_PER_CONNECTION))
+
+
+class RefusedRequest(Error):
+    """An answer that waitress gives by itself, in the form of our own errors."""
+
+    def __init__(self, code: int, reason: str, message: str, headers: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.code, self.reason = code, reason
+        self._headers = list(headers)
+
+    def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
+        body = json.dumps({"error": f"{self.reason}: {self.body}"}).encode()
+        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json"), ("Connection", "close")]
+        return f"{self.code} {self.reason}", [*headers, *self._headers], body
+
+
+# From the header fields of a request (names as in WSGI, without HTTP_) to whether it may send a large body.
+HeaderCheck = Callable[[Mapping[str, str]], bool]
+
+
+def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -> type[HTTPChannel]:
+    """A waitress channel that answers in JSON, and looks at the token before it takes a large body."""
+
+    class Parser(HTTPRequestParser):
+        error: Error | None
+
+        def received(self, data: bytes) -> int:
+            consumed: int = super().received(data)
+            size = max(self.content_length, self.body_bytes_received)
+            if self.error is not None:
+                if not isinstance(self.error, RefusedRequest):
+                    self.error = RefusedRequest(self.error.code, self.error.reason, str(self.error.body))
+            elif (
+                may_send_body is not None
+                and self.headers_finished
+                and size > limits.max_body_without_token
+                and not may_send_body(self.headers)
+            ):
+                self.error = RefusedRequest(
+                    401, "Unauthorized", "a body of this size is not read without the token of this run",
+                    [("WWW-Authenticate", "Bearer")],
+                )  # fmt: skip
+                self.completed = True
+            return consumed
+
+    class Channel(HTTPChannel):
+        parser_class = Parser
+
+    return Channel
+
+
+class ConnectionWatch:
+    """Closes connections that overstep the limits. Called from the server's own thread."""
+
+    def __init__(self, limits: ConnectionLimits, max_connections: int) -> None:
+        self._limits = limits
+        self._max_connections = max_connections
+        self._receiving: dict[int, tuple[Any, float]] = {}  # by channel: the unfinished request, since when
+
+    def sweep(self, channels: Iterable[Any], now: float | None = None) -> None:
+        """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
+        now = time.time() if now is None else now  # the clock of the channels' own times
+        channels = list(channels)
+        receiving: dict[int, tuple[Any, float]] = {}
+        idle: list[Any] = []
+        for channel in channels:
+            request = channel.request
+            if channel.requests or channel.total_outbufs_len:
+                continue  # at work on its answer
+            if request is not None:
+                known, since = self._receiving.get(id(channel), (None, now))
+                since = since if known is request else now
+                receiving[id(channel)] = (request, since)
+                size = request.header_bytes_received + request.body_bytes_received
+                if now - since > self._limits.receive_seconds + size / self._limits.min_bytes_per_second:
+                    channel.will_close = True
+            else:
+                # `last_activity` is later than the creation once anything was received or sent.
+                silent = channel.last_activity <= channel.creation_time
+                allowed = self._limits.first_request_seconds if silent else self._limits.idle_seconds
+                if now - channel.last_activity > allowed:
+                    channel.will_close = True
+                else:
+                    idle.append(channel)
+        self._receiving = receiving
+        excess = len(channels) - self._max_connections * 3 // 4
+        if excess > 0:
+            for channel in sorted(idle, key=lambda channel: channel.last_activity)[:excess]:
+                channel.will_close = True

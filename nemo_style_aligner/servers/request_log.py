@@ -1,0 +1,86 @@
+"""One log line per request, as ``key=value`` pairs, and the id that names the request in every line about it.
+
+The id is the caller's ``X-Request-Id``, else the protocol's ``id``, else one made here; the answer carries
+it in ``X-Request-Id``. Commands (training, saving) and refusals are logged at INFO, answers that say the
+service is in trouble (5xx) at WARNING, inference and everything else at DEBUG.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from flask import Flask, Response, g, request
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_PLAIN = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+
+
+def log_requests(app: Flask) -> None:
+    """Give every request of ``app`` an id and a line in the log. Call it before other hooks are registered."""
+
+    def begin() -> None:
+        g.started = time.monotonic()
+        g.details = {}
+        g.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, "")) or uuid.uuid4().hex[:16]
+        g.is_own_id = REQUEST_ID_HEADER not in request.headers
+        g.level = logging.DEBUG
+
+    def end(response: Response) -> Response:
+        response.headers[REQUEST_ID_HEADER] = g.request_id
+        level = g.level
+        if response.status_code >= 400:
+            level = max(level, logging.WARNING if response.status_code >= 500 else logging.INFO)
+        if logger.isEnabledFor(level):
+            fields = {
+                "request_id": g.request_id,
+                "method": request.method,
+                "path": request.path,
+                "status": response.status_code,
+                "ms": round(1000 * (time.monotonic() - g.started), 1),
+                "client": request.remote_addr,
+                **g.details,
+            }
+            logger.log(level, "%s", key_values(fields))
+        return response
+
+    app.before_request(begin)
+    app.after_request(end)
+
+
+def adopt_id(protocol_id: str) -> str:
+    """Take the protocol's id as the request's, unless its header gave one; returns the id that holds."""
+    if g.is_own_id and usable_id(protocol_id):
+        g.request_id = protocol_id
+    return str(g.request_id)
+
+
+def note(**details: Any) -> None:
+    """Add to the current request's log line."""
+    g.details.update(details)
+
+
+def raise_level(level: int) -> None:
+    """Log the current request at this level, or a higher one if it fails."""
+    g.level = level
+
+
+def usable_id(text: str) -> str:
+    """``text`` when it can stand in a log line and a header as it is, else nothing."""
+    return text if _PLAIN.fullmatch(text) else ""
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    """``key=value`` pairs on one line; values with other characters than names have are quoted as in JSON."""
+
+    def quoted(value: Any) -> str:
+        text = str(value)
+        return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+    return " ".join(f"{name}={quoted(value)}" for name, value in fields.items())
