@@ -90,6 +90,7 @@ class WorkQueue:
         self._items: dict[int, _Item] = {}
         self._pending: list[tuple[tuple[float, int], int]] = []  # heap of (key, id)
         self._workers: dict[str, _Worker] = {}
+        self._nothing_expires_before = 0.0  # by the clock
         self._unfinished = 0
         self._counts = {"served": 0, "expired": 0, "completed": 0, "refused": 0}
 
@@ -259,6 +260,8 @@ class WorkQueue:
     def _expire(self) -> None:
         """Take their ids from workers not heard of for too long."""
         now = self._clock()
+        if now < self._nothing_expires_before:
+            return  # with hundreds of workers, looking at each of them would be most of a request's work
         for worker in [name for name, entry in self._workers.items() if entry.expires <= now and entry.held]:
             held = self._workers.pop(worker).held
             for item_id in held:
@@ -272,3 +275,7 @@ class WorkQueue:
                 len(held),
                 self._round,
             )
+        # A sign of life only moves a worker's time back, and a new worker's is a whole lease away.
+        self._nothing_expires_before = min(
+            (entry.expires for entry in self._workers.values() if entry.held), default=now + self.lease_seconds
+        )
