@@ -75,9 +75,9 @@ class Job:
         """Command line and the end of the output, for failures."""
         return f"{' '.join(self.command)}\n{self.output()[-6000:]}"
 
-    def stop(self, timeout: float = 30.0) -> int:
-        """SIGTERM, as a user or Slurm ends a service; its exit status."""
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, timeout: float = 30.0, number: signal.Signals = signal.SIGTERM) -> int:
+        """SIGTERM, as a user or Slurm ends a service, or another signal; its exit status."""
+        self.process.send_signal(number)
         return self.wait(timeout)
 
     def kill(self) -> None:

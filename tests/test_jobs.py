@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -257,7 +258,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
             "trainer.ppo.num_table_rows=3",
         )
         output = run(mpirun(2, command), actor_log.with_suffix(".log"), TIMEOUT)
-        assert critic.stop() == 0, critic.describe()
+        assert critic.stop(number=signal.SIGUSR1) == 75, critic.describe()
     curves = check_actor_log(actor_log, steps=2)
     assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
     assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
@@ -409,7 +410,8 @@ def wait_for_checkpoint(actor: Job, log_dir: Path, step: int) -> None:
 
 def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path: Path) -> None:
     """One rank of the actor is killed: the job ends within seconds. Critic and actor, started again, go on from their
-    checkpoints, and end with the weights and numbers of a run that nobody disturbed, bit for bit."""
+    checkpoints. The actor is asked to stop, between two saves or in the middle of a step, and started again. They end
+    with the weights and numbers of a run that nobody disturbed, bit for bit."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     with exact_critic(artefacts, straight / "critic") as (critic, port):
         undisturbed = exact_actor(artefacts, straight / "actor", port)
@@ -431,8 +433,20 @@ def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path
     (broken / "actor.log").rename(broken / "actor_first.log")
     with exact_critic(artefacts, broken / "critic") as (critic, port):
         assert "resumed from" in critic.output()
+        preempted = exact_actor(artefacts, broken / "actor", port)
+        deadline = time.monotonic() + TIMEOUT
+        while " saved " not in preempted.output():
+            assert preempted.process.poll() is None and time.monotonic() < deadline, preempted.describe()
+            time.sleep(0.02)
+        preempted.process.send_signal(signal.SIGUSR1)
+        assert preempted.wait(60) == 75, preempted.describe()
+        assert (broken / "actor" / "requeue").exists()
+        stopped_at = re.search(r"stopping at step (\d): received SIGUSR1", preempted.output())
+        assert stopped_at is not None and int(stopped_at[1]) < 8, preempted.describe()
+        (broken / "actor.log").rename(broken / "actor_second.log")
         exact_actor(artefacts, broken / "actor", port).check(TIMEOUT)
-    assert "resumed from" in (broken / "actor.log").read_text()
+        assert not (broken / "actor" / "requeue").exists()
+    assert f"step={stopped_at[1]}-" in (broken / "actor.log").read_text().split("resumed from")[1].splitlines()[0]
 
     for job, archive in (("actor", "megatron_gpt_ppo_actor.nemo"), ("critic", "megatron_gpt_critic.nemo")):
         expected, resumed = (stored_weights(run / job / "checkpoints" / archive) for run in (straight, broken))

@@ -13,15 +13,8 @@ from pathlib import Path
 import pytest
 
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel.launch import (
-    LaunchError,
-    LaunchInfo,
-    bind_address,
-    check_world_size,
-    detect_launch,
-    first_host,
-    tasks_per_node,
-)
+from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, first_host, tasks_per_node
+from nemo_style_aligner.parallel.launch import bind_address, check_world_size
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
@@ -305,6 +298,7 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -> None:
     command = [*launcher("python", 2), str(script), "trainer.devices=2", "exp_manager.name=sleep"]
+    command.append(f"exp_manager.explicit_log_dir={script.parent / 'log'}")
     process = subprocess.Popen(command, env=CLEAN, cwd=script.parent, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -327,6 +321,7 @@ import time
 from omegaconf import DictConfig
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 
 @job("gpt_ppo_critic")
 def main(cfg: DictConfig) -> int:
@@ -336,12 +331,13 @@ def main(cfg: DictConfig) -> int:
         time.sleep(300)
     control.begin()
     print("waiting\\n", end="", flush=True)
-    step = 0
-    while not control.should_stop():
-        step += 1
-        time.sleep(0.05)
-    print(f"saved because {control.reason}\\n", end="", flush=True)
-    control.stop_early(step)
+    try:
+        while True:
+            control.check()
+            time.sleep(0.05)
+    except StopEarlyError as reason:
+        print(f"saved because {reason}\\n", end="", flush=True)
+        control.stop_early(1, reason)
     return control.status
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import signal
 import time
+import types
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from conftest import Artefacts
 from job_processes import Job, mpirun, run, script, stored_weights, wait_until_ready
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.algorithms import run_control
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.supervised import SupervisedTrainer
@@ -32,8 +36,10 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -68,7 +74,7 @@ def long_sft(artefacts: Artefacts, log_dir: Path) -> Job:
 
 
 def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_path: Path) -> None:
-    """SIGTERM in the middle: a checkpoint after the present step, status 0; then the same numbers to the last bit."""
+    """SIGTERM in the middle: a checkpoint after the present step, status 75; then the same numbers to the last bit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     undisturbed, first = long_sft(artefacts, straight), long_sft(artefacts, stopped)
     try:
@@ -76,8 +82,8 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
         while "train/loss" not in read_metrics(stopped) and time.monotonic() < deadline:
             time.sleep(0.01)
         first.process.send_signal(signal.SIGTERM)
-        output = first.check(TIMEOUT)
-        assert "received SIGTERM" in output
+        assert first.wait(TIMEOUT) == 75, first.describe()
+        assert "received SIGTERM" in first.output()
         done = read_metrics(stopped)["train/loss"][-1][0]
         assert done < 60, "the run was over before it was stopped: make it longer"
         assert not (stopped / "checkpoints" / "megatron_gpt_sft.nemo").exists()
@@ -254,3 +260,72 @@ def test_batch_sizes_do_not_show(kind: str, artefacts: Artefacts, layout: Parall
     assert first["val"]["loss"] > 0 and first["train"]["grad_norm"] > 0
     if kind == "ranking":
         assert 0 <= first["val"]["accuracy"] <= 1
+
+
+# ---- stopping early -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stop_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process takes stop signals as a job does, and has got none."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    monkeypatch.setattr(stop_signals, "_received", [])
+    monkeypatch.setattr(stop_signals, "_starting", True)
+    stop_signals.install()
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def short_trainer(artefacts: Artefacts, layout: ParallelLayout, folder: Path) -> SupervisedTrainer:
+    trainer = trainer_for("sft", artefacts, layout, folder, 16, 8)
+    changes = {"max_steps": 3, "val_check_interval": 2, "save_interval": 0, "limit_val_batches": 2}
+    trainer.settings = dataclasses.replace(trainer.settings, **changes)
+    return trainer
+
+
+def test_a_validation_that_was_abandoned_is_made_up_for(
+    artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path, stop_handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR1 and SIGTERM twice in a validation: saved at once; the next run has an undisturbed one's numbers."""
+    short_trainer(artefacts, layout, tmp_path / "straight").fit()
+    stopped = short_trainer(artefacts, layout, tmp_path / "stopped")
+    make_batch, made = stopped.make_val_batch, []
+    assert make_batch is not None
+
+    def make_and_signal(indices: Sequence[int]) -> Any:
+        made.append(indices)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return make_batch(indices)
+
+    stopped.make_val_batch = make_and_signal
+    stopped.fit()
+    assert stopped.step == 2 and stopped.run_control.status == 75 and len(made) == 1
+    monkeypatch.setattr(stop_signals, "_received", [])
+    resumed = short_trainer(artefacts, layout, tmp_path / "stopped")
+    assert resumed.step == 2
+    resumed.fit()
+    assert resumed.is_finished and resumed.run_control.status == 0
+    expected, got = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
+    assert [step for step, _ in got["val/loss"]] == [2, 3]
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert got[name] == expected[name], name
+
+
+def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(run_control, "time", types.SimpleNamespace(monotonic=lambda: now))
+    control = RunControl(max_seconds=100.0)
+    for name, seconds in (("step", 10.0), ("step", 30.0), ("step", 20.0), (run_control.SAVING, 5.0)):
+        with control.section(name):
+            now += seconds
+    control.check()  # 65 of 100
+    now = 66.0
+    control.check()
+    with pytest.raises(StopEarlyError, match="max_time_per_run"):
+        control.check(ahead="step")  # 66 + 30 + 5
+    now = 95.0
+    with pytest.raises(StopEarlyError):
+        control.check()
+    RunControl().check(ahead="step")

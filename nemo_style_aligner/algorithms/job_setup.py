@@ -17,8 +17,8 @@ from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.ending import abort_job
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
-from nemo_style_aligner.parallel.launch import abort_job
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog
 

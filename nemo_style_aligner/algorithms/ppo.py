@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
 from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_control import SAVING, RunControl
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.pipeline import rows
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
@@ -109,6 +110,7 @@ class PPOTrainer:
         step: PPO steps made.
         consumed_samples: training prompts used.
         ppo_optimization_step: policy updates made.
+        warm_up_rounds: rounds of the critic's warm-up made.
     """
 
     def __init__(
@@ -137,30 +139,41 @@ class PPOTrainer:
         self.step = 0
         self.consumed_samples = 0
         self.ppo_optimization_step = 0
+        self.warm_up_rounds = 0
+        self._is_validation_due = False
         self._last_metrics: dict[str, float] = {}
+        self._saved = self._progress
 
     def fit(self) -> None:
-        """Run PPO from the present step to ``max_steps``, or until the run's time is up."""
+        """Run PPO from the present step to ``max_steps``, or until the run is stopped.
+
+        A step may be abandoned until the critic gets its batch: nothing of it is part of the state before.
+        """
         self.run_control.begin()
         with ProgressBar(self.settings.max_steps, "PPO", self.metrics.rank, initial=self.step) as progress:
-            if self.step == 0:
+            try:
                 self.warm_up_critic()
-            while self.step < self.settings.max_steps:
-                with self.timer("step"):
-                    experience = self.generate_experience()
-                    critic_training = self.critic.start_training(experience)
-                    self.train_policy(experience)
-                    self.wait_for_critic(critic_training)
-                self.step += 1
-                if self.is_due(self.settings.val_check_interval):
-                    self.validate()
-                stopping = self.run_control.should_stop()
-                if stopping or self.is_finished or self.is_due(self.settings.save_interval):
-                    self.save()
-                self.log_step(progress)
-                if stopping and not self.is_finished:
-                    self.run_control.stop_early(self.step)
-                    return
+                self.validate_if_due()  # put off by a run that was stopped
+                while not self.is_finished:
+                    self.run_control.check(ahead="step")
+                    with self.run_control.section("step"):
+                        self.make_step()
+                        self.validate_if_due()
+                    if self.is_due(self.settings.save_interval):
+                        self.save()
+                    self.log_step(progress)
+            except StopEarlyError as reason:
+                self.save_unless_saved()
+                self.run_control.stop_early(self.step, reason)
+            else:
+                self.save_unless_saved()
+
+    def make_step(self) -> None:
+        """One PPO step, counted."""
+        with self.timer("step"):
+            self.train(self.generate_experience())
+        self.step += 1
+        self._is_validation_due = self.is_due(self.settings.val_check_interval)
 
     # ---- the phases -------------------------------------------------------------------------
 
@@ -169,10 +182,15 @@ class PPOTrainer:
 
         The rounds use the first prompts of the training set; training starts over with them.
         """
-        for round_ in range(self.settings.critic_warmup_steps):
-            offset = round_ * self.train_prompts.batch_size
-            experience = self.generate_experience(offset=offset, stream=round_ + 1)
-            self.wait_for_critic(self.critic.start_training(experience))
+        if self.step > 0:
+            return
+        while self.warm_up_rounds < self.settings.critic_warmup_steps:
+            self.run_control.check(ahead="warm-up")
+            with self.run_control.section("warm-up"):
+                offset = self.warm_up_rounds * self.train_prompts.batch_size
+                experience = self.generate_experience(offset=offset, stream=self.warm_up_rounds + 1)
+                self.wait_for_critic(self.critic.start_training(experience))
+            self.warm_up_rounds += 1
         self.consumed_samples = 0
 
     def generate_experience(self, offset: int | None = None, stream: int = 0) -> Experience:
@@ -200,20 +218,23 @@ class PPOTrainer:
         with self.timer("generate"):
             seed = derive_seed(self.settings.seed, "rollouts", self.step, stream)
             pending = self.collector.collect(prompts.batch(start), seed)
-        prompts.observe(pending.rollouts)
         if self.settings.unload_engine:
             with self.timer("unload"):
                 self.collector.engine.unload()
         tokens = pending.rollouts.tokens
         # Scoring goes on in the critic job while these run.
+        self.run_control.check()
         with self.timer("logprobs"):
             logprobs = self.actor.logprobs(tokens)
+        self.run_control.check()
         init_logprobs = None
         if is_training and self.actor.initial_policy is not None:
             with self.timer("init_logprobs"):
                 init_logprobs = self.actor.initial_logprobs(tokens)
         with self.timer("critic_wait"):
             scores = pending.wait_for_scores()
+        self.run_control.check(ahead="training" if is_training else None)
+        prompts.observe(pending.rollouts)  # part of the state: not before the last chance to abandon the step
         return leave_out_nonfinite(pending.rollouts, scores, logprobs, init_logprobs, self.settings.nonfinite)
 
     def refit(self) -> None:
@@ -225,6 +246,13 @@ class PPOTrainer:
             if self.settings.unload_engine:
                 engine.reload()
             engine.refit(export_weights(self.actor.model), self.ppo_optimization_step)
+
+    def train(self, experience: Experience) -> None:
+        """Train policy and critic, side by side. Once the critic has its batch the step must be completed."""
+        with self.run_control.section("training"):
+            critic_training = self.critic.start_training(experience)
+            self.train_policy(experience)
+            self.wait_for_critic(critic_training)
 
     def train_policy(self, experience: Experience) -> None:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
@@ -263,6 +291,12 @@ class PPOTrainer:
             loss = training.result()
         self.metrics.log_metrics({"critic_loss": loss}, self.step, "train_critic/")
 
+    def validate_if_due(self) -> None:
+        """Validate after the steps that ask for it."""
+        if self._is_validation_due:
+            self.validate()
+            self._is_validation_due = False
+
     def validate(self) -> None:
         """Generate and score responses to the validation prompts."""
         if self.val_prompts is None:
@@ -277,21 +311,32 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Save the critic, then this job: its checkpoint is valid only together with the critic's."""
-        with self.timer("save_time"):
+        with self.timer("save_time"), self.run_control.section(SAVING):
             self.critic.save()
             self.checkpoints.save(
                 self.actor.model,
                 self.actor.optimizer,
                 self.state_dict(),
                 self._last_metrics | {"step": self.step, "epoch": self.epoch},
-                is_train_end=self.is_finished,
+                is_train_end=self.is_finished and not self._is_validation_due,
             )
+        self._saved = self._progress
+
+    def save_unless_saved(self) -> None:
+        """Save if anything has been done since the last time, or since the start."""
+        if self._progress != self._saved:
+            self.save()
 
     def close(self) -> None:
         """Close the connections to the critic and to the work queue."""
         self.collector.close()
 
     # ---- counters, logs, state --------------------------------------------------------------
+
+    @property
+    def _progress(self) -> tuple[int, int, bool]:
+        """Changes with everything that a checkpoint would keep."""
+        return self.step, self.warm_up_rounds, self._is_validation_due
 
     @property
     def epoch(self) -> int:
@@ -323,6 +368,8 @@ class PPOTrainer:
             "step": self.step,
             "consumed_samples": self.consumed_samples,
             "ppo_optimization_step": self.ppo_optimization_step,
+            "warm_up_rounds": self.warm_up_rounds,
+            "is_validation_due": self._is_validation_due,
             "critic": self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
@@ -333,6 +380,9 @@ class PPOTrainer:
         self.step = int(state["step"])
         self.consumed_samples = int(state["consumed_samples"])
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
+        self.warm_up_rounds = int(state["warm_up_rounds"])
+        self._is_validation_due = bool(state["is_validation_due"])
+        self._saved = self._progress
         self.critic.load_state_dict(state["critic"])
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import all_reduce_max
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
@@ -33,50 +37,80 @@ def parse_duration(text: str | None) -> float | None:
 class RunControl:
     """Asked at the loop's stop points whether to stop. All ranks get the same answer.
 
-    A stop signal counts whichever rank it reached; rank 0's clock decides about the time limit.
+    A stop signal counts whichever rank it reached; rank 0's clock decides about the time limit, which is kept with
+    what comes next in mind: see `check`.
 
     Args:
         max_seconds: time limit of this run, None for none.
 
     Attributes:
-        reason: why the run stops; None while it goes on.
         status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
-        self.reason: str | None = None
+        self._longest: dict[str, float] = {}
+        self._time_is_up = False  # of a service
         self.status = 0
 
     def begin(self) -> None:
         """The loop starts: signals wait for its stop points from now on."""
         stop_signals.hold()
 
-    def should_stop(self) -> bool:
-        """Collective: every rank must call it."""
-        received = stop_signals.received()
-        mine = int(received[0]) if received else 0
-        if not mine and self._deadline is not None and dist.get_rank() == 0 and time.monotonic() >= self._deadline:
-            mine = _TIME_IS_UP
-        agreed = all_reduce_max(mine)
-        if agreed:
-            self.reason = self.reason or _describe(agreed)
-        return agreed != 0
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Remember how long the body takes at most in this run, if it comes to its end."""
+        started = time.monotonic()
+        yield
+        self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - started)
 
-    def stop_early(self, step: int) -> None:
-        """The state is on disk as far as it is worth it, and the run is not done: say so and set the status."""
-        logger.warning("stopping at step %d: %s", step, self.reason)
+    def check(self, ahead: str | None = None) -> None:
+        """Collective: a stop point. What is ``ahead`` until the next one, and a save, still fit into the time limit.
+
+        Args:
+            ahead: a `section`; the longest that this run has seen counts.
+
+        Raises:
+            StopEarlyError: on every rank.
+        """
+        seconds = self._longest.get(ahead or "", 0.0) + self._longest.get(SAVING, 0.0)
+        is_up = self._deadline is not None and time.monotonic() + seconds >= self._deadline
+        agreed = stop_points.agree(_TIME_IS_UP if is_up and dist.get_rank() == 0 else 0)
+        if agreed:
+            raise StopEarlyError(_describe(agreed))
+
+    def stop_early(self, step: int, reason: StopEarlyError) -> None:
+        """The run is not done, and its state is on disk: say so and set the status."""
+        if dist.get_rank() == 0:
+            logger.warning("stopping at step %d: %s", step, reason)
         self.status = EXIT_REQUEUE
 
-    def service_status(self) -> int:
-        """Collective: a service's exit status. SIGTERM is its regular end, SIGUSR1 wants it to be started again."""
-        return EXIT_REQUEUE if all_reduce_max(int(signal.SIGUSR1 in stop_signals.received())) else 0
+    def watch_service(self, stop: Callable[[], None]) -> None:
+        """Call ``stop`` (from a signal handler or another thread) on a stop signal and when the time is up."""
+        stop_signals.on_request(stop)
+        if self._deadline is not None:
 
+            def end() -> None:
+                self._time_is_up = True
+                stop()
+
+            timer = threading.Timer(max(0.0, self._deadline - time.monotonic()), end)
+            timer.daemon = True
+            timer.start()
+
+    def service_status(self) -> int:
+        """Collective: a service's exit status. SIGTERM is its regular end, all else wants it to be started again."""
+        again = self._time_is_up or signal.SIGUSR1 in stop_signals.received()
+        return EXIT_REQUEUE if all_reduce_max(int(again)) else 0
+
+
+SAVING = "saving"
+"""The section that must fit behind every other one."""
 
 _TIME_IS_UP = 1000  # in the place of a signal's number
 
 
 def _describe(code: int) -> str:
     if code == _TIME_IS_UP:
-        return "the time limit exp_manager.max_time_per_run is reached"
+        return "the time limit exp_manager.max_time_per_run is reached, or would be before the next stop point"
     return f"received {signal.Signals(code).name}"

@@ -15,9 +15,9 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
-from nemo_style_aligner.parallel.launch import bind_address, detect_launch
+from nemo_style_aligner.parallel.launch import bind_address
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -91,7 +91,7 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
 def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:
     """Serve until a stop signal (rank 0's counts), finish what was taken; the job's exit status on every rank."""
     control.begin()
-    stop_signals.on_request(server.request_stop)
+    control.watch_service(server.request_stop)
     server.run(backend)
     return control.service_status()
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_control import SAVING, RunControl
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.pipeline import LossFunction, train_step
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
@@ -113,27 +114,47 @@ class SupervisedTrainer:
         self.timer = ScopedTimer()
         self.step = 0
         self._last_metrics: dict[str, float] = {}
+        self._is_validation_due = False
+        self._saved_state = self.state_dict()
 
     def fit(self) -> None:
-        """Train from the present step to ``max_steps``, or until the run's time is up."""
+        """Train from the present step to ``max_steps``, or until the run is stopped."""
         self.run_control.begin()
         with ProgressBar(self.settings.max_steps, "Training", self.metrics.rank, initial=self.step) as progress:
             batches = self._train_batches()
-            while not self.is_finished:
-                with self.timer("train_step_time"):
-                    metrics = self.update(next(batches))
-                self.step += 1
-                self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
-                self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
-                if self.is_due(self.settings.val_check_interval):
-                    self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
-                stopping = self.run_control.should_stop()
-                if stopping or self.is_finished or self.is_due(self.settings.save_interval):
-                    self.save()
-                progress.update(1, {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))})
-                if stopping and not self.is_finished:
-                    self.run_control.stop_early(self.step)
-                    return
+            try:
+                self.run_control.check()
+                self.validate_if_due()  # put off by a run that was stopped
+                while not self.is_finished:
+                    with self.run_control.section("step"):
+                        self.make_step(next(batches))
+                        self.validate_if_due()
+                    if self.is_due(self.settings.save_interval):
+                        self.save()
+                    shown = {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))}
+                    progress.update(1, shown)
+                    if not self.is_finished:
+                        self.run_control.check(ahead="step")
+            except StopEarlyError as reason:
+                self.save_unless_saved()
+                self.run_control.stop_early(self.step, reason)
+            else:
+                self.save_unless_saved()
+
+    def make_step(self, indices: Sequence[int]) -> None:
+        """One update, logged and counted."""
+        with self.timer("train_step_time"):
+            metrics = self.update(indices)
+        self.step += 1
+        self._is_validation_due = self.is_due(self.settings.val_check_interval)
+        self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
+        self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
+
+    def validate_if_due(self) -> None:
+        """Validate after the steps that ask for it."""
+        if self._is_validation_due:
+            self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
+            self._is_validation_due = False
 
     def _train_batches(self) -> Iterator[Sequence[int]]:
         """Global batches of example indices from the present step on, epoch after epoch."""
@@ -152,7 +173,11 @@ class SupervisedTrainer:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:
-        """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set."""
+        """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set.
+
+        Raises:
+            StopEarlyError: between two batches.
+        """
         if self.val_sampler is None or self.make_val_batch is None:
             return {}
         self.model.module.eval()
@@ -161,6 +186,7 @@ class SupervisedTrainer:
             self.val_sampler.consumed_samples = 0
             for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
                 activity.progress()
+                self.run_control.check()
                 batch = self.make_val_batch(self._share(indices))
                 means = train_step(self.model, batch, self.micro_batch_rows, self.loss, forward_only=True)
                 count = means.pop("num_items")
@@ -181,13 +207,20 @@ class SupervisedTrainer:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        self.checkpoints.save(
-            self.model,
-            self.optimizer,
-            self.state_dict(),
-            self._last_metrics | {"step": self.step, "epoch": self.step // self.train_sampler.batches_per_epoch},
-            is_train_end=self.is_finished,
-        )
+        with self.run_control.section(SAVING):
+            self.checkpoints.save(
+                self.model,
+                self.optimizer,
+                self.state_dict(),
+                self._last_metrics | {"step": self.step, "epoch": self.step // self.train_sampler.batches_per_epoch},
+                is_train_end=self.is_finished and not self._is_validation_due,
+            )
+        self._saved_state = self.state_dict()
+
+    def save_unless_saved(self) -> None:
+        """Write a checkpoint if anything has been done since the last one, or since the start."""
+        if self.state_dict() != self._saved_state:
+            self.save()
 
     @property
     def is_finished(self) -> bool:
@@ -200,8 +233,14 @@ class SupervisedTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights, optimizer and random states."""
-        return {"step": self.step, "consumed_samples": self.step * self.train_sampler.global_batch_size}
+        return {
+            "step": self.step,
+            "consumed_samples": self.step * self.train_sampler.global_batch_size,
+            "is_validation_due": self._is_validation_due,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.step = int(state["step"])
+        self._is_validation_due = bool(state["is_validation_due"])
+        self._saved_state = self.state_dict()

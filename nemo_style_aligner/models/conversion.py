@@ -29,8 +29,10 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.parallel.detection import detect_launch
+from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.launch import abort_job, detect_launch, initialize, install_excepthook, shutdown
+from nemo_style_aligner.parallel.launch import initialize
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (

@@ -14,6 +14,7 @@ from types import FrameType
 
 from nemo_style_aligner.parallel.machine import available_cores, free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
 
 SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 """Environment variable of a rank that a supervisor started: the supervisor's process id."""
@@ -21,6 +22,7 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
+_KILL_SECONDS = 30.0  # for the kernel to end killed ranks
 _REQUEUE_SECONDS = 10.0  # ranks that end early end together; who is later than this is ended
 _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
 
@@ -102,6 +104,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             requeue_deadline = min(requeue_deadline, time.monotonic() + _REQUEUE_SECONDS)
             if None not in codes or time.monotonic() > requeue_deadline:
                 return EXIT_REQUEUE
+        elif EXIT_STUCK in failed:
+            return EXIT_STUCK  # whichever rank said so; the others may have failed for want of it
         elif failed:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         elif None not in codes:
@@ -122,5 +126,9 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     _signal_all(children, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_SECONDS
     for child in children:
-        child.wait()
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # in the middle of a system call that the kernel does not interrupt
+            print(f"process {child.pid} does not end; leaving it behind", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+from nemo_style_aligner.parallel import stop_points
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
 from nemo_style_aligner.rollout.intake import ResponseIntake, pad_rows
@@ -31,7 +32,7 @@ class PendingRollouts:
         self._wait = wait
 
     def wait_for_scores(self) -> Scores:
-        """Collective: rewards and values in the rollouts' order, on every rank."""
+        """Collective: rewards and values in the rollouts' order, on every rank. Raises StopEarlyError as `collect`."""
         return self._wait(self.rollouts.tokens.shape[1])
 
 
@@ -76,6 +77,9 @@ class RolloutCollector:
 
         Collective. Sample i's random stream depends on ``seed`` and i alone, so the rollouts are the same
         whichever rank makes them.
+
+        Raises:
+            StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
         """
         self._round += 1
         ids = neighbours(prompts)
@@ -83,13 +87,15 @@ class RolloutCollector:
         dist.barrier()  # nobody asks for a round that rank 0 has not begun
         intake = ResponseIntake(self.work, self.scorer, self.scoring_batch_size, self.scoring_seconds)
         supply = RequestSupply(self.work, self.group, self.engine.num_slots, prompts, seed)
-        while supply.wait():  # until the round is complete, ids of lost workers included
-            for result in self.engine.generate(supply, self.sampling):
-                activity.progress()
-                supply.num_running -= 1
-                if self.group.is_leader:
-                    intake.add(result)
-            intake.flush()
+        # Ranks that share an engine compute together: they can only take no more.
+        with stop_points.local_work(can_be_interrupted=self.group.group is None):
+            while supply.wait():  # until the round is complete, ids of lost workers included
+                for result in self.engine.generate(supply, self.sampling):
+                    activity.progress()
+                    supply.num_running -= 1
+                    if self.group.is_leader:
+                        intake.add(result)
+                intake.flush()
         rollouts = self._gather(intake.results, prompts)
         return PendingRollouts(rollouts, lambda width: _gather_scores(intake, width))
 
@@ -146,10 +152,11 @@ def _gather_scores(intake: ResponseIntake, width: int) -> Scores:
     """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-    for served in intake.scores():
-        activity.progress()
-        rewards.append(served.rewards)
-        values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
+    with stop_points.local_work():
+        for served in intake.scores():
+            activity.progress()
+            rewards.append(served.rewards)
+            values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
     ids = all_gather_rows(torch.tensor([r.request_id for r in intake.results], dtype=torch.int64, device=where)).cpu()
     order = ids.argsort()
     return Scores(

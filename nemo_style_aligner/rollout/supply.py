@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
@@ -76,7 +77,9 @@ class RequestSupply:
     def _lease(self, wait: bool = False) -> None:
         """As many ids as there are free slots, on all ranks of the group."""
         ids: list[int] = []
-        if self._group.is_leader:
+        # An engine of several ranks cannot be interrupted (the collector's `local_work`): it takes no more.
+        is_stopping = self._group.group is not None and bool(stop_signals.received())
+        if self._group.is_leader and not is_stopping:
             ids = self._work.lease(max(1, self._num_slots - self.num_running), wait=wait)
         self._ids.extend(self._group.share(ids))
 

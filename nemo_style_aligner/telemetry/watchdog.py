@@ -98,6 +98,8 @@ class Watchdog:
         self._stack_file(self._rank).unlink(missing_ok=True)
         activity.progress()
         self._backstop = (self._folder / f"backstop_rank_{self._rank}.txt").open("w", encoding="utf-8")
+        self._put_off_backstop(self._limit + 6 * self._beat)
+        self._write_state()
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,16 +119,20 @@ class Watchdog:
                 _logger.warning("watchdog: %s", error)
 
     def _tick(self) -> None:
-        if self._backstop is not None:
-            # Put off at every beat: it goes off only if this thread cannot run.
-            faulthandler.dump_traceback_later(self._limit + 6 * self._beat, exit=True, file=self._backstop)
+        self._put_off_backstop(self._limit + 6 * self._beat)
         state = self._write_state()
         if self._alarm.exists():
+            self._put_off_backstop(6 * _GATHER_SECONDS)
             self._write_stacks()
             if not self._stop.wait(4 * _GATHER_SECONDS):  # who raised it ends the job; if not:
                 self._end(EXIT_STUCK)
         elif state.is_stuck(self._limit, time.time()) and self._all_stuck():
             self._raise_alarm()
+
+    def _put_off_backstop(self, seconds: float) -> None:
+        """At every beat: it goes off only if this thread cannot run."""
+        if self._backstop is not None:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=self._backstop)
 
     def _write_state(self) -> RankState:
         now, where = activity.current(), main_thread_location()
@@ -166,6 +172,7 @@ class Watchdog:
                 json.dump({"raised_by": self._rank, "time": time.time()}, file)
         except FileExistsError:
             return  # another rank was first; the next beat sees its alarm
+        self._put_off_backstop(6 * _GATHER_SECONDS)
         self._write_stacks()
         deadline = time.monotonic() + _GATHER_SECONDS + self._beat
         ranks = range(self._world_size)

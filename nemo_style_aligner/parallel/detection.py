@@ -1,0 +1,151 @@
+"""Which launcher started this process, and its place in the job: read from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID
+
+Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "supervisor", "python"]
+
+# Step ids from here on are Slurm's own: the batch script, an interactive shell.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+class LaunchError(RuntimeError):
+    """The environment in which the job was started does not fit; the message says what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchInfo:
+    """This process's place in the job.
+
+    ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` where the
+    environment does not tell and the ranks still have to agree (under MPI).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: Launcher
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
+    """Find out from the environment how this process was started.
+
+    Launchers can be inside one another, and each leaves its variables to its children. torchrun (which
+    marks its children) and our own supervisor are always the innermost; then come MPI, a Slurm step, and
+    variables like torchrun's that were set by hand.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete.
+    """
+    if SUPERVISOR_PID in env:
+        return _from_torchrun(env, "supervisor")
+    if "TORCHELASTIC_RUN_ID" in env:
+        return _from_torchrun(env, "torchrun")
+    if "OMPI_COMM_WORLD_RANK" in env:
+        rank, size, local_rank, local_size = (
+            integer(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        )
+        return LaunchInfo(rank, size, local_rank, local_size, "mpirun")
+    in_step = in_slurm_step(env)
+    if "PMI_RANK" in env and "PMI_SIZE" in env:
+        # `srun --mpi=pmi2` sets these as well; MPICH's own launcher inside a step numbers its ranks anew.
+        same = in_step and (env["PMI_RANK"], env["PMI_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"])
+        if not same:
+            rank, size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
+            local_rank = integer(env, "MPI_LOCALRANKID", rank)
+            return LaunchInfo(rank, size, local_rank, integer(env, "MPI_LOCALNRANKS", size), "pmi")
+    if in_step:
+        return _from_slurm(env)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(env, "torchrun")
+    return LaunchInfo(0, 1, 0, 1, "python")
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``node[03-05,9],login`` -> ``node03``."""
+    depth, end = 0, len(nodelist)
+    for i, character in enumerate(nodelist):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            end = i
+            break
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist[:end])
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``."""
+    expanded: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={counts!r} is not of the form 2(x3),1")
+        expanded += [int(match[1])] * int(match[2] or 1)
+    return expanded
+
+
+def in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process as one of several tasks.
+
+    A batch script and the shell of ``salloc`` have most of Slurm's variables too, but are no such task; and
+    a step of one task (``srun --pty bash``) may be a shell in which someone types commands.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+        return False
+    return integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and integer(env, "SLURM_STEP_NUM_TASKS") > 1
+
+
+def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
+    size = integer(env, "SLURM_STEP_NUM_TASKS")
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise LaunchError("SLURM_STEP_NODELIST is not set: start the job with srun")
+    local_counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    node = integer(env, "SLURM_NODEID", 0)
+    # Steps of one job, and the components of a heterogeneous job, run side by side on the same hosts: a port
+    # for each, below the range from which the system takes its own.
+    job, step = integer(env, "SLURM_JOB_ID"), integer(env, "SLURM_STEP_ID")
+    port = 15000 + (job * 131 + step) % 15000
+    return LaunchInfo(
+        rank=integer(env, "SLURM_PROCID"),
+        world_size=size,
+        local_rank=integer(env, "SLURM_LOCALID", 0),
+        local_world_size=local_counts[node] if node < len(local_counts) else local_counts[-1],
+        launcher="slurm",
+        master_addr=first_host(nodelist),
+        master_port=integer(env, "MASTER_PORT", port),
+    )
+
+
+def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
+    world_size = integer(env, "WORLD_SIZE")
+    local_rank = integer(env, "LOCAL_RANK", 0 if world_size == 1 else None)
+    if world_size > 1 and not env.get("MASTER_ADDR"):
+        raise LaunchError(f"RANK and WORLD_SIZE={world_size} are set, but not MASTER_ADDR and MASTER_PORT: set them")
+    return LaunchInfo(
+        rank=integer(env, "RANK"),
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=integer(env, "LOCAL_WORLD_SIZE", world_size),
+        launcher=launcher,
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=integer(env, "MASTER_PORT") if env.get("MASTER_ADDR") else None,
+    )
+
+
+def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The number in a variable; LaunchError if it is none, or missing without a ``default``."""
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdecimal():
+        raise LaunchError(f"the environment variable {name} is {value!r}, expected a number")
+    return int(value)

@@ -1,0 +1,41 @@
+"""Places at which all ranks of a job agree whether to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.groups import all_reduce_max
+
+
+class StopEarlyError(Exception):
+    """All ranks have agreed to stop here. What was not finished is not part of the job's state."""
+
+
+def agree(reason: int = 0) -> int:
+    """Collective: the same number on every rank; 0: go on; a stop signal's number, or the largest ``reason``.
+
+    A signal counts whichever rank it reached.
+    """
+    received = stop_signals.received()
+    return all_reduce_max(max(reason, int(received[0]) if received else 0))
+
+
+def check() -> None:
+    """Collective: a stop point. Raises `StopEarlyError` on every rank if one of them got a stop signal."""
+    if number := agree():
+        raise StopEarlyError(f"received {signal.Signals(number).name}")
+
+
+@contextlib.contextmanager
+def local_work(can_be_interrupted: bool = True) -> Iterator[None]:
+    """Work of this rank alone, which a stop signal ends in the middle; behind it a stop point. Collective.
+
+    Args:
+        can_be_interrupted: False where the body has collectives after all.
+    """
+    with stop_signals.interruptible(can_be_interrupted):
+        yield
+    check()
