@@ -55,7 +55,9 @@ def describe(endpoints: Sequence[Endpoint], *, needs_token: bool) -> dict[str, A
             name = endpoint.name
             paths[path] = {"get": _read(f"Metadata of {name}", _ref("ModelMetadata"), 404)}
             paths[f"{path}/ready"] = {"get": _health(f"Whether {name} answers", 404)}
-            paths[f"{path}/config"] = {"get": _read(f"Configuration of {name}", _ref("ModelConfig"), 404)}
+            paths[f"{path}/config"] = {
+                "get": {**_read(f"Configuration of {name}", _ref("ModelConfig"), 404), "security": []}
+            }
             paths[f"{path}/stats"] = {"get": _read(f"Statistics of {name}", _ref("Statistics"), 404)}
             paths[f"{path}/infer"] = {"post": _infer(endpoint)}
     document: dict[str, Any] = {

@@ -43,7 +43,8 @@ SERVER_NAME = "nemo_style_aligner"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
 _WSGI_BODY_MARGIN = 2**20
-_MODEL_READY = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
+# PyTriton's clients ask for these two without their token; they tell names of tensors, and nothing of what is computed.
+_OPEN_MODEL_ROUTE = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/(ready|config)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def create_app(
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     log_requests(app)
     routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
-    require_token(app, settings.token, _is_health_route, lambda message: ProtocolError(401, message).body())
+    require_token(app, settings.token, _is_open_route, lambda message: ProtocolError(401, message).body())
     app.register_error_handler(ProtocolError, _protocol_error)
     app.register_error_handler(HTTPException, _http_error)
 
@@ -115,8 +116,8 @@ def start_http_server(
     return server
 
 
-def _is_health_route(path: str) -> bool:
-    return path in ("/v2/health/live", "/v2/health/ready") or bool(_MODEL_READY.fullmatch(path))
+def _is_open_route(path: str) -> bool:
+    return path in ("/v2/health/live", "/v2/health/ready") or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
 
 
 def _protocol_error(error: ProtocolError) -> Response:

@@ -1,0 +1,212 @@
+"""Other people's clients and tools against the service: schemathesis, tritonclient, PyTriton, curl-like requests."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from served_critic import CountingBackend, get, infer_body, outputs, post, serve, tensor, train_body
+
+TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
+VALUES, REWARDS = [[1.0, 3.0], [4.0, 0.0]], [[6.0], [9.0]]
+
+
+@pytest.mark.timeout(1100)
+def test_schemathesis_finds_no_server_error_and_no_schema_violation(tmp_path: Path) -> None:
+    """Requests generated from /openapi.json. With ``SCHEMATHESIS_EXAMPLES``: that many per operation, and its coverage
+    phase as well, which takes a while."""
+    pytest.importorskip("schemathesis", reason="the schemathesis package is not installed")
+    examples = os.environ.get("SCHEMATHESIS_EXAMPLES")
+    phases = "examples,coverage,fuzzing" if examples else "examples,fuzzing"
+    # Not checked: that every request that fits the schema is accepted. JSON schema cannot say that `data` has as many
+    # elements as `shape` multiplies to, nor the numbers in which training requests come.
+    with serve(CountingBackend(), delay_us=0, http={"token": "s3cret"}) as server:
+        command = [
+            *(Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json"),
+            *(
+                "--header",
+                "Authorization: Bearer s3cret",
+                "--generation-deterministic",
+                "--max-examples",
+                examples or "4",
+            ),
+            *("--exclude-checks", "positive_data_acceptance", "--phases", phases),
+            *("--generation-unique-inputs", "--max-failures", "5"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+    assert found and int(found[1]) == int(found[2]) > 100, done.stdout[-2000:]
+    assert re.search(r"Tested: *3\d", done.stdout), done.stdout[-2000:]
+
+
+def test_the_description_covers_every_route_and_its_examples_work() -> None:
+    with serve(CountingBackend(), delay_us=0) as server:
+        document = get(server, "/openapi.json").json()
+        for name in ("critic_infer", "critic_train", "critic_save"):
+            for path in (f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/1/infer"):
+                content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+                (example,) = content["schema"]["examples"]
+                assert requests.post(server.url + path, json=example, timeout=20).status_code == 200
+        for path, methods in document["paths"].items():
+            if "get" in methods:
+                assert get(server, path).status_code == 200, path
+
+
+def test_statistics_and_repository_index() -> None:
+    with serve(CountingBackend(), delay_us=0) as server:
+        outputs(post(server, "critic_infer", infer_body(TOKENS, LENGTHS)))
+        assert post(server, "critic_infer", {}).status_code == 400
+        outputs(post(server, "critic_train", train_body()))
+        (stats,) = get(server, "/v2/models/critic_infer/stats").json()["model_stats"]
+        assert stats["inference_count"] == 2 and stats["execution_count"] == 1 and stats["last_inference"] > 0
+        counts = {name: total["count"] for name, total in stats["inference_stats"].items()}
+        assert counts["success"] == counts["fail"] == counts["queue"] == counts["compute_infer"] == 1
+        assert stats["batch_stats"][0]["batch_size"] == 2
+        everything = get(server, "/v2/models/stats").json()["model_stats"]
+        assert [entry["name"] for entry in everything] == ["critic_infer", "critic_train", "critic_save"]
+        index = requests.post(f"{server.url}/v2/repository/index", json={"ready": True}, timeout=20).json()
+        assert {entry["name"]: entry["state"] for entry in index}["critic_train"] == "READY"
+        refused = requests.post(f"{server.url}/v2/repository/models/critic_infer/unload", timeout=20)
+        assert refused.status_code == 400 and "unloaded" in refused.json()["error"]
+
+
+def test_tritonclient_asyncio_and_extensions() -> None:
+    aio = pytest.importorskip("tritonclient.http.aio", reason="the tritonclient package is not installed")
+
+    def inputs(binary: bool) -> list:
+        made = [aio.InferInput("tokens", TOKENS.shape, "INT64"), aio.InferInput("sequence_lengths", (2, 1), "INT64")]
+        made[0].set_data_from_numpy(TOKENS, binary_data=binary)
+        made[1].set_data_from_numpy(LENGTHS, binary_data=binary)
+        return made
+
+    async def talk(port: int, token: dict[str, str]) -> None:
+        # The client writes into the dictionary of headers that it is given: each call gets its own.
+        async with aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            assert await client.is_server_live() and await client.is_server_ready()
+            assert await client.is_model_ready("critic_infer")
+            metadata = await client.get_server_metadata(headers=dict(token))
+            for extension in ("binary_tensor_data", "model_configuration", "model_repository", "statistics"):
+                assert extension in metadata["extensions"]
+            assert (await client.get_model_metadata("critic_infer", "1", headers=dict(token)))["versions"] == ["1"]
+            assert (await client.get_model_config("critic_infer", headers=dict(token)))["max_batch_size"] > 0
+            index = await client.get_model_repository_index(headers=dict(token))
+            assert {entry["state"] for entry in index} == {"READY"}
+            for binary in (True, False):
+                wanted = [aio.InferRequestedOutput(name, binary_data=binary) for name in ("values", "rewards")]
+                calls = [
+                    client.infer("critic_infer", inputs(binary), outputs=wanted, request_id=str(k), headers=dict(token))
+                    for k in range(8)
+                ]
+                for k, result in enumerate(await asyncio.gather(*calls)):
+                    assert result.as_numpy("values").tolist() == VALUES
+                    assert result.as_numpy("rewards").tolist() == REWARDS
+                    assert result.get_response()["id"] == str(k)
+            stats = await client.get_inference_statistics("critic_infer", headers=dict(token))
+            assert stats["model_stats"][0]["inference_stats"]["success"]["count"] == 16
+            with pytest.raises(aio.InferenceServerException, match="authorization"):
+                await client.infer("critic_infer", inputs(True))
+
+    with serve(CountingBackend(), delay_us=0, http={"token": "s3cret"}) as server:
+        asyncio.run(talk(server.number, {"Authorization": "Bearer s3cret"}))
+
+
+PYTRITON = """
+    import asyncio, sys
+    import numpy as np
+    from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
+
+    url, token = sys.argv[1:]
+    tokens, lengths = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
+    batch = {"tokens": tokens, "sequence_lengths": lengths}
+    with ModelClient(url, "critic_infer", access_token=token or None) as client:
+        print(client.infer_batch(**batch)["rewards"].tolist())
+        print(client.infer_sample(tokens=tokens[0], sequence_lengths=lengths[0])["values"].tolist())
+    with ModelClient(url, "critic_train", access_token=token or None) as client:
+        ones = np.ones((2, 2), np.float32)
+        print(client.infer_sample(tokens=tokens, returns=ones, prev_values=ones, mask=ones)["loss_mean"].tolist())
+    with ModelClient(url, "critic_save", access_token=token or None) as client:
+        print(client.infer_sample(dummy_var=np.zeros(1, np.int64))["status"].tolist())
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+
+    async def talk():
+        async with AsyncioModelClient(url, "critic_infer") as client:
+            return await asyncio.gather(*[client.infer_batch(headers=headers, **batch) for _ in range(4)])
+
+    print([answer["rewards"].tolist() for answer in asyncio.run(talk())][3])
+    if not token:  # this client has no way to send one
+        with FuturesModelClient(url, "critic_infer") as client:
+            print(client.infer_batch(**batch).result(20)["rewards"].tolist())
+"""
+
+
+@pytest.mark.parametrize("token", ["", "s3cret"])
+def test_pytriton_clients(token: str, tmp_path: Path) -> None:
+    """PyTriton needs numpy 1, so it lives in an environment of its own: ``PYTRITON_PYTHON`` names its interpreter."""
+    python = os.environ.get("PYTRITON_PYTHON")
+    if python is None and importlib.util.find_spec("pytriton") is None:
+        pytest.skip("PYTRITON_PYTHON, an environment with nvidia-pytriton, is not set")
+    script = tmp_path / "talk.py"
+    script.write_text(textwrap.dedent(PYTRITON))
+    backend = CountingBackend()
+    with serve(backend, http={"token": token or None}) as server:
+        command = [python or sys.executable, str(script), server.url, token]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = [REWARDS, [1.0, 3.0], [4.0], [0], REWARDS] + ([] if token else [REWARDS])
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    assert backend.saves == 1
+
+
+# ------------------------------------------------------------------ request ids and logs
+
+
+def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
+    with serve(CountingBackend(), delay_us=0, http={"token": "s3cret"}) as server:
+        token = {"Authorization": "Bearer s3cret"}
+
+        def ask(model: str, body: dict, **headers: str) -> str:
+            return post(server, model, body, headers={**token, **headers}).headers["X-Request-Id"]
+
+        body = infer_body([[1, 2]], [2])
+        assert ask("critic_infer", {**body, "id": "from-the-protocol"}) == "from-the-protocol"
+        assert ask("critic_infer", {**body, "id": "hidden"}, **{"X-Request-Id": "from-the-header"}) == "from-the-header"
+        made = {ask("critic_infer", {**body, "id": "two words\nand a forged line"}), ask("critic_infer", body)}
+        assert len(made) == 2 and all(re.fullmatch("[0-9a-f]{16}", name) for name in made)
+        ask("critic_train", train_body(), **{"X-Request-Id": "training"})
+        ask("critic_save", {"inputs": [tensor("dummy_var", [0])]}, **{"X-Request-Id": "saving"})
+        ask("critic_infer", {}, **{"X-Request-Id": "bad"})
+        assert post(server, "critic_infer", body, headers={"X-Request-Id": "stranger"}).status_code == 401
+    lines = {re.search(r"request_id=(\S+)", r.message)[1]: r for r in caplog.records if "request_id=" in r.message}
+    good = lines["from-the-header"]
+    assert good.levelno == logging.DEBUG
+    for part in ("path=/v2/models/critic_infer/infer", "status=200", "rows=1", "batch_rows=1", "queue_ms=", "ms="):
+        assert part in good.message
+    assert lines["training"].levelno == lines["saving"].levelno == logging.INFO
+    assert lines["bad"].levelno == logging.INFO and "status=400" in lines["bad"].message
+    assert "error=\"'inputs' must be a list" in lines["bad"].message
+    assert "status=401" in lines["stranger"].message
+    assert not any("\n" in record.message or "s3cret" in record.message for record in caplog.records)
+
+
+def test_a_failure_of_the_model_names_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+    backend = CountingBackend()
+    with serve(backend) as server:
+        backend.fail = True
+        answer = post(server, "critic_infer", infer_body([[1, 2]], [2]), headers={"X-Request-Id": "the-one"})
+        assert answer.status_code == 500 and answer.headers["X-Request-Id"] == "the-one"
+        server.thread.join(20)
+    failures = [record for record in caplog.records if "the-one" in record.message]
+    assert {record.levelname for record in failures} == {"ERROR", "WARNING"}  # the dispatcher's and the answer's
