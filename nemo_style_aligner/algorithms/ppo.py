@@ -218,6 +218,8 @@ class PPOTrainer:
         with self.timer("generate"):
             seed = derive_seed(self.settings.seed, "rollouts", self.step, stream)
             pending = self.collector.collect(prompts.batch(start), seed)
+        if is_training:
+            self.metrics.log_metrics(pending.generation_metrics, self.step, "generation/")
         if self.settings.unload_engine:
             with self.timer("unload"):
                 self.collector.engine.unload()

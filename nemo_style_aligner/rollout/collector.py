@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRes
 from nemo_style_aligner.parallel import stop_points
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+from nemo_style_aligner.rollout.generation_totals import GenerationTotals
 from nemo_style_aligner.rollout.intake import ResponseIntake, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply, neighbours
@@ -25,10 +27,14 @@ class PendingRollouts:
 
     Attributes:
         rollouts: complete, the same on every rank.
+        generation_metrics: see `GenerationTotals.metrics`.
     """
 
-    def __init__(self, rollouts: RolloutBatch, wait: Callable[[int], Scores]) -> None:
+    def __init__(
+        self, rollouts: RolloutBatch, generation_metrics: dict[str, float], wait: Callable[[int], Scores]
+    ) -> None:
         self.rollouts = rollouts
+        self.generation_metrics = generation_metrics
         self._wait = wait
 
     def wait_for_scores(self) -> Scores:
@@ -87,17 +93,21 @@ class RolloutCollector:
         dist.barrier()  # nobody asks for a round that rank 0 has not begun
         intake = ResponseIntake(self.work, self.scorer, self.scoring_batch_size, self.scoring_seconds)
         supply = RequestSupply(self.work, self.group, self.engine.num_slots, prompts, seed)
+        totals = GenerationTotals()
         # Ranks that share an engine compute together: they can only take no more.
         with stop_points.local_work(can_be_interrupted=self.group.group is None):
             while supply.wait():  # until the round is complete, ids of lost workers included
+                started = time.monotonic()
                 for result in self.engine.generate(supply, self.sampling):
                     activity.progress()
                     supply.num_running -= 1
                     if self.group.is_leader:
                         intake.add(result)
+                totals.add(self.engine, time.monotonic() - started)
                 intake.flush()
         rollouts = self._gather(intake.results, prompts)
-        return PendingRollouts(rollouts, lambda width: _gather_scores(intake, width))
+        metrics = totals.metrics(self.engine, self.group.is_leader)
+        return PendingRollouts(rollouts, metrics, lambda width: _gather_scores(intake, width))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""

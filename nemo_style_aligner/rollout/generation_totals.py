@@ -1,0 +1,61 @@
+"""What the engines of all ranks did in one rollout phase, as metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.generation.engine import GenerationEngine
+from nemo_style_aligner.parallel.groups import all_reduce_sums, device
+
+_SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")
+
+
+class GenerationTotals:
+    """Sums over the calls of `GenerationEngine.generate` in one phase on this rank."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_SUMMED, 0)
+        self._peak_kv_share = 0.0
+        self._seconds = 0.0
+
+    def add(self, engine: GenerationEngine, seconds: float) -> None:
+        """Count a call of ``engine.generate`` that has ended and took so long."""
+        statistics = dataclasses.asdict(engine.statistics)
+        for name in _SUMMED:
+            self._sums[name] += statistics[name]
+        if engine.statistics.num_pages:
+            self._peak_kv_share = max(self._peak_kv_share, engine.statistics.peak_pages / engine.statistics.num_pages)
+        self._seconds += seconds
+
+    def metrics(self, engine: GenerationEngine, is_leader: bool) -> dict[str, float]:
+        """Collective: the metrics over all engines, the same on every rank.
+
+        ``tokens_per_second`` counts new tokens over the time of the slowest engine; ``balance`` is the mean time over
+        the slowest's, 1 if all ended at once; ``active_slots`` is the mean per pass and engine; ``peak_kv_share`` the
+        mean over engines of the share of KV memory that was held at most; ``compilations`` counts since the start.
+
+        Args:
+            is_leader: whether this rank speaks for its engine (ranks may share one).
+        """
+        weight = 1.0 if is_leader else 0.0
+        own = {name: weight * value for name, value in self._sums.items()}
+        own |= {"engines": weight, "seconds": weight * self._seconds, "peak_kv_share": weight * self._peak_kv_share}
+        sums = all_reduce_sums(own | {"compilations": weight * engine.num_compilations})
+        slowest = torch.tensor([self._seconds], dtype=torch.float64, device=device())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        longest = max(float(slowest), 1e-9)
+        return {
+            "tokens": sums["generated_tokens"],
+            "tokens_per_second": sums["generated_tokens"] / longest,
+            "prompt_tokens_computed": sums["prefill_tokens"],
+            "prompt_tokens_shared": sums["shared_prefix_tokens"],
+            "passes": sums["steps"],
+            "active_slots": sums["active_slot_steps"] / max(sums["steps"], 1.0),
+            "preemptions": sums["preemptions"],
+            "peak_kv_share": sums["peak_kv_share"] / sums["engines"],
+            "balance": sums["seconds"] / (sums["engines"] * longest),
+            "compilations": sums["compilations"],
+        }
