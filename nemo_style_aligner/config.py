@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config_types import wrong_types
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
@@ -247,26 +248,33 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
         One line for each key that has no effect or another name here, to be logged.
 
     Raises:
-        ConfigError: unknown keys (all of them, each with its nearest known ones), values that are not
-            supported, or values that are missing.
+        ConfigError: unknown keys (each with its nearest known ones), values that are not supported or of
+            another type, values that are missing; all of them.
     """
     defaults = load_defaults(job)
     known = set(_leaves(defaults))
     notes: list[str] = []
     unknown: list[str] = []
-    for key in _leaves(cfg):
+    problems: list[str] = []
+    for key in list(_leaves(cfg)):
         if _is_known(key, known):
             continue
         legacy = _find_legacy(key)
         if legacy is None:
             unknown.append(key)
-        else:
+            continue
+        try:
             notes.append(_apply_legacy(cfg, defaults, key, legacy))
+        except ConfigError as error:
+            problems.append(str(error))
     if unknown:
-        raise ConfigError(_describe_unknown(unknown, known, job))
+        problems.append(_describe_unknown(unknown, known, job))
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        raise ConfigError("these keys need a value: " + ", ".join(missing))
+        problems.append("these keys need a value: " + ", ".join(missing))
+    problems += wrong_types(cfg, defaults)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return [note for note in notes if note]
 
 

@@ -17,6 +17,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +32,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints import training
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
-from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters
+from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import bytes_to_write, model_tensors
 from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -470,7 +473,149 @@ def full_disk(folder: Path) -> dict[str, Any]:
         return errors, sorted(p.name for p in directory.iterdir())
 
     errors, names = Job(tp=2).run(try_to_save)
-    return {"errors": errors, "names": names}
+    return {"errors": errors, "names": names, "tmpfs": full_tmpfs(folder) if os.geteuid() == 0 else None}
+
+
+def full_tmpfs(folder: Path) -> dict[str, Any]:
+    """A disk that is really full: not enough room to begin with, or just enough for the tensors and nothing more."""
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> Any:
+        m = manager(disk / "checkpoints")
+        train(model, optimizer, 1)
+        save(m, model, optimizer, 1)
+        first = fingerprint(model, optimizer)
+        size = bytes_to_write(model_tensors(model.gpt, "model.") | optimizer_tensors(optimizer, model, "model."))
+        outcomes = []
+        for room in (size // 2, size + 4096):
+            if dist.get_rank() == 0:
+                (disk / "filler").write_bytes(b"")
+                (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+            dist.barrier()
+            train(model, optimizer, 1)
+            try:
+                save(m, model, optimizer, 2)
+                error = "saved"
+            except OSError as problem:
+                error = str(problem)
+            names = sorted(os.listdir(m.directory))
+            manager(m.directory).resume(model, optimizer)
+            outcomes.append((error, names, fingerprint(model, optimizer) == first))
+        dist.barrier()
+        (disk / "filler").unlink(missing_ok=True)
+        dist.barrier()
+        train(model, optimizer, 1)
+        save(m, model, optimizer, 2)
+        return {"size": size, "outcomes": outcomes, "with room again": sorted(os.listdir(m.directory))}
+
+    try:
+        return Job(dp=2).run(run) | {"directory": str(disk / "checkpoints")}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def killed_at_random(folder: Path) -> dict[str, Any]:
+    """Both ranks killed by the kernel at random instants, one in each quarter of a save's duration; then resumed."""
+    job = Job(dp=2)
+    before = folder / "before"
+
+    def prepare(model: MegatronModel, optimizer: Optimizer) -> Any:
+        train(model, optimizer, 1)
+        m = manager(before)
+        save(m, model, optimizer, 1)
+        first = fingerprint(model, optimizer)
+        train(model, optimizer, 1)
+        start = time.monotonic()
+        save(manager(folder / "timed"), model, optimizer, 2)
+        return first, fingerprint(model, optimizer), time.monotonic() - start
+
+    def save_and_die(model: MegatronModel, optimizer: Optimizer, directory: Path, delay: float) -> None:
+        m = manager(directory)
+        m.resume(model, optimizer)
+        train(model, optimizer, 1)
+        dist.barrier()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, delay)  # as abrupt as SIGKILL: no handler, no cleaning up
+        save(m, model, optimizer, 2)
+        time.sleep(60)
+
+    def look(model: MegatronModel, optimizer: Optimizer, directories: list[Path]) -> Any:
+        outcomes = []
+        for directory in directories:
+            left = sorted(p.name for p in directory.iterdir())
+            m = manager(directory)
+            state = m.resume(model, optimizer)
+            outcomes.append(
+                (state and state["step"], fingerprint(model, optimizer), left, sorted(os.listdir(directory)))
+            )
+        return outcomes
+
+    first, second, seconds = job.run(prepare)
+    draw = random.Random(7)
+    directories = []
+    for trial in range(4):
+        directories.append(shutil.copytree(before, folder / f"trial_{trial}"))
+        job.run(save_and_die, directories[-1], (trial + draw.random()) / 4 * seconds, expect_death=True)
+    return {"first": first, "second": second, "seconds": seconds, "outcomes": job.run(look, directories)}
+
+
+def not_trusted(folder: Path) -> dict[str, Any]:
+    """What the disk gives back is not what was written; every checkpoint damaged; archives cut and changed."""
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+    def error_of(action: Callable[[], Any]) -> str:
+        try:
+            return f"no error: {action()}"
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        directory = folder / "checkpoints"
+        m = manager(directory, save_last_n=1)
+        save(m, model, optimizer, 1)
+        sync_tree = training.sync_tree
+        training.sync_tree = lambda staging: (sync_tree(staging), flip(staging / "state" / "__0_0.distcp"))  # type: ignore[assignment, return-value]
+        results["bad disk"] = error_of(lambda: save(m, model, optimizer, 2)), sorted(os.listdir(directory))
+        training.sync_tree = sync_tree
+        save(m, model, optimizer, 2)
+        save(manager(directory), model, optimizer, 3)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in directory.iterdir():
+                flip(path / "trainer_state.json")
+        dist.barrier()
+        results["all damaged"] = (
+            error_of(lambda: manager(directory).resume(model, optimizer)),
+            sorted(os.listdir(directory)),
+        )
+        results["again"] = error_of(lambda: manager(directory).resume(model, optimizer))
+        results["told not to resume"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
+
+        archive = folder / "model.nemo"
+        save_nemo(archive, model, model.architecture.to_nemo_config(), None)
+        whole = archive.read_bytes()
+        at = whole.rindex(b"model_weights/__0_0.distcp")  # its header
+        cases = {
+            "cut in the weights": whole[: at + 3000],
+            "cut between files": whole[:at],
+            "flipped": bytes([*whole[: at + 5000], whole[at + 5000] ^ 1, *whole[at + 5001 :]]),
+        }
+        for name, content in cases.items():
+            dist.barrier()
+            if dist.get_rank() == 0:
+                archive.write_bytes(content)
+            dist.barrier()
+            results[name] = error_of(lambda: load_nemo_weights(archive, model))
+        return results
+
+    return Job(dp=2).run(run)
 
 
 def pruning(folder: Path) -> dict[str, Any]:
@@ -586,7 +731,6 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
     jobs = {
         "fp32 distributed dp2": Job(dp=2),
-        "bf16 plain dp2": Job(dp=2, dtype=torch.bfloat16, distributed=False),
         "bf16 distributed tp2": Job(tp=2, dtype=torch.bfloat16),
         "fp32 plain pp2": Job(pp=2, distributed=False),
     }
@@ -598,7 +742,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = (
     *(archives, reward_model, exact_resume, layout_change, killed, damaged, full_disk, pruning, resuming),
-    nonfinite,
+    *(nonfinite, killed_at_random, not_trusted),
 )
 
 

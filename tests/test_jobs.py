@@ -247,7 +247,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
             f"remote_critic_rm.critic.port={port}",
             # the TensorRT-LLM section
             "trainer.ppo.trt_llm.enable=True",
-            "trainer.ppo.trt_llm.reshard=True",
+            "trainer.ppo.generation.tensor_parallel_size=2",  # what reshard=True means under pipeline parallelism
             "trainer.ppo.trt_llm.unload_engine_train=True",
             "trainer.trt_llm.model_type=llama",
             "trainer.ppo.batch_iterator.use_flask=True",

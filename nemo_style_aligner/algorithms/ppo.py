@@ -62,18 +62,13 @@ class PPOSettings:
         """Read a job's config; ``steps_per_epoch`` PPO steps see every prompt once.
 
         Raises:
-            ValueError: values that contradict each other.
+            ValueError: too few prompts for one step.
         """
         ppo = cfg.trainer.ppo
         if steps_per_epoch < 1:
             raise ValueError(
                 "there are fewer training prompts than model.ppo.num_rollout_samples="
                 f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
-            )
-        if cfg.model.ppo.num_rollout_samples % cfg.model.global_batch_size:
-            raise ValueError(
-                f"model.ppo.num_rollout_samples={cfg.model.ppo.num_rollout_samples} is not a multiple of "
-                f"model.global_batch_size={cfg.model.global_batch_size}"
             )
         max_steps = steps_per_epoch * int(ppo.max_epochs)
         if ppo.max_steps is not None and ppo.max_steps >= 0:

@@ -15,7 +15,6 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.groups import ParallelLayout
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer, sampling_params
 from nemo_style_aligner.telemetry import activity
@@ -31,7 +30,6 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ValueError: settings that do not fit together (found before any weight is read).
         ServerUnavailableError: the service is not there in time.
     """
-    _check_batch_size(cfg, run.layout)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
@@ -85,12 +83,3 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         ratio_eps=float(cfg.model.ppo.ratio_eps),
         entropy_bonus=float(cfg.model.ppo.entropy_bonus),
     )
-
-
-def _check_batch_size(cfg: DictConfig, layout: ParallelLayout) -> None:
-    share = cfg.model.micro_batch_size * layout.dp_size
-    if cfg.model.global_batch_size % share:
-        raise ValueError(
-            f"model.global_batch_size={cfg.model.global_batch_size} is not a multiple of model.micro_batch_size="
-            f"{cfg.model.micro_batch_size} x {layout.dp_size} data-parallel ranks"
-        )

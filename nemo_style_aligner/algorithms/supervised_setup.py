@@ -78,14 +78,9 @@ def build_supervised_trainer(
         task, loss: what is trained on what.
 
     Raises:
-        ValueError: batch sizes that do not fit together, or too few examples.
+        ValueError: too few examples.
     """
     global_batch, micro_batch = int(cfg.model.global_batch_size), int(cfg.model.micro_batch_size)
-    if global_batch % (micro_batch * run.layout.dp_size):
-        raise ValueError(
-            f"the global batch size {global_batch} is not a multiple of the micro batch size {micro_batch} x "
-            f"{run.layout.dp_size} data-parallel ranks"
-        )
     seed = int(cfg.model.seed)
     train_sampler = EpochSampler(len(task.train), global_batch, seed, task.shuffle_train, drop_last=True)
     validation = task.validation if task.validation is not None and len(task.validation) else None

@@ -110,6 +110,6 @@ def require_space(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise OSError(
-            f"a checkpoint of {num_bytes / 2**20:,.0f} MiB does not fit: {free / 2**20:,.0f} MiB are free at "
+            f"a checkpoint of {num_bytes:,} bytes does not fit: {free:,} bytes are free at "
             f"{directory}; make room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
         )

@@ -8,6 +8,7 @@ and no link is followed.
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import tarfile
 from abc import ABC, abstractmethod
@@ -95,8 +96,17 @@ class TarSource(FileSource):
                 for member in self._tar.getmembers()
                 if member.isreg() and (name := _normalised(member.name)) is not None
             }
-        except tarfile.TarError as error:
-            raise ValueError(f"{location} is not a readable tar file: {error}") from error
+            self._check_end()
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
+
+    def _check_end(self) -> None:
+        """A tar ends with zeros. One that was cut between two files would otherwise pass for whole."""
+        stream = self._tar.fileobj
+        if isinstance(stream, io.BufferedReader):  # not compressed: compressed ones notice by themselves
+            stream.seek(self._tar.offset)  # where the next header would be
+            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("the end is missing")
 
     def names(self) -> list[str]:
         return sorted(self._members)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, open_source
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -67,7 +68,7 @@ def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file in ``directory``. Collective: each rank reads its share."""
     files = on_first_rank(lambda: [p for p in directory.rglob("*") if p.is_file()])
     share = _own_share(sorted(file.relative_to(directory).as_posix() for file in files))
-    parts = on_every_rank(lambda: {name: _describe(directory / name) for name in share})
+    parts = on_every_rank(lambda: {name: describe_file(directory / name) for name in share})
     return {name: description for part in parts for name, description in part.items()}
 
 
@@ -76,24 +77,37 @@ def find_damage(directory: Path) -> list[str]:
     content, damage = on_first_rank(lambda: _read_or_damage(directory))
     if content is None:
         return [damage]
-    share = _own_share(sorted(content))
-    parts = on_every_rank(lambda: [_compare(directory / name, content[name]) for name in share])
-    return sorted(problem for part in parts for problem in part if problem)
+    with open_source(directory) as source:
+        return find_changes(source, content)
 
 
 def _own_share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
-def find_wrong_sizes(directory: Path) -> list[str]:
-    """A quick look at a checkpoint that was just written: files that are missing or cut. Not collective."""
-    problems = []
-    for name, expected in Manifest.read(directory).files.items():
-        path = directory / name
-        size = path.stat().st_size if path.is_file() else -1
-        if size != expected["bytes"]:
-            problems.append(f"{path}: {max(size, 0)} bytes instead of {expected['bytes']}")
-    return problems
+def verify_on_disk(directory: Path) -> list[str]:
+    """As `find_damage`, of files that were just written and synced: read from disk where the system lets it be so.
+
+    The checksums were made of what the page cache held. Here the cache is asked to forget the files first, so that the
+    comparison is with what the disk gives back. File systems in memory, and some network ones, answer from memory.
+    """
+    if hasattr(os, "posix_fadvise"):
+        files = on_first_rank(lambda: sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*")))
+        for name in _own_share(files):
+            _forget(directory / name)
+        on_every_rank(lambda: None)  # nobody reads what another rank has not dropped yet
+    return find_damage(directory)
+
+
+def _forget(path: Path) -> None:
+    """Drop a synced file's pages from the page cache."""
+    if not path.is_file():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _read_or_damage(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
@@ -103,20 +117,37 @@ def _read_or_damage(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
         return None, str(error)
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-            size += len(block)
+        return describe_stream(stream)
+
+
+def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
+    """Number and SHA-256 of the bytes that are left to read."""
+    digest, size = hashlib.sha256(), 0
+    while block := stream.read(1 << 20):
+        digest.update(block)
+        size += len(block)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _compare(path: Path, expected: Mapping[str, Any]) -> str | None:
+def find_changes(source: FileSource, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Files of ``source`` that are missing or not as ``expected`` says. Collective: each rank reads its share."""
+    share = _own_share(sorted(expected))
+    parts = on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share])
+    return sorted(problem for part in parts for problem in part if problem)
+
+
+def _compare(source: FileSource, name: str, expected: Mapping[str, Any]) -> str | None:
+    path = source.location / name
     try:
-        found = _describe(path)
+        with source.open(name) as stream:
+            found = describe_stream(stream)
+    except FileNotFoundError:
+        return f"{path}: No such file or directory"
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{path}: {error.strerror or error}"
     if found["bytes"] != expected["bytes"]:
         return f"{path}: {found['bytes']} bytes instead of {expected['bytes']}"
     if found["sha256"] != expected["sha256"]:

@@ -3,14 +3,16 @@
     model_config.yaml    architecture keys and a ``tokenizer`` section
     model_weights/       Megatron distributed checkpoint, keys prefixed with ``model.``
     tokenizer/           Hugging Face tokenizer files
+    checksums.json       size and SHA-256 of every other file, compared when the archive is loaded
 
-Archives that NeMo wrote have no ``tokenizer/``, but a file beside the config that the config refers to as
-``nemo:<hash>_tokenizer.model``; these are read as well.
+Archives that NeMo wrote have no checksums and no ``tokenizer/``, but a file beside the config that the config refers
+to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -33,7 +35,8 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_file,
     sync_tree,
 )
-from nemo_style_aligner.checkpoints.file_source import FileSource, open_source, safe_name
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, open_source, safe_name
+from nemo_style_aligner.checkpoints.manifest import describe_file, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     CheckpointMismatchError,
     bytes_to_write,
@@ -52,6 +55,7 @@ logger = logging.getLogger(__name__)
 _CONFIG = "model_config.yaml"
 _WEIGHTS = "model_weights"
 _TOKENIZER = "tokenizer"
+_CHECKSUMS = "checksums.json"
 _PREFIX = "model."
 _HEAD = _PREFIX + "rm_head."
 _OUTPUT_LAYER = _PREFIX + "output_layer."
@@ -111,6 +115,9 @@ def _finish(
         shutil.copytree(tokenizer_dir, staging / _TOKENIZER)
         config["tokenizer"] = {"library": "huggingface", "type": _TOKENIZER, "model": None}
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    files = sorted(p for p in staging.rglob("*") if p.is_file())
+    checksums = {file.relative_to(staging).as_posix(): describe_file(file) for file in files}
+    (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
     if as_directory:
         sync_tree(staging)
         publish(staging, path)
@@ -165,6 +172,20 @@ def _read_config(source: FileSource) -> dict[str, Any]:
     return config
 
 
+def _stored_checksums(source: FileSource) -> dict[str, Any]:
+    """What ``checksums.json`` says; nothing for archives that others wrote.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read.
+    """
+    if _CHECKSUMS not in source.names():
+        return {}
+    try:
+        return dict(json.loads(source.read_text(_CHECKSUMS)))
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{source.location}: {_CHECKSUMS} cannot be read: {error}") from error
+
+
 def load_nemo_weights(
     path: Path, model: MegatronModel, *, strict: bool = True, skip_prefixes: Iterable[str] = ()
 ) -> None:
@@ -180,10 +201,13 @@ def load_nemo_weights(
 
     Raises:
         FileNotFoundError: no archive at ``path``.
+        DamagedCheckpointError: its files are not what was written, as its checksums say.
         CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
     """
     skipped = tuple(_PREFIX + prefix.removeprefix(_PREFIX) for prefix in skip_prefixes)
     with open_source(Path(path)) as source:
+        if problems := find_changes(source, _stored_checksums(source)):
+            raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it anew")
         stored = stored_shapes(source, _WEIGHTS)
         per_layer_keys = any(key.startswith(f"{_PREFIX}decoder.layers.0.") for key in stored)
         tensors = model_tensors(model.gpt, _PREFIX, per_layer_keys=per_layer_keys)

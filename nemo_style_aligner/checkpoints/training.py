@@ -8,8 +8,8 @@ One directory per checkpoint below ``<log_dir>/checkpoints/``, named as ``filena
     random/<rank>.pt      random streams of each rank
     state/                model and optimizer, a Megatron distributed checkpoint
 
-It is written as ``<name>.unfinished`` and renamed when it is on disk as a whole. One whose files have
-changed since is put aside as ``<name>.damaged``, and the one before it is used.
+It is written as ``<name>.unfinished``, read back and compared with its checksums, and renamed; older ones are pruned
+after that. One whose files have changed since is put aside as ``<name>.damaged``, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ from nemo_style_aligner.checkpoints.manifest import (
     Manifest,
     describe_files,
     find_damage,
-    find_wrong_sizes,
+    verify_on_disk,
 )
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_tensors
@@ -209,10 +210,19 @@ class CheckpointManager:
             save_sharded_tensors(tensors, staging / _STATE)
             on_every_rank(lambda: save_random_states(_random_file(staging)))
             files = describe_files(staging)
-            on_first_rank(lambda: self._publish(staging, target, Manifest(sequence, step, value, files)))
-        except (OSError, ValueError, TypeError):
-            on_first_rank(lambda: remove_path(staging))  # give a full disk its room back
+            on_first_rank(lambda: _seal(staging, Manifest(sequence, step, value, files)))
+            if problems := verify_on_disk(staging):
+                raise OSError(f"what was written is not what came back from disk: {'; '.join(problems)}")
+        except (OSError, ValueError, TypeError) as error:
+            free = on_first_rank(lambda: self._give_up(staging))
+            if isinstance(error, OSError):
+                raise OSError(
+                    f"the checkpoint {target} was not saved: {error}. It needs {size:,} bytes and some more, "
+                    f"{free:,} bytes are free now that what was written of it is gone. The earlier checkpoints are "
+                    "whole; start again when the cause is removed"
+                ) from error
             raise
+        on_first_rank(lambda: self._publish(staging, target))
 
     def _prepare(self, values: Mapping[str, Any], size: int) -> tuple[Path, int]:
         """Rank 0: clear leftovers, choose the name, make the directory to write into."""
@@ -226,13 +236,14 @@ class CheckpointManager:
         (self.directory / (target.name + UNFINISHED) / _STATE).mkdir(parents=True)
         return target, max((entry.manifest.sequence for entry in self._entries()), default=0) + 1
 
-    def _publish(self, staging: Path, target: Path, manifest: Manifest) -> None:
-        """Rank 0: sync, rename into place, and only then prune."""
-        manifest.write(staging)
-        sync_tree(staging)
+    def _give_up(self, staging: Path) -> int:
+        """Rank 0: give a full disk its room back; the bytes that are free then."""
+        remove_path(staging)
+        return shutil.disk_usage(self.directory).free
+
+    def _publish(self, staging: Path, target: Path) -> None:
+        """Rank 0: rename the verified checkpoint into place, and only then prune."""
         publish(staging, target)
-        if problems := find_wrong_sizes(target):
-            raise OSError(f"the checkpoint just written is not whole: {'; '.join(problems)}")
         logger.info("saved %s", target)
         self._prune()
 
@@ -287,13 +298,20 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: there is no checkpoint, and the settings ask for one.
-            DamagedCheckpointError: the one that was asked for by name is damaged.
+            DamagedCheckpointError: the one that was asked for by name is damaged, or all that there are.
         """
         if self.settings.resume_from_checkpoint:
             return self.load(Path(self.settings.resume_from_checkpoint), model, optimizer)
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()
+        damaged = on_first_rank(lambda: sorted(p.name for p in self.directory.glob(f"*{_DAMAGED}")))
+        if path is None and damaged:
+            raise DamagedCheckpointError(
+                f"every checkpoint in {self.directory} is damaged (the log says how): {', '.join(damaged)}. Put a copy "
+                "of one there, if there is any; to start from the beginning all the same, move them away or set "
+                "exp_manager.resume_if_exists=False"
+            )
         if path is None:
             if not self.settings.resume_ignore_no_checkpoint:
                 raise FileNotFoundError(
@@ -405,6 +423,11 @@ def _put_aside(path: Path, problems: list[str]) -> None:
     logger.error("%s is damaged and put aside as %s: %s", path, aside.name, "; ".join(problems))
     remove_path(aside)
     os.rename(path, aside)
+
+
+def _seal(staging: Path, manifest: Manifest) -> None:
+    manifest.write(staging)
+    sync_tree(staging)
 
 
 def _layout(model: MegatronModel) -> dict[str, int]:

@@ -97,11 +97,6 @@ class Critic:
         forward_micro_batch_size: int,
         loss_clip: float,
     ) -> None:
-        if global_batch_size % (micro_batch_size * model.layout.dp_size):
-            raise ValueError(
-                f"model.global_batch_size={global_batch_size} is not a multiple of model.micro_batch_size="
-                f"{micro_batch_size} x {model.layout.dp_size} data-parallel ranks"
-            )
         self.model = model
         self.optimizer = optimizer
         self.head = head

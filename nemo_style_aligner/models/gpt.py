@@ -98,7 +98,8 @@ def transformer_config(
     Raises:
         ValueError: the architecture cannot be laid out on this many ranks.
     """
-    _check_layout(architecture, layout)
+    if problems := layout_problems(architecture, layout.tp_size, layout.pp_size):
+        raise ValueError("; ".join(problems))
     granularity = model_cfg.get("activations_checkpoint_granularity")
     recompute: dict[str, Any] = {}
     if granularity == "full":
@@ -154,21 +155,20 @@ def transformer_config(
     )
 
 
-def _check_layout(architecture: ModelArchitecture, layout: ParallelLayout) -> None:
-    tp, pp = layout.tp_size, layout.pp_size
+def layout_problems(architecture: ModelArchitecture, tp_size: int, pp_size: int) -> list[str]:
+    """Why the model cannot be divided so, one line for each reason; empty if it can."""
+    tp, pp = f"model.tensor_model_parallel_size={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
     problems = []
-    if architecture.num_attention_heads % tp:
-        problems.append(f"num_attention_heads={architecture.num_attention_heads} is not a multiple of it")
-    if architecture.num_query_groups % tp and tp % architecture.num_query_groups:
-        problems.append(f"num_query_groups={architecture.num_query_groups} neither divides nor is a multiple of it")
-    if architecture.ffn_hidden_size % tp:
-        problems.append(f"ffn_hidden_size={architecture.ffn_hidden_size} is not a multiple of it")
-    if problems:
-        raise ValueError(f"model.tensor_model_parallel_size={tp}: " + "; ".join(problems))
-    if architecture.num_layers % pp:
-        raise ValueError(
-            f"model.pipeline_model_parallel_size={pp}: num_layers={architecture.num_layers} is not a multiple of it"
-        )
+    if heads % tp_size:
+        problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
+    if groups % tp_size and tp_size % groups:
+        problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
+    if architecture.ffn_hidden_size % tp_size:
+        problems.append(f"{tp}: the model's ffn_hidden_size={architecture.ffn_hidden_size} is not a multiple of it")
+    if architecture.num_layers % pp_size:
+        problems.append(f"{pp}: the model's num_layers={architecture.num_layers} is not a multiple of it")
+    return problems
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:

@@ -49,7 +49,7 @@ class RewardHeadConfig:
         Raises:
             ValueError: a value that does not exist, or weights that do not match the attributes.
         """
-        kind = cfg.get("reward_model_type", "binary_ranking")
+        kind = cfg.get("reward_model_type") or "binary_ranking"
         if kind not in ("binary_ranking", "regression"):
             raise ValueError(f"model.reward_model_type={kind!r}: choose binary_ranking or regression")
         regression = cfg.get("regression") or {}

@@ -70,7 +70,7 @@ def open_base_model(
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist")
     base: dict[str, Any] = load_nemo_config(location)
-    merged = OmegaConf.create(_lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+    merged = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
     OmegaConf.set_struct(cfg, False)
     cfg.model = merged
     return BaseModel(
@@ -82,12 +82,12 @@ def open_base_model(
     )
 
 
-def _lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
+def lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
     """``job``'s values over ``base``'s; a null in the job's section leaves what the checkpoint says."""
     merged = dict(base)
     for name, value in job.items():
         if isinstance(value, dict) and isinstance(base.get(name), dict):
-            merged[name] = _lay_over(base[name], value)
+            merged[name] = lay_over(base[name], value)
         elif value is not None or name not in base:
             merged[name] = value
     return merged

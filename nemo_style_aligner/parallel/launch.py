@@ -181,7 +181,13 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
 # ---- entry scripts ------------------------------------------------------------------------------
 
 
-def job(name: str, *, is_service: bool = False) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
+Check = Callable[[str, DictConfig, int], None]
+"""Raises `ConfigError` for settings that cannot work: (name of the config, config, number of ranks)."""
+
+
+def job(
+    name: str, check: Check | None = None, *, is_service: bool = False
+) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
         @job("gpt_ppo_critic")
@@ -200,6 +206,7 @@ def job(name: str, *, is_service: bool = False) -> Callable[[Callable[[DictConfi
 
     Args:
         name: of the config.
+        check: run on the config before ranks are started.
         is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
     """
 
@@ -210,7 +217,7 @@ def job(name: str, *, is_service: bool = False) -> Callable[[Callable[[DictConfi
             end_with_supervisor()
             try:
                 cfg = _compose(name)
-                status = _run_job(name, main, cfg) if cfg is not None else 0
+                status = _run_job(name, check, main, cfg) if cfg is not None else 0
             except StopDuringStartError:
                 is_regular_end = is_service and stop_signals.received()[0] == signal.SIGTERM
                 _logger.warning("stopped by %s before there was anything to save", stop_signals.received()[0].name)
@@ -243,11 +250,13 @@ def _compose(name: str) -> DictConfig | None:
     return complete_config(composed[0], name) if composed else None
 
 
-def _run_job(name: str, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
+def _run_job(name: str, check: Check | None, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = check_config(cfg, name)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
+    if check is not None:
+        check(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
         if status != EXIT_REQUEUE:

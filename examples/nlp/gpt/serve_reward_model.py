@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
 from nemo_style_aligner.models.restore import open_base_model
@@ -9,7 +10,7 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("inference_rm", is_service=True)
+@job("inference_rm", check_job, is_service=True)
 def main(cfg: DictConfig) -> int:
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.seed

@@ -5,13 +5,14 @@ The critic and reward service (serve_ppo_critic.py) must run or be about to run.
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
 from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("gpt_ppo_actor")
+@job("gpt_ppo_actor", check_job)
 def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)

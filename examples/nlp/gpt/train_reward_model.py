@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
 from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, reward_loss, reward_task
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -9,7 +10,7 @@ from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("training_rm")
+@job("training_rm", check_job)
 def main(cfg: DictConfig) -> int:
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)

@@ -1,0 +1,320 @@
+"""Settings that cannot work together, found before a job starts its ranks, and all of them at once.
+
+`check_job` is what the entry scripts hand to ``@job``. It reads the checkpoint's own config (not its weights), so it
+knows the model's shape, and runs every check that concerns the job. A check is a function over a `JobView` that yields
+one line per problem: key=value, why it cannot be, what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
+from nemo_style_aligner.algorithms.run_control import parse_duration
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
+from nemo_style_aligner.checkpoints.training import CheckpointSettings, checkpoint_name
+from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.models.gpt import layout_problems, parse_precision
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.models.restore import lay_over
+from nemo_style_aligner.rollout.setup import sampling_params
+
+
+@dataclasses.dataclass(frozen=True)
+class JobView:
+    """What the checks look at.
+
+    Attributes:
+        name: the job's YAML file.
+        cfg: the config, its ``model`` section laid over the checkpoint's.
+        world_size: ranks of the job.
+        architecture: the model's shape; None if the checkpoint's config could not be read.
+    """
+
+    name: str
+    cfg: DictConfig
+    world_size: int
+    architecture: ModelArchitecture | None
+
+    def get(self, key: str) -> Any:
+        """A value, None where it is not set."""
+        return OmegaConf.select(self.cfg, key)
+
+    def said(self, *keys: str) -> str:
+        """``key=value`` of each key, for messages."""
+        return ", ".join(f"{key}={self.get(key)}" for key in keys)
+
+    @property
+    def tp_size(self) -> int:
+        return int(self.get(_TP) or 1)
+
+    @property
+    def pp_size(self) -> int:
+        return int(self.get(_PP) or 1)
+
+    @property
+    def dp_size(self) -> int | None:
+        """Data-parallel ranks; None where the ranks cannot be divided."""
+        parts = self.tp_size * self.pp_size
+        return None if parts < 1 or self.world_size % parts else self.world_size // parts
+
+    @property
+    def section(self) -> str:
+        """The job's own section of ``trainer``."""
+        return {"gpt_sft": "trainer.sft", "training_rm": "trainer.rm"}.get(self.name, "trainer.ppo")
+
+
+Check = Callable[[JobView], Iterator[str]]
+
+_TP, _PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+_GLOBAL, _MICRO = "model.global_batch_size", "model.micro_batch_size"
+_LENGTH, _POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
+_PPO_LENGTH = "model.ppo.length_params.max_length"
+_MODEL_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+
+
+def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
+    """Check a job's settings against each other and against its model.
+
+    Args:
+        name: the job's YAML file, without its ending.
+        cfg: its config, which `config.check_config` has passed; left as it is.
+        world_size: ranks that the job will have.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    problems = list(find_problems(name, cfg, world_size))
+    if problems:
+        raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
+    """What `check_job` complains about."""
+    problems: list[str] = []
+    cfg = cfg.copy()
+    architecture = None
+    try:
+        base = _read_model_config(name, cfg)
+        OmegaConf.set_struct(cfg, False)
+        cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+        architecture = ModelArchitecture.from_nemo_config(cfg.model)
+    except (OSError, ValueError, KeyError) as error:
+        problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
+    view = JobView(name, cfg, world_size, architecture)
+    problems += _out_of_range(view)
+    # Sizes that make no sense by themselves would make the arithmetic senseless.
+    checks = (_values_that_are_read_as_a_whole,) if _any_size_wrong(problems) else _CHECKS[name]
+    return problems + [problem for check in checks for problem in check(view)]
+
+
+def _any_size_wrong(problems: list[str]) -> bool:
+    return any(problem.split("=")[0].endswith(("_size", "_length", "_samples", "_layers")) for problem in problems)
+
+
+def _read_model_config(name: str, cfg: DictConfig) -> dict[str, Any]:
+    key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
+    path = OmegaConf.select(cfg, key)
+    if not path:
+        raise ConfigError(f"{key} is not set: pass {key}=/path/to/model.nemo")
+    if not Path(path).expanduser().exists():
+        raise ConfigError(f"{key}={path} does not exist")
+    return load_nemo_config(Path(path).expanduser())
+
+
+# ---- single values ------------------------------------------------------------------------------
+
+
+def _out_of_range(view: JobView) -> Iterator[str]:
+    for key, value in _values(view.cfg):
+        allowed = find_range(key)
+        if allowed is not None and not allowed.allows(value):
+            yield f"{key}={value}: must be {allowed}"
+        choices = find_choices(key)
+        if choices and value is not None and value not in choices:
+            yield f"{key}={value}: choose {', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+
+
+def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in cfg:
+        key, value = f"{prefix}{name}", cfg[name]
+        if isinstance(value, DictConfig):
+            yield from _values(value, f"{key}.")
+        else:
+            yield key, list(value) if isinstance(value, ListConfig) else value
+
+
+def _attempt(read: Callable[[], Any]) -> Iterator[str]:
+    """The complaint of code that reads a whole section into its own dataclass."""
+    try:
+        read()
+    except ValueError as error:
+        yield str(error)
+
+
+def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
+    cfg = view.cfg
+    yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
+    if "exp_manager" in cfg:
+        yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
+        settings: list[CheckpointSettings] = []
+        yield from _attempt(lambda: settings.append(CheckpointSettings.from_config(cfg.exp_manager)))
+        if settings:
+            yield from _attempt(lambda: checkpoint_name(settings[0].filename, _EXAMPLE_VALUES))
+    if "optim" in cfg.model:
+        betas = view.get("model.optim.betas")
+        if betas is not None and len(betas) != 2:
+            yield f"model.optim.betas={list(betas)}: give two numbers"
+        yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
+    if view.name in ("training_rm", "gpt_ppo_critic", "inference_rm"):
+        yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
+    if view.name == "gpt_ppo_actor":
+        for problem in _attempt(lambda: sampling_params(cfg)):
+            yield f"model.ppo.sampling_params and length_params: {problem}"
+
+
+_EXAMPLE_VALUES = {"step": 1, "epoch": 1, "consumed_samples": 1, "ppo_optimization_step": 1, "val_loss": 0.5}
+
+
+# ---- layout -------------------------------------------------------------------------------------
+
+
+def _ranks(view: JobView) -> Iterator[str]:
+    parts = view.tp_size * view.pp_size
+    if view.world_size % parts:
+        yield (
+            f"{view.said(_TP, _PP)}: {view.world_size} ranks (trainer.devices x trainer.num_nodes) are not a multiple "
+            f"of {parts}; change the sizes or the number of ranks"
+        )
+    if view.architecture is not None:
+        yield from layout_problems(view.architecture, view.tp_size, view.pp_size)
+
+
+def _batches(view: JobView) -> Iterator[str]:
+    total, micro = view.get(_GLOBAL), view.get(_MICRO)
+    if not total or not micro:
+        missing = _MICRO if total else _GLOBAL
+        yield f"{missing} is not set, neither in the job's config nor in the checkpoint's: give it a value"
+    elif view.dp_size is not None and total % (micro * view.dp_size):
+        yield (
+            f"{view.said(_GLOBAL)} is not a multiple of {view.said(_MICRO)} x {view.dp_size} data-parallel ranks "
+            f"= {micro * view.dp_size}; change one of them"
+        )
+
+
+def _lengths(view: JobView) -> Iterator[str]:
+    length, positions = view.get(_LENGTH), view.get(_POSITIONS)
+    if length and positions and length > positions:
+        yield f"{view.said(_LENGTH)} is longer than {view.said(_POSITIONS)}; raise the latter or lower the former"
+    for key in (
+        "model.data.seq_length",
+        "model.data.train_ds.max_seq_length",
+        "model.data.validation_ds.max_seq_length",
+    ):
+        if length and (view.get(key) or 0) > length:
+            yield f"{view.said(key)} is longer than {view.said(_LENGTH)}; lower it or raise {_LENGTH}"
+    for part in ("model.data.train_ds", "model.data.validation_ds"):
+        least, greatest = view.get(f"{part}.min_seq_length"), view.get(f"{part}.max_seq_length")
+        if least and greatest and least > greatest:
+            yield f"{view.said(f'{part}.min_seq_length')} is above {view.said(f'{part}.max_seq_length')}"
+
+
+def _recompute(view: JobView) -> Iterator[str]:
+    layers, own = "model.activations_checkpoint_num_layers", view.architecture
+    if view.get("model.activations_checkpoint_granularity") != "full" or own is None or view.get(layers) is None:
+        return
+    if view.get(layers) > own.num_layers // view.pp_size:
+        yield f"{view.said(layers)}: a stage has {own.num_layers // view.pp_size} layers only"
+
+
+def _monitor(view: JobView) -> Iterator[str]:
+    params = "exp_manager.checkpoint_callback_params"
+    name = view.get(f"{params}.monitor")
+    known = ("step",) if view.name == "gpt_ppo_critic" else ("step", "epoch", "consumed_samples", "val_*", "train_*")
+    if view.name == "gpt_ppo_actor":
+        known = (*known, "ppo_optimization_step")
+    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), str(name)) for pattern in known):
+        return
+    yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(known)}"
+
+
+# ---- the actor ----------------------------------------------------------------------------------
+
+
+def _rollout_batches(view: JobView) -> Iterator[str]:
+    samples, total = "model.ppo.num_rollout_samples", view.get(_GLOBAL)
+    if total and view.get(samples) % total:
+        yield f"{view.said(samples)} is not a multiple of {view.said(_GLOBAL)}; change one of them"
+
+
+def _rollout_lengths(view: JobView) -> Iterator[str]:
+    length, response = view.get(_LENGTH), view.get(_PPO_LENGTH)
+    if not length or not response:
+        return
+    prompt = "trainer.ppo.trt_llm.max_input_len"
+    room = min(length, view.get("model.data.seq_length") or length) - response
+    if room < 1:
+        yield (
+            f"{view.said(_PPO_LENGTH)} leaves no room for a prompt in {view.said(_LENGTH, 'model.data.seq_length')}; "
+            "lower it or raise them"
+        )
+    elif view.get(prompt) < 1:
+        yield f"{view.said(prompt)}: must be 1 or more"
+    elif view.get(prompt) + response > length:
+        yield f"{view.said(prompt)} + {view.said(_PPO_LENGTH)} is longer than {view.said(_LENGTH)}; lower one of them"
+    memory = "trainer.ppo.generation.kv_cache_tokens"
+    if view.get(memory) is not None and view.get(memory) < response + 1:
+        yield (
+            f"{view.said(memory)} cannot hold one sequence: a prompt and {view.said(_PPO_LENGTH)}; raise it or set it "
+            "to null"
+        )
+
+
+def _generation(view: JobView) -> Iterator[str]:
+    ppo = "trainer.ppo"
+    engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
+    reshard = f"{ppo}.trt_llm.reshard"
+    if view.get(reshard) and view.pp_size == 1:
+        yield (
+            f"{view.said(reshard)} with {view.said(_PP)}: there are no pipeline stages to turn into tensor "
+            f"parallelism; leave it out (how many ranks share an engine is said by {size})"
+        )
+    if view.get(engine) == "megatron" and view.pp_size > 1:
+        yield f"{view.said(engine)} cannot generate with {view.said(_PP)}; choose embedded"
+    ranks = view.get(size) or (view.tp_size if view.get(reshard) else 1)
+    if view.get(engine) != "embedded" or ranks == 1:
+        return
+    if view.world_size % ranks:
+        yield f"{view.said(size)}: {view.world_size} ranks cannot be divided into groups of {ranks}"
+    if view.architecture is not None and ranks != view.tp_size:
+        yield from (p.replace(_TP, size) for p in layout_problems(view.architecture, ranks, 1))
+
+
+def _services(view: JobView) -> Iterator[str]:
+    critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
+    if view.get("remote_critic_rm.combine_rm_and_critic_server"):
+        return
+    if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
+        yield (
+            f"{view.said(f'{critic}.port', f'{reward}.port')}: two services at one address; give the reward model's, "
+            "or set remote_critic_rm.combine_rm_and_critic_server=True"
+        )
+
+
+_COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _ranks)
+_TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
+_CHECKS: dict[str, tuple[Check, ...]] = {
+    "gpt_sft": _TRAINING,
+    "training_rm": _TRAINING,
+    "gpt_ppo_critic": _TRAINING,
+    "gpt_ppo_actor": (*_TRAINING, _rollout_batches, _rollout_lengths, _generation, _services),
+    "inference_rm": _COMMON,
+}

@@ -1,0 +1,150 @@
+"""Which values a config key may take, where that is a matter of the key alone: ranges and choices.
+
+Patterns are dotted keys with ``*`` for any text. Null passes everywhere: what it means is said in ``conf/``, and keys
+that need a value are named in `config_checks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+from nemo_style_aligner.functional import KLEstimator
+from nemo_style_aligner.models.nonfinite import Action
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers between ``low`` and ``high``, the ends included unless said otherwise."""
+
+    low: float
+    high: float = math.inf
+    low_excluded: bool = False
+    high_excluded: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether a number, or each number of a list, lies in the range. Other types are not this check's business."""
+        if isinstance(value, list | tuple):
+            return all(map(self.allows, value))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        above = value > self.low if self.low_excluded else value >= self.low
+        below = value < self.high if self.high_excluded else value <= self.high
+        return above and below and not math.isinf(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"above {self.low:g}" if self.low_excluded else f"{self.low:g} or more"
+        left, right = "(" if self.low_excluded else "[", ")" if self.high_excluded else "]"
+        return f"in {left}{self.low:g}, {self.high:g}{right}"
+
+
+_COUNT = Range(1)
+_NOT_NEGATIVE = Range(0)
+_POSITIVE = Range(0, low_excluded=True)
+_SHARE = Range(0, 1)
+_SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
+_SHARE_BELOW_1 = Range(0, 1, high_excluded=True)
+_PORT = Range(0, 65535)
+
+RANGES: tuple[tuple[str, Range], ...] = (
+    ("trainer.num_nodes", _COUNT),
+    ("trainer.devices", _COUNT),
+    ("trainer.distributed_timeout_minutes", _POSITIVE),
+    ("trainer.*.max_epochs", _COUNT),
+    ("trainer.*.max_steps", Range(-1)),
+    ("trainer.*.val_check_interval", _NOT_NEGATIVE),
+    ("trainer.*.save_interval", _NOT_NEGATIVE),
+    ("trainer.*.limit_val_batches", _NOT_NEGATIVE),
+    ("trainer.*.gradient_clip_val", _NOT_NEGATIVE),
+    ("trainer.*.max_consecutive_skips", _NOT_NEGATIVE),
+    ("trainer.ppo.critic_warmup_steps", _NOT_NEGATIVE),
+    ("trainer.ppo.num_ppo_epochs", _COUNT),
+    ("trainer.ppo.initial_policy_kl_penalty", _NOT_NEGATIVE),
+    ("trainer.ppo.kl_clamp", _POSITIVE),
+    ("trainer.ppo.discount_factor", _SHARE),
+    ("trainer.ppo.gae_lambda", _SHARE),
+    ("trainer.ppo.importance_weight_cap", _POSITIVE),
+    ("trainer.ppo.num_table_rows", _NOT_NEGATIVE),
+    ("trainer.ppo.generation.num_slots", _COUNT),
+    ("trainer.ppo.generation.tensor_parallel_size", _COUNT),
+    ("trainer.ppo.generation.kv_cache_tokens", _COUNT),
+    ("trainer.ppo.generation.prefill_chunk_tokens", _COUNT),
+    ("trainer.ppo.generation.prefill_share", _SHARE_ABOVE_0),
+    ("trainer.ppo.trt_llm.kv_cache_memory_fraction", _SHARE_ABOVE_0),
+    ("trainer.ppo.trt_llm.refit_bucket_mebibytes", _COUNT),
+    ("trainer.ppo.trt_llm.max_restarts", _NOT_NEGATIVE),
+    ("trainer.ppo.batch_iterator.*_seconds", _POSITIVE),
+    ("trainer.ppo.max_body_bytes", _COUNT),
+    ("trainer.ppo.max_outstanding_requests", _COUNT),
+    ("inference.max_body_bytes", _COUNT),
+    ("inference.max_outstanding_requests", _COUNT),
+    ("*.inference_micro_batch_size", _COUNT),
+    ("*.max_queue_delay_microseconds", _NOT_NEGATIVE),
+    ("*.strip_sequence_length_to_multiple", _COUNT),
+    ("remote_critic_rm.pad_to_length", _COUNT),
+    ("*.timeouts.*_seconds", _POSITIVE),
+    ("*.infer_timeout_seconds", _POSITIVE),
+    ("*.command_timeout_seconds", _POSITIVE),
+    ("remote_critic_rm.*.port", Range(1, 65535)),
+    ("*.port", _PORT),
+    ("model.tensor_model_parallel_size", _COUNT),
+    ("model.pipeline_model_parallel_size", _COUNT),
+    ("model.*micro_batch_size", _COUNT),
+    ("model.*global_batch_size", _COUNT),
+    ("model.encoder_seq_length", Range(2)),
+    ("model.max_position_embeddings", Range(2)),
+    ("model.activations_checkpoint_num_layers", _COUNT),
+    ("model.*_dropout", _SHARE_BELOW_1),
+    ("model.loss_clip_val", _NOT_NEGATIVE),
+    ("model.regression.num_attributes", _COUNT),
+    ("model.reward_standardization.std", _POSITIVE),
+    ("model.ppo.num_rollout_samples", _COUNT),
+    ("model.ppo.num_val_samples", _COUNT),
+    ("model.ppo.entropy_bonus", _NOT_NEGATIVE),
+    ("model.ppo.ratio_eps", _POSITIVE),
+    ("model.ppo.length_params.max_length", _COUNT),
+    ("model.ppo.length_params.min_length", _NOT_NEGATIVE),
+    ("model.ppo.sampling_params.top_k", _NOT_NEGATIVE),
+    ("model.ppo.sampling_params.top_p", _SHARE_ABOVE_0),
+    ("model.ppo.sampling_params.repetition_penalty", _POSITIVE),
+    ("model.optim.lr", _NOT_NEGATIVE),
+    ("model.optim.weight_decay", _NOT_NEGATIVE),
+    ("model.optim.eps", _POSITIVE),
+    ("model.optim.betas", _SHARE_BELOW_1),
+    ("model.optim.sched.*_steps", _NOT_NEGATIVE),
+    ("model.optim.sched.min_lr", _NOT_NEGATIVE),
+    ("model.data.*seq_length", _COUNT),
+)
+
+CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("trainer.*.on_nonfinite", get_args(Action)),
+    ("trainer.ppo.kl_estimator", get_args(KLEstimator)),
+    ("trainer.ppo.reference_policy_placement", ("auto", "swap", "resident")),
+    ("trainer.ppo.generation.engine", ("embedded", "megatron", "trtllm")),
+    ("trainer.ppo.generation.refit_check", ("off", "sampled", "full")),
+    ("trainer.ppo.generation.weight_format", ("dtype", "int8")),
+    ("trainer.ppo.generation.step", ("auto", "native", "torch")),
+    ("trainer.ppo.trt_llm.backend", ("engine", "pytorch")),
+    ("model.rm_placement", ("auto", "swap", "resident")),
+    ("model.reward_model_type", ("binary_ranking", "regression")),
+    ("model.activations_checkpoint_granularity", ("selective", "full")),
+    ("model.activations_checkpoint_method", ("uniform", "block")),
+    (
+        "model.optim.name",
+        ("distributed_fused_adam", "mcore_distributed_optim", "fused_adam", "adam", "adamw"),
+    ),
+    ("model.data.*.truncation_method", ("left", "right")),
+)
+
+
+def find_range(key: str) -> Range | None:
+    """The range of a key's value, if it has one."""
+    return next((allowed for pattern, allowed in RANGES if fnmatchcase(key, pattern)), None)
+
+
+def find_choices(key: str) -> tuple[Any, ...]:
+    """The values of which a key takes one; empty if it is free."""
+    return next((allowed for pattern, allowed in CHOICES if fnmatchcase(key, pattern)), ())

@@ -1,0 +1,132 @@
+"""Types of config values: a value is of its default's type, or of one named here.
+
+A default of null says nothing about the type, and some keys take several: both are in `TYPES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_style_aligner.architecture import ModelArchitecture
+
+Types = tuple[type, ...]
+
+_NAMES: dict[type, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a section",
+}
+
+TYPES: tuple[tuple[str, Types], ...] = (
+    ("trainer.precision", (str, int)),
+    ("model.precision", (str, int)),
+    ("*.inference_micro_batch_size", (int, list)),
+    ("trainer.*.val_check_interval", (int, float)),
+    ("trainer.*.save_interval", (int, float)),
+    ("trainer.*.limit_val_batches", (int, float)),
+    ("trainer.ppo.kl_estimator", (str,)),
+    ("trainer.ppo.kl_clamp", (float,)),
+    ("trainer.ppo.importance_weight_cap", (float,)),
+    ("trainer.ppo.generation.num_slots", (int,)),
+    ("trainer.ppo.generation.tensor_parallel_size", (int,)),
+    ("trainer.ppo.generation.kv_cache_tokens", (int,)),
+    ("*.strip_sequence_length_to_multiple", (int,)),
+    ("remote_critic_rm.pad_to_length", (int,)),
+    ("*.host", (str,)),
+    ("*.restore_from_path", (str,)),
+    ("rm_model_file", (str,)),
+    ("exp_manager.explicit_log_dir", (str,)),
+    ("exp_manager.exp_dir", (str,)),
+    ("exp_manager.resume_from_checkpoint", (str,)),
+    ("model.activations_checkpoint_granularity", (str,)),
+    ("model.activations_checkpoint_method", (str,)),
+    ("model.activations_checkpoint_num_layers", (int,)),
+    ("model.use_avg_pool", (bool,)),
+    ("model.force_head_dtype", (str, int)),
+    ("model.reward_model_type", (str,)),
+    ("model.regression.num_attributes", (int,)),
+    ("model.regression.attribute_weights", (list,)),
+    ("model.reward_standardization.mean", (float,)),
+    ("model.reward_standardization.std", (float,)),
+    ("model.data.data_prefix", (dict, list, str)),
+    ("model.data.data_prefix.*", (list, str, dict)),
+    ("model.data.*.file_path", (str, list, dict)),
+    ("exp_manager.wandb_logger_kwargs.*", (bool, int, float, str, list, dict)),
+)
+
+_ARCHITECTURE = ModelArchitecture(
+    num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
+).to_nemo_config()
+
+
+def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
+    """One line for each value of another type than its key has.
+
+    Null fits everywhere, a whole number wherever a number does, and a whole number in the form of a float (``1e3``)
+    wherever a whole number does. Numbers are taken as text where text is wanted.
+    """
+    problems = []
+    for key, value in _values(cfg):
+        wanted = _types(key, defaults)
+        if value is None or not wanted or any(_fits(value, kind) for kind in wanted):
+            continue
+        names = " or ".join(_NAMES[kind] for kind in wanted)
+        problems.append(f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}")
+    return problems
+
+
+def _types(key: str, defaults: DictConfig) -> Types:
+    for pattern, types in TYPES:
+        if fnmatchcase(key, pattern):
+            return types
+    try:
+        default = OmegaConf.select(defaults, key, throw_on_missing=False)
+    except OmegaConfBaseException:  # it refers to a key that has no value yet
+        return ()
+    section, _, name = key.partition(".")
+    if default is None and section == "model":
+        default = _ARCHITECTURE.get(name)
+    if isinstance(default, DictConfig):
+        return (dict,)
+    if isinstance(default, ListConfig):
+        return (list,)
+    return () if default is None else (type(default),)
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if kind is float:
+        return isinstance(value, int | float)
+    if kind is str:
+        return isinstance(value, str | int | float)
+    return isinstance(value, kind)
+
+
+def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is there, with its dotted key; lists are values, sections are not."""
+    for name in map(str, cfg):
+        key = f"{prefix}{name}"
+        if OmegaConf.is_missing(cfg, name):
+            continue
+        try:
+            value = cfg[name]
+        except (
+            OmegaConfBaseException
+        ):  # an interpolation of something missing or of another type: reported by its source
+            continue
+        if isinstance(value, DictConfig):
+            if len(value):
+                yield from _values(value, f"{key}.")
+        else:
+            yield key, list(value) if isinstance(value, ListConfig) else value

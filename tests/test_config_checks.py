@@ -1,0 +1,300 @@
+"""Impossible settings: found before any weight is read, all at once, each with its key and the way out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from job_processes import Job, script
+from omegaconf import OmegaConf
+from test_config import COMMANDS, JOBS, composed
+
+from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
+from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
+
+PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+SFT_FILES = ("model.data.train_ds.file_path=a", "model.data.validation_ds.file_path=a")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive with a config and nothing else: whatever reads weights or a tokenizer from it fails."""
+    folder = tmp_path_factory.mktemp("archive") / "model.nemo"
+    folder.mkdir()
+    config = {
+        "num_layers": 6,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 61,
+        "max_position_embeddings": 4096,
+        "encoder_seq_length": 4096,
+        "activation": "swiglu",
+        "normalization": "rmsnorm",
+    }
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
+    arguments = [f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}", *shlex.split(line)]
+    cfg = load_defaults(job)
+    for argument in [*SFT_FILES, *arguments] if job == "gpt_sft" else arguments:
+        key, _, value = argument.partition("=")
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x)  # much faster than hydra
+    check_config(cfg, job)
+    return find_problems(job, cfg, ranks)
+
+
+# job, ranks, what is typed, what the message must say (a part of one line each)
+WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
+    "batches": (
+        "gpt_ppo_actor", 3, "model.micro_batch_size=4 model.global_batch_size=64",
+        ("model.global_batch_size=64 is not a multiple of model.micro_batch_size=4 x 3 data-parallel ranks = 12",),
+    ),
+    "rollouts": (
+        "gpt_ppo_actor", 1, "model.ppo.num_rollout_samples=100",
+        ("model.ppo.num_rollout_samples=100 is not a multiple of model.global_batch_size=64",),
+    ),
+    "supervised batches": (
+        "gpt_sft", 1, "model.data.train_ds.global_batch_size=10 model.data.train_ds.micro_batch_size=4",
+        ("model.global_batch_size=10 is not a multiple of model.micro_batch_size=4",),
+    ),
+    "critic batches": (
+        "gpt_ppo_critic", 2, "model.global_batch_size=3",
+        ("model.global_batch_size=3 is not a multiple of model.micro_batch_size=1 x 2",),
+    ),
+    "no batch size": ("training_rm", 1, "model.micro_batch_size=null", ("model.micro_batch_size is not set",)),
+    "ranks": (
+        "gpt_ppo_critic", 3, "model.tensor_model_parallel_size=2",
+        ("3 ranks (trainer.devices x trainer.num_nodes) are not a multiple of 2",),
+    ),
+    "heads": (
+        "inference_rm", 8, "model.tensor_model_parallel_size=8",
+        ("model.tensor_model_parallel_size=8: the model's num_attention_heads=4 is not a multiple of it",),
+    ),
+    "groups and ffn": (
+        "training_rm", 3, "model.tensor_model_parallel_size=3",
+        ("num_query_groups=2 neither divides", "ffn_hidden_size=64 is not a multiple", "num_attention_heads=4"),
+    ),
+    "layers": (
+        "gpt_sft", 4, "model.pipeline_model_parallel_size=4",
+        ("model.pipeline_model_parallel_size=4: the model's num_layers=6 is not a multiple of it",),
+    ),
+    "reshard": ("gpt_ppo_actor", 1, "trainer.ppo.trt_llm.reshard=True", ("there are no pipeline stages",)),
+    "pipelined baseline": (
+        "gpt_ppo_actor", 2, "model.pipeline_model_parallel_size=2 trainer.ppo.generation.engine=megatron",
+        ("engine=megatron cannot generate with model.pipeline_model_parallel_size=2",),
+    ),
+    "engine ranks": (
+        "gpt_ppo_actor", 2, "trainer.ppo.generation.tensor_parallel_size=8",
+        (
+            "trainer.ppo.generation.tensor_parallel_size=8: 2 ranks cannot be divided",
+            "trainer.ppo.generation.tensor_parallel_size=8: the model's num_attention_heads=4",
+        ),
+    ),
+    "positions": (
+        "training_rm", 1, "model.encoder_seq_length=128 model.max_position_embeddings=64",
+        ("model.encoder_seq_length=128 is longer than model.max_position_embeddings=64",),
+    ),
+    "data length": (
+        "training_rm", 1, "model.encoder_seq_length=128 model.data.seq_length=256",
+        ("model.data.seq_length=256 is longer than model.encoder_seq_length=128",),
+    ),
+    "no room for prompts": (
+        "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=4096",
+        ("model.ppo.length_params.max_length=4096 leaves no room for a prompt",),
+    ),
+    "prompt and response": (
+        "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.max_input_len=4000",
+        ("max_input_len=4000 + model.ppo.length_params.max_length=2048 is longer than model.encoder_seq_length=4096",),
+    ),
+    "KV memory": (
+        "gpt_ppo_actor", 1, "trainer.ppo.generation.kv_cache_tokens=2000",
+        ("kv_cache_tokens=2000 cannot hold one sequence",),
+    ),
+    "precision": ("gpt_sft", 1, "trainer.precision=16", ("trainer.precision=16: choose bf16 or 32",)),
+    "schedule": (
+        "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),
+    ),
+    "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
+    "optimizer": ("gpt_sft", 1, "model.optim.name=sgd", ("model.optim.name=sgd: choose distributed_fused_adam",)),
+    "betas": ("gpt_sft", 1, "model.optim.betas=[0.9,1.0]", ("model.optim.betas=[0.9, 1.0]: must be in [0, 1)",)),
+    "number of betas": ("gpt_sft", 1, "model.optim.betas=[0.9]", ("model.optim.betas=[0.9]: give two numbers",)),
+    "sampling": (
+        "gpt_ppo_actor", 1, "model.ppo.sampling_params.top_p=0 model.ppo.sampling_params.temperature=-1",
+        ("model.ppo.sampling_params.top_p=0: must be in (0, 1]", "temperature must be above 0, got -1"),
+    ),
+    "least and greatest length": (
+        "gpt_ppo_actor", 1, "model.ppo.length_params.min_length=3000", ("min_new_tokens must lie in [0, max",),
+    ),
+    "PPO's numbers": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.kl_estimator=k4 trainer.ppo.gae_lambda=1.5 model.ppo.ratio_eps=0 trainer.ppo.num_ppo_epochs=0 "
+        "trainer.ppo.discount_factor=-1 trainer.ppo.on_nonfinite=ignore trainer.ppo.max_epochs=0",
+        (
+            "trainer.ppo.kl_estimator=k4: choose abs, k1, k2 or k3",
+            "trainer.ppo.gae_lambda=1.5: must be in [0, 1]",
+            "model.ppo.ratio_eps=0: must be above 0",
+            "trainer.ppo.num_ppo_epochs=0: must be 1 or more",
+            "trainer.ppo.discount_factor=-1: must be in [0, 1]",
+            "trainer.ppo.on_nonfinite=ignore: choose stop or skip",
+            "trainer.ppo.max_epochs=0: must be 1 or more",
+        ),
+    ),
+    "intervals": (
+        "training_rm", 1, "trainer.rm.save_interval=-1 trainer.rm.val_check_interval=-5",
+        ("trainer.rm.save_interval=-1: must be 0 or more", "trainer.rm.val_check_interval=-5: must be 0 or more"),
+    ),
+    "ports": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.port=0 trainer.ppo.batch_iterator.port=70000",
+        ("critic.port=0: must be in [1, 65535]", "batch_iterator.port=70000: must be in [0, 65535]"),
+    ),
+    "one address": (
+        "gpt_ppo_actor", 1,
+        "remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5556",
+        ("two services at one address",),
+    ),
+    "monitor": (
+        "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.monitor=val_rewards",
+        ("monitor=val_rewards: this job measures no such thing; choose one of step",),
+    ),
+    "mode": ("gpt_sft", 1, "exp_manager.checkpoint_callback_params.mode=best", ("mode='best': choose min or max",)),
+    "name of a checkpoint": (
+        "gpt_sft", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step:q}\"'", ("filename: {step:q}",),
+    ),
+    "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run='4h' is not of the form",)),
+    "head": (
+        "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
+        ("attribute_weights has 2 entries for num_attributes=1",),
+    ),
+    "recompute": (
+        "gpt_sft", 2,
+        "model.activations_checkpoint_granularity=full model.activations_checkpoint_num_layers=4 "
+        "model.pipeline_model_parallel_size=2",
+        ("model.activations_checkpoint_num_layers=4: a stage has 3 layers only",),
+    ),
+    "service": (
+        "gpt_ppo_critic", 1,
+        "trainer.ppo.inference_micro_batch_size=[4,0] trainer.ppo.strip_sequence_length_to_multiple=0 "
+        "trainer.ppo.max_queue_delay_microseconds=-1 model.rm_placement=disk",
+        (
+            "inference_micro_batch_size=[4, 0]: must be 1 or more",
+            "strip_sequence_length_to_multiple=0: must be 1 or more",
+            "max_queue_delay_microseconds=-1: must be 0 or more",
+            "model.rm_placement=disk: choose auto, swap or resident",
+        ),
+    ),
+    "no model": (
+        "gpt_ppo_critic", 1, "pretrained_checkpoint.restore_from_path=null", ("restore_from_path is not set",),
+    ),
+    "model that is not there": ("inference_rm", 1, "rm_model_file=/none.nemo", ("rm_model_file=/none.nemo does not",)),
+    "unknown architecture": ("training_rm", 1, "model.activation=relu", ("model.activation='relu' is not one of",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings_that_cannot_work_are_found(model: Path, name: str) -> None:
+    job, ranks, line, expected = WRONG[name]
+    found = problems(model, job, line, ranks)
+    assert len(found) == len(expected), found  # these and nothing else
+    for text in expected:
+        assert any(text in problem for problem in found), found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_the_guides_say_is_possible(model: Path, name: str) -> None:
+    job, line, _ = COMMANDS[name]
+    cfg = composed(job, *shlex.split(line), f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}")
+    check_config(cfg, job)
+    if "reshard" in line:
+        cfg.model.pipeline_model_parallel_size = 2
+    assert find_problems(job, cfg, int(cfg.trainer.devices) * 2) == []
+
+
+def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> None:
+    """By the script, in one message, with status 2, from an archive that has no weights to read."""
+    command = script(
+        "train_gpt_ppo_actor.py",
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'log'}",
+        "trainer.devices=4",
+        "model.tensor_model_parallel_size=8",
+        "model.ppo.num_rollout_samples=100",
+        "trainer.ppo.trt_llm.reshard=True",
+        "trainer.ppo.gae_lambda=2",
+    )
+    job = Job(command, tmp_path / "output.log")
+    assert job.wait(90) == 2, job.describe()
+    lines = [line.strip() for line in job.output().splitlines()]
+    start = lines.index("error: these settings cannot work:")
+    keys = {line.split("=")[0] for line in lines[start + 1 :]}
+    assert keys == {
+        "trainer.ppo.gae_lambda",
+        "model.tensor_model_parallel_size",
+        "model.ppo.num_rollout_samples",
+        "trainer.ppo.trt_llm.reshard",
+    }
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_checks_change_nothing(model: Path) -> None:
+    cfg = composed("gpt_ppo_actor", f"pretrained_checkpoint.restore_from_path={model}")
+    before = OmegaConf.to_yaml(cfg)
+    check_job("gpt_ppo_actor", cfg, 2)
+    assert OmegaConf.to_yaml(cfg) == before
+    cfg.model.global_batch_size = 7
+    with pytest.raises(ConfigError, match=r"these settings cannot work:\n  model\.global_batch_size=7"):
+        check_job("gpt_ppo_actor", cfg, 2)
+
+
+# ---- types --------------------------------------------------------------------------------------
+
+
+def test_wrong_types_are_all_named() -> None:
+    wrong = {
+        "model.micro_batch_size=abc": "model.micro_batch_size='abc': must be a whole number, this is text",
+        "model.optim.lr=fast": "model.optim.lr='fast': must be a number, this is text",
+        "model.optim.betas=0.9": "model.optim.betas=0.9: must be a list, this is a number",
+        "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
+        "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
+        "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
+        "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
+        "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number or a number",
+    }
+    cfg = composed("gpt_ppo_actor", "model.entropy=1", *wrong)
+    with pytest.raises(ConfigError) as error:
+        check_config(cfg, "gpt_ppo_actor")
+    message = str(error.value)
+    for text in wrong.values():
+        assert text in message
+    assert "\n  model.entropy; did you mean" in message  # with the keys that do not exist, in one message
+
+
+def test_values_that_only_look_like_another_type_pass() -> None:
+    cfg = composed(
+        "gpt_ppo_actor", "model.optim.lr=1", "trainer.ppo.max_steps=1e3", "exp_manager.name=7", "trainer.precision=32",
+        "trainer.ppo.save_interval=null", "model.data.data_prefix=[a.jsonl]", "trainer.ppo.kl_clamp=2",
+    )  # fmt: skip
+    assert check_config(cfg, "gpt_ppo_actor") == []
+
+
+# ---- NeMo-Aligner's own files -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str) -> None:
+    """``nemo_aligner_keys.json``: the keys of its five files with the values they have there (commit af2b3bd9)."""
+    theirs: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nemo_aligner_keys.json").read_text())[job]
+    cfg = OmegaConf.create({})
+    for key, value in theirs.items():
+        OmegaConf.update(cfg, key, value if value != "???" else "x", force_add=True)
+    complete = complete_config(cfg, job)
+    notes = check_config(complete, job)
+    assert len(theirs) > 20 and all("=" in note for note in notes)
+    OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
