@@ -15,12 +15,13 @@ from job_processes import ROOT, run
 from safetensors.torch import load_file
 
 from nemo_style_aligner import functional
+from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
-from nemo_style_aligner.models.critic import RewardModel
+from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
@@ -29,6 +30,8 @@ from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFiniteP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.pipeline import Tokens, forward_global
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 VOCAB, EOS = 53, 1
@@ -331,6 +334,34 @@ def test_updates_that_are_no_numbers_are_skipped_if_so_configured(value: float, 
         actor.update(policy_batch(tokens(), advantage=value))
     with pytest.raises(NonFiniteError, match="3 updates in a row, more than max_consecutive_skips=2"):
         actor.update(policy_batch(tokens(), advantage=value))
+
+
+def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path) -> None:
+    """With a number, and the next request is applied as if this one had not been; under `stop` it answers nothing."""
+    head = RewardHeadConfig()
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, NonFinitePolicy("skip", 9))
+    sizes = {"micro_batch_size": 2, "global_batch_size": 2, "forward_micro_batch_size": 2}
+    critic = Critic(model, optimizer, head, loss_clip=0.2, **sizes)
+    missing: Any = None
+    service = CriticService(critic, None, TrainingLedger(), missing, MetricsLogger(tmp_path, 0))
+
+    def train(first: float, second: float) -> float:
+        """Two updates of two rows each."""
+        returns = torch.tensor([first, first, second, second])[:, None].expand(4, 11).contiguous()
+        return service.train(tokens(4), returns, torch.zeros(4, 11), torch.ones(4, 11))
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    too_large = 1e30  # its square is infinite
+    assert train(too_large, too_large) == 0.0
+    assert service.step == 0 and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert 0.0 < train(too_large, 1.0) < 10.0  # the mean of the updates that were applied
+    assert service.step == 1 and optimizer.skips.total == 3
+    optimizer.skips.policy = STOP
+    with pytest.raises(NonFiniteError, match=r"rows 2 to 3 of training request 1 "):
+        train(1.0, too_large)
+    service.metrics.close()
+    assert read_metrics(tmp_path)["train/skipped_updates"][-1][1] == 3.0
 
 
 def test_the_gradient_norm_is_reported_without_clipping() -> None:

@@ -144,7 +144,7 @@ def _out_of_range(view: JobView) -> Iterator[str]:
 
 
 def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in cfg:
+    for name in map(str, cfg):
         key, value = f"{prefix}{name}", cfg[name]
         if isinstance(value, DictConfig):
             yield from _values(value, f"{key}.")

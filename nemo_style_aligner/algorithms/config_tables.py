@@ -53,6 +53,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.num_nodes", _COUNT),
     ("trainer.devices", _COUNT),
     ("trainer.distributed_timeout_minutes", _POSITIVE),
+    ("exp_manager.watchdog_minutes", _POSITIVE),
     ("trainer.*.max_epochs", _COUNT),
     ("trainer.*.max_steps", Range(-1)),
     ("trainer.*.val_check_interval", _NOT_NEGATIVE),
