@@ -194,6 +194,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "pretrained_checkpoint.restore_from_path=null", ("restore_from_path is not set",),
     ),
     "model that is not there": ("inference_rm", 1, "rm_model_file=/none.nemo", ("rm_model_file=/none.nemo does not",)),
+    "a length that others are computed from": (
+        "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=null",
+        ("trainer.ppo.trt_llm.max_input_len: cannot be computed", "max_length is not set: give it a value"),
+    ),
     "unknown architecture": ("training_rm", 1, "model.activation=relu", ("model.activation='relu' is not one of",)),
 }  # fmt: skip
 

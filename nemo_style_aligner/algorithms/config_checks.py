@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
 from nemo_style_aligner.algorithms.run_control import parse_duration
@@ -45,8 +46,11 @@ class JobView:
     architecture: ModelArchitecture | None
 
     def get(self, key: str) -> Any:
-        """A value, None where it is not set."""
-        return OmegaConf.select(self.cfg, key)
+        """A value, None where it is not set or cannot be computed, which is reported by itself."""
+        try:
+            return OmegaConf.select(self.cfg, key)
+        except OmegaConfBaseException:
+            return None
 
     def said(self, *keys: str) -> str:
         """``key=value`` of each key, for messages."""
@@ -107,6 +111,8 @@ def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
         OmegaConf.set_struct(cfg, False)
         cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
         architecture = ModelArchitecture.from_nemo_config(cfg.model)
+    except OmegaConfBaseException:
+        pass  # found again below, with its key
     except (OSError, ValueError, KeyError) as error:
         problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
     view = JobView(name, cfg, world_size, architecture)
@@ -135,6 +141,9 @@ def _read_model_config(name: str, cfg: DictConfig) -> dict[str, Any]:
 
 def _out_of_range(view: JobView) -> Iterator[str]:
     for key, value in _values(view.cfg):
+        if isinstance(value, OmegaConfBaseException):
+            yield f"{key}: cannot be computed from the values it refers to: {str(value).splitlines()[0]}"
+            continue
         allowed = find_range(key)
         if allowed is not None and not allowed.allows(value):
             yield f"{key}={value}: must be {allowed}"
@@ -145,18 +154,26 @@ def _out_of_range(view: JobView) -> Iterator[str]:
 
 def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in map(str, cfg):
-        key, value = f"{prefix}{name}", cfg[name]
+        key, value = f"{prefix}{name}", _value(cfg, name)
         if isinstance(value, DictConfig):
             yield from _values(value, f"{key}.")
         else:
             yield key, list(value) if isinstance(value, ListConfig) else value
 
 
+def _value(cfg: DictConfig, name: str) -> Any:
+    """A value, or the `OmegaConfBaseException` that says why the values it refers to do not make one."""
+    try:
+        return cfg[name]
+    except OmegaConfBaseException as error:
+        return error
+
+
 def _attempt(read: Callable[[], Any]) -> Iterator[str]:
     """The complaint of code that reads a whole section into its own dataclass."""
     try:
         read()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         yield str(error)
 
 
@@ -176,7 +193,9 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
         yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
     if view.name in ("training_rm", "gpt_ppo_critic", "inference_rm"):
         yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
-    if view.name == "gpt_ppo_actor":
+    if view.name == "gpt_ppo_actor" and view.get(_PPO_LENGTH) is None:
+        yield f"{_PPO_LENGTH} is not set: give it a value"
+    elif view.name == "gpt_ppo_actor":
         for problem in _attempt(lambda: sampling_params(cfg)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
 
