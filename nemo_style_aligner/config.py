@@ -269,7 +269,7 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
             problems.append(str(error))
     if unknown:
         problems.append(_describe_unknown(unknown, known, job))
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    missing = sorted(_missing(cfg))
     if missing:
         problems.append("these keys need a value: " + ", ".join(missing))
     problems += wrong_types(cfg, defaults)
@@ -283,6 +283,15 @@ def log_directory(exp_manager: DictConfig) -> Path:
     if exp_manager.explicit_log_dir:
         return Path(exp_manager.explicit_log_dir)
     return Path(exp_manager.exp_dir or "nemo_experiments") / exp_manager.name
+
+
+def _missing(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted keys that still have to be given (``???``); unlike omegaconf's own it computes no values."""
+    for name in map(str, config):
+        if OmegaConf.is_missing(config, name):
+            yield f"{prefix}{name}"
+        elif not OmegaConf.is_interpolation(config, name) and isinstance(config[name], DictConfig):
+            yield from _missing(config[name], f"{prefix}{name}.")
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:

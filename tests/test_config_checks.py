@@ -271,13 +271,13 @@ def test_wrong_types_are_all_named() -> None:
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
         "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number or a number",
     }
-    cfg = composed("gpt_ppo_actor", "model.entropy=1", *wrong)
+    cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:
         check_config(cfg, "gpt_ppo_actor")
     message = str(error.value)
     for text in wrong.values():
         assert text in message
-    assert "\n  model.entropy; did you mean" in message  # with the keys that do not exist, in one message
+    assert "\n  model.ppo.entropy_bonsu; did you mean" in message  # with the keys that do not exist, in one message
 
 
 def test_values_that_only_look_like_another_type_pass() -> None:

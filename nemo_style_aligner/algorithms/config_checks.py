@@ -308,7 +308,7 @@ def _generation(view: JobView) -> Iterator[str]:
         )
     if view.get(engine) == "megatron" and view.pp_size > 1:
         yield f"{view.said(engine)} cannot generate with {view.said(_PP)}; choose embedded"
-    ranks = view.get(size) or (view.tp_size if view.get(reshard) else 1)
+    ranks = view.get(size) or (view.tp_size if view.get(reshard) and view.pp_size > 1 else 1)
     if view.get(engine) != "embedded" or ranks == 1:
         return
     if view.world_size % ranks:
