@@ -6,18 +6,17 @@ file, it describes a model's architecture, or it is in `LEGACY_KEYS`. Everything
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config_types import wrong_types
+from nemo_style_aligner.legacy_keys import LEGACY_KEYS, LegacyKey
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
@@ -30,131 +29,6 @@ SECRET_KEYS = ("token",)
 class ConfigError(ValueError):
     """A mistake in a job's config; the message names the key and what to do."""
 
-
-@dataclasses.dataclass(frozen=True)
-class LegacyKey:
-    """A key of NeMo or NeMo-Aligner that a job accepts, though it is not in its YAML.
-
-    Attributes:
-        pattern: dotted key, with ``*`` for any text.
-        note: what it means here, in one line.
-        moved_to: the key that takes its value; ``None`` when it has no effect.
-        allowed: values under which the note is true; any other value is an error. Empty: all.
-    """
-
-    pattern: str
-    note: str
-    moved_to: str | None = None
-    allowed: tuple[Any, ...] = ()
-
-
-_NONE = (None, "none", "null")
-
-LEGACY_KEYS: tuple[LegacyKey, ...] = (
-    # Moved
-    LegacyKey("trainer.trt_llm.*", "is trainer.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
-    LegacyKey("model.ppo.trt_llm.*", "is trainer.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
-    LegacyKey("model.ppo.trt_llm", "is trainer.ppo.trt_llm"),
-    LegacyKey("trainer.flask_server.enable", "is batch_iterator.use_flask", "trainer.ppo.batch_iterator.use_flask"),
-    LegacyKey("trainer.flask_server.port", "is batch_iterator.port", "trainer.ppo.batch_iterator.port"),
-    LegacyKey("trainer.ppo.flask_server.enable", "is batch_iterator.use_flask", "trainer.ppo.batch_iterator.use_flask"),
-    LegacyKey("trainer.ppo.flask_server.port", "is batch_iterator.port", "trainer.ppo.batch_iterator.port"),
-    LegacyKey(
-        "model.ppo.combine_rm_and_critic_server",
-        "is remote_critic_rm.combine_rm_and_critic_server",
-        moved_to="remote_critic_rm.combine_rm_and_critic_server",
-    ),
-    LegacyKey("trainer.max_time", "is exp_manager.max_time_per_run", moved_to="exp_manager.max_time_per_run"),
-    LegacyKey("trainer.max_steps", "is max_steps of the job's own section", moved_to="trainer.{section}.max_steps"),
-    LegacyKey("trainer.max_epochs", "is max_epochs of the job's own section", moved_to="trainer.{section}.max_epochs"),
-    LegacyKey(
-        "model.resume_from_checkpoint", "is exp_manager.resume_from_checkpoint", "exp_manager.resume_from_checkpoint"
-    ),
-    LegacyKey(
-        "model.save_nemo_on_validation_end",
-        "is exp_manager.checkpoint_callback_params.always_save_nemo",
-        moved_to="exp_manager.checkpoint_callback_params.always_save_nemo",
-    ),
-    # Lightning
-    LegacyKey("trainer.accelerator", "has no effect: GPUs are used where there are any, otherwise CPUs"),
-    LegacyKey("trainer.logger", "has no effect: exp_manager decides what is logged"),
-    LegacyKey("trainer.enable_checkpointing", "has no effect: save_interval of the job's own section decides"),
-    LegacyKey(
-        "exp_manager.create_checkpoint_callback",
-        "set save_interval=0 in the job's own section to save no checkpoints",
-        allowed=(True,),
-    ),
-    LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers know of all ranks"),
-    LegacyKey("trainer.ppo.model_?bs", "has no effect: model.micro_batch_size and model.global_batch_size are read"),
-    LegacyKey("trainer.ppo.trt_model_dir", "has no effect: engines are built in memory"),
-    LegacyKey(
-        "exp_manager.checkpoint_callback_params.model_parallel_size", "has no effect: read from the model section"
-    ),
-    LegacyKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
-    # The loops
-    LegacyKey("trainer.*.limit_train_batches", "not supported, see max_steps", allowed=(1.0, *_NONE)),
-    LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
-    LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
-    LegacyKey("model.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
-    LegacyKey("model.ppo.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
-    # The model's build
-    LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
-    LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
-    LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it is installed"),
-    LegacyKey("model.use_flash_attention", "has no effect: the fastest attention there is gets used"),
-    LegacyKey("model.gradient_as_bucket_view", "has no effect: gradients are always views of Megatron-Core's buckets"),
-    LegacyKey("model.sync_batch_comm", "has no effect: pipeline stages need no synchronisation after sends"),
-    LegacyKey("model.batch_p2p_comm", "has no effect"),
-    LegacyKey("model.*_fusion", "has no effect: fused kernels are used where they are available"),
-    LegacyKey("model.ub_tp_comm_overlap*", "has no effect: communication of tensor parallelism is not overlapped"),
-    LegacyKey("model.use_tp_pp_dp_mapping", "ranks are ordered TP, DP, PP", allowed=(False,)),
-    LegacyKey("model.virtual_pipeline_model_parallel_size", "not supported", allowed=(*_NONE, 1)),
-    LegacyKey("model.context_parallel_size", "not supported", allowed=(*_NONE, 1)),
-    LegacyKey("model.expert_model_parallel_size", "not supported", allowed=(*_NONE, 1)),
-    LegacyKey("model.fp8*", "not supported", allowed=(*_NONE, False)),
-    LegacyKey("model.seq_len_interpolation_factor", "not supported", allowed=_NONE),
-    LegacyKey("model.activations_checkpoint_layers_per_pipeline", "not supported", allowed=_NONE),
-    LegacyKey("model.ffn_dropout", "not supported", allowed=(*_NONE, 0)),
-    LegacyKey("model.dist_ckpt_format", "has no effect: checkpoints are Megatron-Core's torch_dist"),
-    LegacyKey("model.dist_ckpt_*", "has no effect: checkpoints are Megatron-Core's torch_dist"),
-    LegacyKey("model.output_sequence", "has no effect: a critic gives a value per token, a reward model one reward"),
-    LegacyKey("model.steerlm2.*", "has no effect: SteerLM 2 is not part of this project"),
-    LegacyKey("model.regression.loss_func", "only the mean squared error is supported", allowed=("regression",)),
-    LegacyKey("model.regression.load_rm_head_weights", "has no effect: a head in the checkpoint is always loaded"),
-    LegacyKey("model.peft.peft_scheme", "only full fine-tuning is supported", allowed=_NONE),
-    LegacyKey("model.peft.*", "has no effect without a peft_scheme"),
-    LegacyKey("model.overwrite_base_config.*", "has no effect: the data section of a checkpoint is never read"),
-    LegacyKey(
-        "model.ppo.sampling_params.all_probs", "has no effect: log-probs of the chosen tokens are always returned"
-    ),
-    LegacyKey("model.ppo.sampling_params.compute_logprob", "has no effect: log-probs are always returned"),
-    # In a job that only serves a model
-    LegacyKey("model.activations_checkpoint_*", "has no effect: nothing is trained in this job"),
-    LegacyKey("model.global_batch_size", "has no effect: nothing is trained in this job"),
-    LegacyKey("model.micro_batch_size", "has no effect: see forward_micro_batch_size"),
-    # The optimizer
-    LegacyKey("model.optim.bucket_cap_mb", "has no effect: Megatron-Core sizes the buckets"),
-    LegacyKey("model.optim.contiguous_*", "has no effect: gradient buffers are always contiguous"),
-    LegacyKey("model.optim.grad_sync_dtype", "has no effect: gradients are reduced in fp32"),
-    LegacyKey("model.optim.overlap_param_sync", "not supported", allowed=(*_NONE, False)),
-    # Data
-    LegacyKey("model.data.data_impl", "only JSONL files are read", allowed=("jsonl", "json")),
-    LegacyKey("model.data.splits_string", "data_prefix names the files of each split", allowed=_NONE),
-    LegacyKey(
-        "model.data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"
-    ),
-    LegacyKey("model.data.*num_workers", "has no effect: data are read by the job's own processes"),
-    LegacyKey("model.data.skip_warmup", "has no effect"),
-    LegacyKey("model.data.reset_position_ids", "not supported", allowed=(False,)),
-    LegacyKey("model.data.reset_attention_mask", "not supported", allowed=(False,)),
-    LegacyKey("model.data.eod_mask_loss", "not supported", allowed=(False,)),
-    LegacyKey("model.data.*index_mapping_dir", "has no effect: no index files are written"),
-    LegacyKey("model.data.*memmap_workers", "has no effect: no index files are written"),
-    LegacyKey("model.data.*hf_dataset", "has no effect: JSONL files are read in either case"),
-    LegacyKey("model.data.sample", "has no effect: data are repeated as often as max_steps needs"),
-    LegacyKey("model.data.*output_original_text", "has no effect"),
-    LegacyKey("model.data.*concat_sampling_probabilities", "not supported: put the files together", allowed=_NONE),
-)
 
 # Keys of `model` that come with a checkpoint's own config, so that the YAML files leave them out.
 _MODEL_KEYS = frozenset(

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
     CONF_DIR,
-    LEGACY_KEYS,
     ConfigError,
     check_config,
     complete_config,
@@ -23,6 +22,7 @@ from nemo_style_aligner.config import (
     prepare_overrides,
     register_resolvers,
 )
+from nemo_style_aligner.legacy_keys import LEGACY_KEYS
 
 JOBS = ("gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft", "inference_rm")
 
