@@ -19,6 +19,7 @@ from waitress.parser import HTTPRequestParser
 from waitress.utilities import Error
 
 _DESCRIPTORS_PER_CONNECTION = 2  # the socket, and a temporary file when its request or answer is large
+_NEW_SECONDS = 0.5
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
 
 
@@ -90,6 +91,14 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
     return Channel
 
 
+def is_busy(channel: HTTPChannel) -> bool:
+    """Whether a request is being received or answered; a connection that is new is about to send one."""
+    if channel.requests or channel.total_outbufs_len or channel.request is not None:
+        return True
+    silent = channel.last_activity <= channel.creation_time
+    return bool(silent and time.time() - channel.creation_time < _NEW_SECONDS)
+
+
 class ConnectionWatch:
     """Closes connections that overstep the limits. Called from the server's own thread."""
 
@@ -124,7 +133,7 @@ class ConnectionWatch:
                 else:
                     idle.append(channel)
         self._receiving = receiving
-        excess = len(channels) - self._max_connections * 3 // 4
-        if excess > 0:
+        if len(channels) > self._max_connections * 3 // 4:
+            excess = len(channels) - self._max_connections // 2
             for channel in sorted(idle, key=lambda channel: channel.last_activity)[:excess]:
                 channel.will_close = True

@@ -14,7 +14,13 @@ import waitress
 import waitress.wasyncore
 from flask import Flask, Response, request
 
-from nemo_style_aligner.servers.connections import ConnectionLimits, ConnectionWatch, HeaderCheck, channel_class
+from nemo_style_aligner.servers.connections import (
+    ConnectionLimits,
+    ConnectionWatch,
+    HeaderCheck,
+    channel_class,
+    is_busy,
+)
 
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
@@ -129,15 +135,29 @@ class WsgiServer:
             if time.monotonic() >= self._next_sweep:
                 self._watch.sweep(self._server.active_channels.values())
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+        # Who comes while open answers are sent is still let in, and told by the application that it is too late: a
+        # connection that waits to be accepted when the socket is closed would be cut off without a word.
+        self._flush()
+        self._accept_waiting()
         self._server.accepting = False
-        while time.monotonic() < self._flush_deadline and self._busy():
-            waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)
+        self._server.del_channel(self._map)
+        self._socket.close()
+        self._flush()
         self._server.task_dispatcher.shutdown(timeout=1)
         waitress.wasyncore.close_all(self._map)
 
+    def _flush(self) -> None:
+        while time.monotonic() < self._flush_deadline and self._busy():
+            waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)
+
+    def _accept_waiting(self) -> None:
+        before = -1
+        while len(self._server.active_channels) != before:
+            before = len(self._server.active_channels)
+            self._server.handle_accept()
+
     def _busy(self) -> bool:
-        channels = list(self._server.active_channels.values())
-        return any(channel.requests or channel.total_outbufs_len for channel in channels)
+        return any(map(is_busy, list(self._server.active_channels.values())))
 
 
 def _bind(host: str, port: int, name: str) -> socket.socket:

@@ -1,0 +1,238 @@
+"""What the service does to clients that are slow, silent, many or strange, and to neighbours of bad rows."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import requests
+import torch
+from served_critic import CountingBackend, get, infer_body, outputs, post, serve, wait_for
+
+from nemo_style_aligner.servers.connections import ConnectionLimits
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE = infer_body([[1, 2]], [2])
+HEAD = b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n"
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+# ------------------------------------------------------------------ connections
+
+
+def test_slow_and_silent_clients_are_cut_off_and_others_served() -> None:
+    """A header that never ends, a body that never comes, a byte now and then, and nothing at all."""
+    limits = ConnectionLimits(receive_seconds=1.0, first_request_seconds=1.0, min_bytes_per_second=1e6)
+    with serve(CountingBackend(), delay_us=0, http={"connections": limits}) as server:
+        started = time.monotonic()
+        beginnings = [b"", b"POST /v2", HEAD % 100, HEAD % 100 + b"\r\n", HEAD % 100 + b"\r\n{"]
+        silent = [connect(server.number) for _ in range(4 * len(beginnings))]
+        for connection, beginning in zip(silent, 4 * beginnings, strict=True):
+            connection.sendall(beginning)
+        dripping = connect(server.number)
+        dripping.sendall(HEAD % 10**6 + b"\r\n")
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    dripping.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        outputs(post(server, "critic_infer", ONE))
+        with concurrent.futures.ThreadPoolExecutor(len(silent) + 1) as pool:
+            assert set(pool.map(read_all, [*silent, dripping])) == {b""}  # returns when the server has closed them
+        assert time.monotonic() - started >= 1.0
+        outputs(post(server, "critic_infer", ONE))
+
+
+def test_a_client_within_the_rate_may_take_its_time() -> None:
+    limits = ConnectionLimits(receive_seconds=0.7, min_bytes_per_second=10.0)
+    body = json.dumps(ONE).encode()
+    with (
+        serve(CountingBackend(), delay_us=0, http={"connections": limits}) as server,
+        connect(server.number) as connection,
+    ):
+        connection.sendall(HEAD % len(body) + b"\r\n" + body[:100])
+        time.sleep(2.0)  # 100 bytes and the head at 10 bytes/s allow 20 s
+        connection.sendall(body[100:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_idle_connections_make_room_for_new_ones() -> None:
+    limits = ConnectionLimits(max_connections=20)
+    with serve(CountingBackend(), delay_us=0, http={"connections": limits}) as server:
+        idle = [connect(server.number) for _ in range(40)]
+        try:
+            assert limits.connections() == 20
+            outputs(post(server, "critic_infer", ONE))
+        finally:
+            for connection in idle:
+                connection.close()
+
+
+def test_a_large_body_is_not_taken_from_strangers() -> None:
+    """Answered from the header: the body need not be sent, and is not stored."""
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        for field, status in ((b"", b"401"), (b"Authorization: Bearer wrong\r\n", b"401")):
+            with connect(server.number) as connection:
+                connection.sendall(HEAD % 10**8 + field + b"\r\n")
+                answer = read_all(connection)
+                assert answer.startswith(b"HTTP/1.1 " + status) and b"application/json" in answer
+                assert "token" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        body = infer_body(np.ones((400, 60), dtype=np.int64), np.full(400, 60))
+        answer = post(server, "critic_infer", body, headers={"Authorization": "Bearer s3cret"})
+        assert outputs(answer)["rewards"].tolist() == [[60.0]] * 400
+        assert int(answer.request.headers["Content-Length"]) > ConnectionLimits().max_body_without_token
+
+
+def test_http_that_cannot_be_read_is_refused_in_json() -> None:
+    with serve(CountingBackend()) as server:
+        for request, status in (
+            (b"nonsense\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nBad Header\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431"),
+            (HEAD % 2**60 + b"\r\n", b"413"),
+        ):
+            with connect(server.number) as connection:
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    connection.sendall(request)
+                answer = read_all(connection)
+                assert answer.startswith(b"HTTP/1."), answer
+                assert answer[9:12] == status and b'{"error": ' in answer, answer
+
+
+# ------------------------------------------------------------------ batches
+
+
+def test_a_row_of_nan_spoils_no_other_request() -> None:
+    class Sick(CountingBackend):
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            answer = {name: output.double() for name, output in super().infer(tokens, lengths).items()}
+            answer["rewards"][tokens[:, 0] == 7] = float("nan")
+            return answer
+
+    backend = Sick()
+    with serve(backend, preferred=(8,), delay_us=200000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        bodies = [infer_body([[7 if k == 3 else 1, 2]], [2]) for k in range(8)]
+        answers = list(pool.map(lambda body: post(server, "critic_infer", body), bodies))
+        assert answers[3].status_code == 500 and "NaN" in answers[3].json()["error"]
+        for k in {*range(8)} - {3}:
+            assert outputs(answers[k])["rewards"] == [[3.0]]
+        assert server.thread.is_alive()
+        assert len(backend.batches) < 8, "nothing was merged"
+
+
+def test_a_request_given_up_in_the_batch_or_in_the_queue_spoils_no_other() -> None:
+    backend = CountingBackend()
+    impatient = infer_body([[1, 2]], [2], parameters={"timeout": 300000})
+    with serve(backend, preferred=(4,), delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        backend.gate.clear()
+        first = pool.submit(post, server, "critic_infer", impatient)
+        wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
+        others = [pool.submit(post, server, "critic_infer", body) for body in (ONE, impatient, ONE, ONE)]
+        assert first.result(20).status_code == others[1].result(20).status_code == 504
+        backend.gate.set()
+        for k in (0, 2, 3):
+            assert outputs(others[k].result(20))["rewards"] == [[3.0]]
+    assert sum(rows for rows, _ in backend.batches) == 4  # the one given up in the queue was not computed
+
+
+def test_a_preferred_size_does_not_wait_and_the_largest_is_not_exceeded() -> None:
+    """With a delay of a minute, only batches of a preferred size leave at once."""
+    backend = CountingBackend()
+    settings = {"preferred": (2, 4), "delay_us": 60_000_000}
+    with serve(backend, **settings) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        pair = [pool.submit(post, server, "critic_infer", ONE) for _ in range(2)]
+        for future in pair:
+            outputs(future.result(20))
+        outputs(post(server, "critic_infer", infer_body([[1, 2]] * 4, [2] * 4)))
+        outputs(post(server, "critic_infer", infer_body([[1, 2]] * 9, [2] * 9)))  # larger than any: taken alone
+        backend.gate.clear()
+        held = pool.submit(post, server, "critic_infer", infer_body([[1, 2]] * 2, [2] * 2))
+        wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
+        rest = [pool.submit(post, server, "critic_infer", ONE) for _ in range(6)]
+        wait_for(lambda: "outstanding_requests 7.0" in get(server, "/metrics").text)
+        backend.gate.set()
+        for future in [held, *rest]:
+            outputs(future.result(20))
+    assert [rows for rows, _ in backend.batches] == [2, 4, 9, 2, 4, 2]
+
+
+# ------------------------------------------------------------------ shutdown
+
+
+SERVICE = """
+    import sys, time
+    sys.path.insert(0, sys.argv[1])
+    from served_critic import CountingBackend, DispatchSettings, HttpSettings, ModelLimits, ModelServer
+    from nemo_style_aligner.servers.endpoints import critic_endpoints
+
+    class Slow(CountingBackend):
+        def infer(self, tokens, lengths):
+            time.sleep(0.05)
+            return super().infer(tokens, lengths)
+
+    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((2,)))
+    print(f"port {server.port}", flush=True)
+    server.run(Slow())
+"""
+
+
+def test_sigterm_under_load_finishes_what_was_taken(tmp_path: Path) -> None:
+    """16 clients that never pause: each request gets its answer, a 503, or finds the port closed; none is cut off."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(SERVICE), str(Path(__file__).parent)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{process.stdout.readline().split()[1]}"
+            wait_for(lambda: requests.get(f"{url}/v2/health/ready", timeout=20).status_code == 200)
+            outcomes: list[str] = []
+
+            def ask_on() -> None:
+                while True:
+                    # A connection of its own: one kept open may be closed between two requests, by right.
+                    try:
+                        answer = requests.post(f"{url}/v2/models/critic_infer/infer", json=ONE, timeout=30)
+                    except requests.ConnectionError as error:
+                        outcomes.append("refused" if "refused" in str(error) else f"cut off: {error}")
+                        return
+                    outcomes.append(str(answer.status_code))
+                    if answer.status_code != 200:
+                        return
+
+            with concurrent.futures.ThreadPoolExecutor(16) as pool:
+                asking = [pool.submit(ask_on) for _ in range(16)]
+                wait_for(lambda: len(outcomes) >= 20)
+                process.send_signal(signal.SIGTERM)
+                for future in asking:
+                    future.result(60)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    assert outcomes.count("200") >= 20
+    assert set(outcomes) <= {"200", "503", "refused"}, set(outcomes)
