@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -25,6 +26,7 @@ class CriticService:
         ledger: which training requests were applied; kept in the checkpoints.
         checkpoints: where `save` writes.
         metrics: rank 0's log.
+        reset: gives the critic the weights, optimizer and random states it had before any training.
 
     Attributes:
         step: critic updates made.
@@ -37,12 +39,14 @@ class CriticService:
         ledger: TrainingLedger,
         checkpoints: CheckpointManager,
         metrics: MetricsLogger,
+        reset: Callable[[], None],
     ) -> None:
         self.critic = critic
         self.reward_model = reward_model
         self.ledger = ledger
         self.checkpoints = checkpoints
         self.metrics = metrics
+        self.reset = reset
         self.timer = ScopedTimer()
 
     @property
@@ -89,11 +93,43 @@ class CriticService:
         logger.info("critic step %d: loss %.4g, %d of %d updates applied", self.step, loss, len(applied), len(reports))
         return loss
 
-    def save(self) -> None:
-        """Write a checkpoint of weights, optimizer and ledger."""
+    def save(self, keep_history: str | None = None) -> None:
+        """Write a checkpoint of weights, optimizer and ledger. The newest one with ``keep_history`` is not pruned."""
+        states = self.checkpoints.trainer_states()
+        kept = [path for path, state in states.items() if state["ledger"]["history"] == keep_history]
         self.checkpoints.save(
-            self.critic.model, self.critic.optimizer, self.state_dict(), {"step": self.step}, is_train_end=False
+            self.critic.model,
+            self.critic.optimizer,
+            self.state_dict(),
+            {"step": self.step},
+            is_train_end=False,
+            protected=kept[:1],
         )
+
+    def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
+        """Go to one of ``histories``; see `ModelBackend.restore`."""
+        wanted = {history: index for index, history in enumerate(histories)}
+        if self.ledger.history in wanted:
+            return wanted[self.ledger.history]
+        states = self.checkpoints.trainer_states()
+        reachable = {
+            path: wanted[state["ledger"]["history"]]
+            for path, state in states.items()
+            if state["ledger"]["history"] in wanted and self.ledger.is_ahead_by_run_alone(state["ledger"], run_id)
+        }
+        # sorted is stable: the newest of those that hold the same history comes first
+        for path in sorted(reachable, key=lambda path: -reachable[path]):
+            if self.checkpoints.is_whole(path):
+                logger.warning("going back from step %d to %s, as run '%s' asks", self.step, path, run_id)
+                self.load_state_dict(self.checkpoints.load(path, self.critic.model, self.critic.optimizer))
+                return reachable[path]
+        start = TrainingLedger().state_dict()
+        if INITIAL_HISTORY in wanted and self.ledger.is_ahead_by_run_alone(start, run_id):
+            logger.warning("going back from step %d to the initial weights, as run '%s' asks", self.step, run_id)
+            self.reset()
+            self.ledger.load_state_dict(start)
+            return wanted[INITIAL_HISTORY]
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a restarted service needs beside weights, optimizer and random states."""
@@ -120,6 +156,10 @@ class RewardService:
         """A reward model is not trained here; the service has no endpoint that could ask for it."""
         raise NotImplementedError("the reward model service does not train")
 
-    def save(self) -> None:
+    def save(self, keep_history: str | None = None) -> None:
         """See `train`."""
         raise NotImplementedError("the reward model service has nothing to save")
+
+    def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
+        """See `train`."""
+        raise NotImplementedError("the reward model service has nothing to restore")

@@ -307,7 +307,7 @@ class PPOTrainer:
         self._last_metrics |= {f"val_{name}": value for name, value in metrics.items()}
 
     def save(self) -> None:
-        """Save the critic, then this job: its checkpoint is valid only together with the critic's."""
+        """Save the critic, then this job. Should only the first come off, the critic goes back on resuming."""
         with self.timer("save_time"), self.run_control.section(SAVING):
             self.critic.save()
             self.checkpoints.save(
@@ -317,6 +317,7 @@ class PPOTrainer:
                 self._last_metrics | {"step": self.step, "epoch": self.epoch},
                 is_train_end=self.is_finished and not self._is_validation_due,
             )
+            self.critic.confirm_save()
         self._saved = self._progress
 
     def save_unless_saved(self) -> None:

@@ -17,6 +17,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer, sampling_params
+from nemo_style_aligner.servers.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -29,6 +30,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     Raises:
         ValueError: settings that do not fit together (found before any weight is read).
         ServerUnavailableError: the service is not there in time.
+        SequenceConflictError: the critic cannot go on with this run.
     """
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
@@ -41,8 +43,13 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     collector = build_collector(
         cfg, actor.model, base.tokenizer, scorer, longest + int(cfg.model.ppo.length_params.max_length)
     )
+    journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))
+    timeouts = cfg.remote_critic_rm.timeouts
     critic = RemoteCritic(
-        scorer if dist.get_rank() == 0 else None, float(cfg.remote_critic_rm.timeouts.training_seconds)
+        scorer,
+        journal if dist.get_rank() == 0 else None,
+        cfg.remote_critic_rm.trained_critic,
+        float(timeouts.training_seconds) + float(timeouts.restart_seconds),
     )
     trainer = PPOTrainer(
         settings,
@@ -57,6 +64,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None),
     )
     run.resume(actor.model, actor.optimizer, trainer)
+    critic.begin()
     return trainer
 
 

@@ -3,62 +3,137 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any
+import logging
+import uuid
+from typing import Any, Literal
 
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.batch import Experience
-from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.servers.journal import CriticJournal
+from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry import activity
+
+logger = logging.getLogger(__name__)
+
+TrainedCritic = Literal["refuse", "keep"]
+_KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back to the older if the newer is damaged
 
 
 class CriticTraining:
     """A critic update under way in the critic job."""
 
-    def __init__(self, future: concurrent.futures.Future[float] | None, timeout_s: float) -> None:
+    def __init__(self, critic: RemoteCritic, future: concurrent.futures.Future[float] | None) -> None:
+        self._critic = critic
         self._future = future
-        self._timeout_s = timeout_s
 
     def result(self) -> float:
         """Collective: wait for the update; its mean loss, on every rank."""
-        with activity.bounded(self._timeout_s):
-            return broadcast_object(None if self._future is None else self._future.result(self._timeout_s))
+        with activity.bounded(self._critic.timeout_s):
+            loss = None if self._future is None else self._future.result()
+            loss, position = broadcast_object((loss, self._critic.client.position))
+        self._critic.client.follow(position)
+        return loss
 
 
 class RemoteCritic:
-    """Rank 0 talks to the critic service for the whole actor job; the other ranks follow.
+    """Rank 0 talks to the critic service for the whole actor job; the other ranks follow, and take scores from it.
+
+    Nothing here waits longer than the client's limits, which come from ``remote_critic_rm.timeouts``.
 
     Args:
-        client: rank 0's client; None on the other ranks.
-        timeout_s: longest wait for one update or save.
+        client: this rank's client.
+        journal: rank 0's journal; None on the other ranks.
+        trained_critic: what to do as a new run with a critic that has been trained before
+            (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
+        timeout_s: the longest silent wait for an update or a save, restarts of the critic included; for the watchdog.
     """
 
-    def __init__(self, client: CriticClient | None, timeout_s: float) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
+    def __init__(
+        self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic, timeout_s: float
+    ) -> None:
+        if trained_critic not in ("refuse", "keep"):
+            raise ValueError(f"remote_critic_rm.trained_critic={trained_critic!r}: choose refuse or keep")
+        self.client = client
+        self._journal = journal
+        self._trained_critic = trained_critic
+        self.timeout_s = timeout_s
+        self._resumed: CriticPosition | None = None
+        self._saved_numbers: list[int] = []  # next_number at the pair's last saves
+        self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
+
+    def begin(self) -> None:
+        """Collective, once, after `load_state_dict` if there is a checkpoint: bring the critic to where this run is.
+
+        Raises:
+            SequenceConflictError: it cannot go there.
+        """
+        with activity.phase("bringing the critic level"), activity.bounded(self.timeout_s):
+            if self._journal is not None:
+                position = self._resumed or self._journal.run_start()
+                if position is None:
+                    self._begin_new_run(self._journal)
+                else:
+                    self.client.begin(self._journal, position)
+            self.client.follow(broadcast_object(self.client.position))
+
+    def _begin_new_run(self, journal: CriticJournal) -> None:
+        position = CriticPosition(uuid.uuid4().hex, 1, INITIAL_HISTORY)
+        try:
+            self.client.begin(journal, position)
+        except SequenceConflictError as conflict:
+            if conflict.history is None or self._trained_critic == "refuse":
+                raise SequenceConflictError(
+                    f"this run is new, but the critic has been trained before. Start the critic in a new log directory "
+                    "(its exp_manager.explicit_log_dir), or keep its weights with "
+                    f"remote_critic_rm.trained_critic=keep. {conflict}",
+                    conflict.expected,
+                    conflict.history,
+                ) from conflict
+            position = CriticPosition(position.run_id, 1, conflict.history)
+            self.client.begin(journal, position)
+        journal.begin_run(position)
+        self._published_history = position.history
 
     def start_training(self, experience: Experience) -> CriticTraining:
         """Send the critic its training batch and return at once."""
-        if self._client is None:
-            return CriticTraining(None, self._timeout_s)
-        future = self._client.train_async(experience.tokens, experience.returns, experience.values, experience.mask)
-        return CriticTraining(future, self._timeout_s)
+        if self._journal is None:
+            return CriticTraining(self, None)
+        future = self.client.train_async(experience.tokens, experience.returns, experience.values, experience.mask)
+        return CriticTraining(self, future)
 
     def save(self) -> None:
-        """Collective: have the critic write a checkpoint, and wait until it is on disk."""
-        with activity.bounded(self._timeout_s):
-            if self._client is not None:
-                self._client.save_async().result(self._timeout_s)
+        """Collective: have the critic write a checkpoint, and wait until it is on disk.
+
+        It keeps the one that belongs to this job's newest checkpoint until `confirm_save`.
+        """
+        with activity.bounded(self.timeout_s):
+            if self._journal is not None:
+                self.client.save_async(self._published_history).result()
             broadcast_object(None)
 
+    def confirm_save(self) -> None:
+        """Say that this job's checkpoint is on disk, too: batches from before the pair's last saves can go."""
+        self._saved_numbers = self._numbers_with_this_save()
+        self._published_history = self.client.position.history
+        if self._journal is not None and len(self._saved_numbers) == _KEPT_SAVES:
+            self._journal.prune(self._saved_numbers[0])
+
+    def _numbers_with_this_save(self) -> list[int]:
+        return [*self._saved_numbers, self.client.position.next_number][-_KEPT_SAVES:]
+
     def state_dict(self) -> dict[str, Any]:
-        """Which run this is to the critic and how many updates it was sent; the same on every rank."""
-        state = None
-        if self._client is not None:
-            state = {"run_id": self._client.run_id, "next_sequence_number": self._client.next_sequence_number}
-        return broadcast_object(state)
+        """Which run this is to the critic, and where the critic must be; the same on every rank."""
+        position = self.client.position
+        return {
+            "run_id": position.run_id,
+            "next_sequence_number": position.next_number,
+            "history": position.history,
+            "saved_numbers": self._numbers_with_this_save(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that `state_dict` was taken from."""
-        if self._client is not None:
-            self._client.run_id = str(state["run_id"])
-            self._client.resume_training(int(state["next_sequence_number"]))
+        """Go on as the run that `state_dict` was taken from; `begin` does it."""
+        self._resumed = CriticPosition(str(state["run_id"]), int(state["next_sequence_number"]), str(state["history"]))
+        self._saved_numbers = [int(number) for number in state["saved_numbers"]]
+        self._published_history = self._resumed.history

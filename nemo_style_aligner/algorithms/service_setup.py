@@ -9,6 +9,8 @@ from omegaconf import DictConfig, ListConfig
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
+from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -66,18 +68,28 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
     ppo = cfg.trainer.ppo
     nonfinite = NonFinitePolicy.from_config(ppo)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
+
+    def make_optimizer() -> Optimizer:
+        return Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
+
     critic = Critic(
         model,
-        optimizer,
+        make_optimizer(),
         head,
         micro_batch_size=int(cfg.model.micro_batch_size),
         global_batch_size=int(cfg.model.global_batch_size),
         forward_micro_batch_size=forward_micro_batch_size,
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
     )
-    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics)
-    run.resume(model, optimizer, service)
+    initial_random_states = random_states()
+
+    def reset() -> None:
+        load_nemo_weights(base.path, model)
+        critic.optimizer = make_optimizer()
+        set_random_states(initial_random_states)
+
+    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
+    run.resume(model, critic.optimizer, service)
     return service
 
 

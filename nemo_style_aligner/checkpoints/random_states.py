@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from nemo_style_aligner.checkpoints.durable import sync_file
 
 
-def save_random_states(path: Path) -> None:
-    """Write this rank's states of python, numpy, torch, its GPU and megatron-core's tensor-parallel tracker."""
+def random_states() -> dict[str, Any]:
+    """This rank's states of python, numpy, torch, its GPU and megatron-core's tensor-parallel tracker."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -25,8 +25,13 @@ def save_random_states(path: Path) -> None:
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def save_random_states(path: Path) -> None:
+    """Write this rank's `random_states`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    torch.save(random_states(), path)
     sync_file(path)
 
 
@@ -36,7 +41,11 @@ def _words(numpy_state: dict[str, Any]) -> np.ndarray:
 
 def load_random_states(path: Path) -> None:
     """Set this rank's random streams to the saved states."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    set_random_states(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def set_random_states(state: dict[str, Any]) -> None:
+    """Set this rank's random streams to what `random_states` gave."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": _words(state["numpy"])}})

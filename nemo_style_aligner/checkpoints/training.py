@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -161,6 +161,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any],
         *,
         is_train_end: bool = False,
+        protected: Collection[Path] = (),
     ) -> None:
         """Write a checkpoint, then prune; write the .nemo archive if it is time.
 
@@ -168,6 +169,7 @@ class CheckpointManager:
             trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
             metrics: numbers for ``filename`` and ``monitor``; ``step`` is one of them, or of ``trainer_state``.
             is_train_end: nothing follows.
+            protected: checkpoints that are not pruned this time, whatever the settings say.
 
         Raises:
             OSError: it could not be written or does not fit on the disk; the earlier ones are untouched.
@@ -178,7 +180,7 @@ class CheckpointManager:
         step = int(values.get("step", 0))
         # Training may end right after a step that was saved anyway.
         if not (is_train_end and self._saved_step == step):
-            self._write(model, optimizer, trainer_state, values, step)
+            self._write(model, optimizer, trainer_state, values, step, protected)
             self._saved_step = step
         if self.settings.always_save_nemo or (is_train_end and self.settings.save_nemo_on_train_end):
             self._export(model, best=is_train_end and self.settings.save_best_model)
@@ -190,6 +192,7 @@ class CheckpointManager:
         trainer_state: Mapping[str, Any],
         values: Mapping[str, Any],
         step: int,
+        protected: Collection[Path],
     ) -> None:
         state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
         tensors = model_tensors(model.gpt, _PREFIX)
@@ -222,7 +225,7 @@ class CheckpointManager:
                     "whole; start again when the cause is removed"
                 ) from error
             raise
-        on_first_rank(lambda: self._publish(staging, target))
+        on_first_rank(lambda: self._publish(staging, target, protected))
 
     def _prepare(self, values: Mapping[str, Any], size: int) -> tuple[Path, int]:
         """Rank 0: clear leftovers, choose the name, make the directory to write into."""
@@ -241,21 +244,21 @@ class CheckpointManager:
         remove_path(staging)
         return shutil.disk_usage(self.directory).free
 
-    def _publish(self, staging: Path, target: Path) -> None:
+    def _publish(self, staging: Path, target: Path, protected: Collection[Path]) -> None:
         """Rank 0: rename the verified checkpoint into place, and only then prune."""
         publish(staging, target)
         logger.info("saved %s", target)
-        self._prune()
+        self._prune(protected)
 
-    def _prune(self) -> None:
+    def _prune(self, protected: Collection[Path]) -> None:
         """Rank 0: delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
         entries = self._entries()
         kept = self._best(entries) + entries[: self.settings.save_last_n]
         for entry in entries:
-            if entry not in kept:
+            if entry not in kept and entry.path not in protected:
                 remove_path(entry.path)
-        for entry in kept[:]:
-            if entry != entries[0] and entry.path.name.endswith(_LAST) and entry.path.exists():
+        for entry in entries[1:]:
+            if entry.path.name.endswith(_LAST) and entry.path.exists():
                 os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(_LAST)))
         sync_file(self.directory)
 
@@ -329,13 +332,21 @@ class CheckpointManager:
         on_first_rank(self._remove_unfinished)
         while True:
             path = on_first_rank(self._newest)
-            if path is None:
-                return None
-            problems = find_damage(path)
-            if not problems:
-                self._verified = path
+            if path is None or self.is_whole(path):
                 return path
-            on_first_rank(lambda path=path, problems=problems: _put_aside(path, problems))  # type: ignore[misc]
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether the files of a checkpoint are what was written. A damaged one is reported and put aside."""
+        problems = find_damage(path)
+        if problems:
+            on_first_rank(lambda: _put_aside(path, problems))
+            return False
+        self._verified = path
+        return True
+
+    def trainer_states(self) -> dict[Path, dict[str, Any]]:
+        """What each finished checkpoint gives back on `load`, by path, newest first. Unreadable ones are left out."""
+        return on_first_rank(self._trainer_states)
 
     def load(self, path: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """Restore the model, the optimizer (None: leave it out) and random streams; returns the trainer's state.
@@ -385,6 +396,16 @@ class CheckpointManager:
             except DamagedCheckpointError as error:
                 _put_aside(path, [str(error)])
         return sorted(entries, key=lambda entry: -entry.manifest.sequence)
+
+    def _trainer_states(self) -> dict[Path, dict[str, Any]]:
+        states = {}
+        for entry in self._entries():
+            try:
+                content = (entry.path / _TRAINER_STATE).read_text(encoding="utf-8")
+                states[entry.path] = json.loads(content)["trainer"]
+            except (OSError, ValueError, KeyError) as error:
+                logger.error("%s is damaged and not considered: %s", entry.path, error)
+        return states
 
     def _newest(self) -> Path | None:
         entries = self._entries()

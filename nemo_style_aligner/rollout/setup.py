@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 from typing import Any
@@ -30,6 +31,8 @@ from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
 
 logger = logging.getLogger(__name__)
+
+_INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
 
 
 def sampling_params(cfg: DictConfig) -> SamplingParams:
@@ -183,12 +186,17 @@ def _token(cfg: DictConfig) -> str | None:
 def build_scorer(cfg: DictConfig) -> CriticClient:
     """This rank's client of the critic and reward service."""
     section = cfg.remote_critic_rm
+    timeouts = section.timeouts
     limits = ClientLimits(
-        connect_s=float(section.timeouts.connect_seconds),
-        read_s=float(section.timeouts.read_seconds),
-        total_s=float(section.timeouts.total_seconds),
+        connect_s=float(timeouts.connect_seconds),
+        read_s=float(timeouts.read_seconds),
+        total_s=float(timeouts.total_seconds),
+        away_s=float(timeouts.restart_seconds),
+        internal_errors=_INTERNAL_ERRORS,
     )
-    return CriticClient(section, token=_token(cfg), infer_limits=limits)
+    training = float(timeouts.training_seconds)
+    train_limits = dataclasses.replace(limits, read_s=training / 2, total_s=training)
+    return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits)
 
 
 def build_collector(
@@ -204,5 +212,5 @@ def build_collector(
         tokenizer,
         group,
         scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
-        scoring_seconds=float(cfg.remote_critic_rm.timeouts.total_seconds),
+        scoring_seconds=sum(float(cfg.remote_critic_rm.timeouts[key]) for key in ("total_seconds", "restart_seconds")),
     )

@@ -32,6 +32,7 @@ class OpCode(enum.IntEnum):
     SAVE = 3
     SHUTDOWN = 4  # end in good order
     ABORT = 5  # rank 0 has failed outside of a command: end with an error
+    RESTORE = 6
 
 
 @dataclasses.dataclass(frozen=True)

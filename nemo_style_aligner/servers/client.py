@@ -9,6 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,8 @@ from nemo_style_aligner.servers.http_client import (
     RequestRefusedError,
     ServerUnavailableError,
 )
-from nemo_style_aligner.servers.ledger import EXPECTED_SEQUENCE_HEADER
+from nemo_style_aligner.servers.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     ProtocolError,
@@ -31,19 +34,21 @@ from nemo_style_aligner.servers.protocol import (
     decode_infer_response,
     encode_infer_request,
 )
+from nemo_style_aligner.servers.training_session import (
+    CriticWatch,
+    SequenceConflictError,
+    TrainingSession,
+    as_conflict,
+    output,
+)
 
 logger = logging.getLogger(__name__)
 
 TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
 _PROGRESS_SECONDS = 10.0
+_LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
-
-class SequenceConflictError(RuntimeError):
-    """The critic expects another training request than the one sent. ``expected``: its number."""
-
-    def __init__(self, message: str, expected: int) -> None:
-        super().__init__(message)
-        self.expected = expected
+__all__ = ["CriticClient", "Scores", "SequenceConflictError", "TrainingStateUnknownError"]
 
 
 class TrainingStateUnknownError(RuntimeError):
@@ -67,9 +72,12 @@ class Scores:
 class CriticClient:
     """Built from the config section ``remote_critic_rm`` (its keys are NeMo-Aligner's).
 
-    ``run_id`` names this run to the critic: keep it, and `next_sequence_number`, in the actor's
-    checkpoint. Training requests and saves go out one after the other, in the order of the calls;
-    inference requests up to ``max_parallel`` at once.
+    ``run_id`` names this run to the critic: keep its `position` in the actor's checkpoint. Training requests and
+    saves go out one after the other, in the order of the calls; inference requests up to ``max_parallel`` at once.
+
+    On its own, a client makes sure that nothing is trained twice, and raises an error when the critic loses training.
+    After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
+    takes scores from none that is not.
     """
 
     def __init__(
@@ -93,19 +101,45 @@ class CriticClient:
         if not self._combined:
             self._reward = _http_client(config["reward_model"], token)
             self._reward_model = config["reward_model"]["name"]
-        self.run_id = run_id or uuid.uuid4().hex
-        self._next_sequence_number = next_sequence_number
         self._broken: str | None = None
         self._infer_limits = infer_limits or ClientLimits()
         self._train_limits = train_limits or TRAIN_LIMITS
+        self._session = TrainingSession(
+            self._command,
+            self._train_model,
+            self._save_model,
+            CriticPosition(run_id or uuid.uuid4().hex, next_sequence_number),
+            self._critic.base_url,
+        )
+        self._watch: CriticWatch | None = None
+        self._closed = threading.Event()
         self._inference = concurrent.futures.ThreadPoolExecutor(max_parallel, "critic-infer")
         self._rewards = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
-        self._commands = concurrent.futures.ThreadPoolExecutor(1, "critic-command")  # one thread keeps the order
+        self._command_thread = concurrent.futures.ThreadPoolExecutor(1, "critic-command")  # one thread keeps the order
+
+    @property
+    def position(self) -> CriticPosition:
+        """Where the critic must be; read it when no training is under way."""
+        return self._session.position
 
     @property
     def next_sequence_number(self) -> int:
         """The number of the next training request; read it when no training is under way."""
-        return self._next_sequence_number
+        return self.position.next_number
+
+    # -------------------------------------------------------------- the run
+
+    def begin(self, journal: CriticJournal, position: CriticPosition) -> None:
+        """Go on as the run that ``position`` is of, and bring the critic there, now and whenever it is lost.
+
+        ``journal`` holds the batches it may need for that. Raises `SequenceConflictError` when it cannot go there.
+        """
+        self._session.begin(journal, position)
+        self._watch = CriticWatch(self._critic, self._session)
+
+    def follow(self, position: CriticPosition) -> None:
+        """On a rank that does not train: scores are taken from a critic at ``position`` only."""
+        self._session.position = position
 
     # -------------------------------------------------------------- requests
 
@@ -129,7 +163,7 @@ class CriticClient:
         rewards = None
         if self._reward is not None:
             rewards = self._rewards.submit(self._call, self._reward, self._reward_model, inputs, self._infer_limits)
-        return self._inference.submit(self._score, inputs, width, rewards)
+        return self._inference.submit(self._score, inputs, width, rewards, self.position)
 
     def train_async(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
@@ -137,16 +171,19 @@ class CriticClient:
         """Train the critic on one batch, exactly once. tokens: int64 [b, s]; the others: float32 [b, s-1].
 
         The future gives the mean loss. It raises `SequenceConflictError` when the critic has lost or
-        gained training requests (it was restarted from an older checkpoint, say).
+        gained training requests and cannot be brought level.
         """
         inputs = {"tokens": _numpy(tokens, torch.int64)}
         for name, tensor in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
             inputs[name] = _numpy(tensor, torch.float32)
-        return self._commands.submit(self._train, inputs)
+        return self._command_thread.submit(self._train, inputs)
 
-    def save_async(self) -> concurrent.futures.Future[None]:
-        """Have the critic write a checkpoint, after all training asked for before."""
-        return self._commands.submit(self._save)
+    def save_async(self, keep_history: str | None = None) -> concurrent.futures.Future[None]:
+        """Have the critic write a checkpoint, after all training asked for before.
+
+        ``keep_history``: of the checkpoint that the critic must not prune meanwhile.
+        """
+        return self._command_thread.submit(self._save, keep_history)
 
     def save(self) -> None:
         """Have the critic write a checkpoint; returns when it is on disk."""
@@ -154,7 +191,7 @@ class CriticClient:
 
     def resume_training(self, next_sequence_number: int) -> None:
         """Set the next training request's number, after a `SequenceConflictError` or a failed request."""
-        self._next_sequence_number = next_sequence_number
+        self._session.position = CriticPosition(self.position.run_id, next_sequence_number)
         self._broken = None
 
     # -------------------------------------------------------------- readiness
@@ -178,23 +215,58 @@ class CriticClient:
 
     def close(self) -> None:
         """Give up what waits, and close the connections."""
+        if self._watch is not None:
+            self._watch.stop()
         for http in (self._critic, self._reward):
             if http is not None:
                 http.close()
-        for pool in (self._inference, self._rewards, self._commands):
+        self._closed.set()
+        for pool in (self._inference, self._rewards, self._command_thread):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # -------------------------------------------------------------- in the pool's threads
 
-    def _score(self, inputs: dict[str, np.ndarray], width: int, rewards: concurrent.futures.Future | None) -> Scores:
-        answer = self._call(self._critic, self._infer_model, inputs, self._infer_limits)
+    def _score(
+        self,
+        inputs: dict[str, np.ndarray],
+        width: int,
+        rewards: concurrent.futures.Future | None,
+        position: CriticPosition,
+    ) -> Scores:
+        answer = self._values(inputs, position)
         if rewards is not None:
-            answer["rewards"] = _output(rewards.result(self._infer_limits.total_s), "rewards", self._reward_model)
-        scores = torch.tensor(_output(answer, "rewards", self._infer_model), dtype=torch.float32)
+            answer["rewards"] = output(rewards.result(), "rewards", self._reward_model)
+        scores = torch.tensor(output(answer, "rewards", self._infer_model), dtype=torch.float32)
         if scores.shape[1] == 1:
             scores = scores[:, 0]
-        values = torch.tensor(_output(answer, "values", self._infer_model)[:, : width - 1], dtype=torch.float32)
+        values = torch.tensor(output(answer, "values", self._infer_model)[:, : width - 1], dtype=torch.float32)
         return Scores(scores, values)
+
+    def _values(self, inputs: dict[str, np.ndarray], position: CriticPosition) -> dict[str, np.ndarray]:
+        """The answer of a critic at ``position``; waits while it is being brought there, as long as it gets on."""
+        if position.history is None:
+            return self._call(self._critic, self._infer_model, inputs, self._infer_limits)
+        expected, since = None, time.monotonic()
+        patience = self._train_limits.total_s + (self._train_limits.away_s or 0.0)
+        while True:
+            try:
+                return self._call(self._critic, self._infer_model, inputs, self._infer_limits, position.parameters())
+            except RequestRefusedError as error:
+                conflict = as_conflict(error)
+                if conflict is None:
+                    raise
+                if self._watch is not None:
+                    if self._watch.failure is not None:
+                        raise self._watch.failure from error
+                    self._watch.wake()
+                if conflict.expected != expected:
+                    expected, since = conflict.expected, time.monotonic()
+                elapsed = time.monotonic() - since
+                if elapsed > patience:
+                    message = f"the critic was not brought level, nor nearer, for {elapsed:.0f} s: {conflict}"
+                    raise SequenceConflictError(message, conflict.expected, conflict.history) from error
+            if self._closed.wait(_LEVEL_POLL_SECONDS * random.uniform(0.5, 1.5)):
+                raise ServerUnavailableError(f"{self._critic.base_url}: the client was closed")
 
     def _train(self, inputs: dict[str, np.ndarray]) -> float:
         if self._broken is not None:
@@ -202,29 +274,28 @@ class CriticClient:
                 f"no critic training is sent since a request failed ({self._broken}): call resume_training() with "
                 "the number to go on from, or start again from the last checkpoint"
             )
-        number = self._next_sequence_number
-        parameters = {"run_id": self.run_id, "sequence_number": number}
         try:
-            answer = self._call(self._critic, self._train_model, inputs, self._train_limits, parameters)
-            loss = float(_output(answer, "loss_mean", self._train_model)[0])
-        except RequestRefusedError as error:
+            return self._session.train(inputs)
+        except (
+            RequestRefusedError,
+            ServerUnavailableError,
+            SequenceConflictError,
+            ProtocolError,
+            JournalError,
+            OSError,
+        ) as error:
             self._broken = str(error)
-            expected = error.headers.get(EXPECTED_SEQUENCE_HEADER)
-            if error.status == 409 and expected is not None:
-                raise SequenceConflictError(str(error), int(expected)) from error
             raise
-        except (ServerUnavailableError, ProtocolError) as error:
-            self._broken = str(error)
-            raise
-        self._next_sequence_number = number + 1
-        return loss
 
-    def _save(self) -> None:
-        inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        answer = self._call(self._critic, self._save_model, inputs, self._train_limits)
-        status = int(_output(answer, "status", self._save_model)[0])
+    def _save(self, keep_history: str | None) -> None:
+        status = self._session.save(keep_history)
         if status != 0:
             raise RuntimeError(f"the critic at {self._critic.base_url} could not save: status {status}, see its log")
+
+    def _command(
+        self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        return self._call(self._critic, model, inputs, self._train_limits, parameters)
 
     def _call(
         self,
@@ -246,12 +317,6 @@ def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
-
-
-def _output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarray:
-    if name not in answer:
-        raise ProtocolError(500, f"the answer of '{model}' has no output '{name}', only {', '.join(answer)}")
-    return answer[name]
 
 
 def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callable[[str], None]) -> None:

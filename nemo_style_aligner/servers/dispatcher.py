@@ -21,8 +21,13 @@ import torch
 
 from nemo_style_aligner.servers import batching
 from nemo_style_aligner.servers.channel import Command, CommandChannel, OpCode, as_tensors
-from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, RestoreJob, SaveJob, TrainJob
+from nemo_style_aligner.servers.ledger import (
+    BATCH_ARRAYS,
+    EXPECTED_SEQUENCE_HEADER,
+    HISTORY_HEADER,
+    TrainingLedger,
+)
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.telemetry import activity
@@ -54,8 +59,15 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def save(self) -> None:
-        """Write a checkpoint; return when it is whole."""
+    def save(self, keep_history: str | None = None) -> None:
+        """Write a checkpoint; return when it is whole. The newest one with ``keep_history`` is not pruned."""
+        ...
+
+    def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
+        """Go to one of ``histories`` (see `endpoints.RestoreEndpoint`), ledger included; its index, None: impossible.
+
+        The answer must be the same on every rank.
+        """
         ...
 
 
@@ -214,10 +226,26 @@ class Dispatcher:
         if isinstance(first, TrainJob):
             self._train(first)
         elif isinstance(first, SaveJob):
-            self._command(Command(OpCode.SAVE), self._backend.save)
-            first.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+            if self._is_there(first, "critic_save"):
+                command = Command(OpCode.SAVE, {"keep_history": first.keep_history} if first.keep_history else {})
+                self._command(command, functools.partial(self._act, command))
+                first.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+        elif isinstance(first, RestoreJob):
+            self._restore(first)
         else:
-            self._infer([job for job in jobs if isinstance(job, InferJob)])
+            here = [job for job in jobs if isinstance(job, InferJob) and self._is_there(job, "critic_infer")]
+            if here:
+                self._infer(here)
+
+    def _is_there(self, job: InferJob | SaveJob, what: str) -> bool:
+        """Whether the critic is where the client believes it to be; refuses the job if not."""
+        try:
+            if job.position is not None:
+                self._ledger.check(job.position, what)
+        except ProtocolError as refusal:
+            job.future.set_exception(refusal)
+            return False
+        return True
 
     def _infer(self, jobs: list[InferJob]) -> None:
         settings = self._settings
@@ -241,22 +269,38 @@ class Dispatcher:
 
     def _train(self, job: TrainJob) -> None:
         loss: float | None = None
-        if job.run_id is not None:
+        metadata: dict[str, Any] = {"run_id": None, "sequence_number": 0, "digest": job.digest}
+        if job.position is not None:
+            metadata |= {"run_id": job.position.run_id, "sequence_number": job.position.next_number}
             try:
-                loss = self._ledger.stored_answer(job.run_id, job.sequence_number)
+                loss = self._ledger.stored_answer(job.position, job.digest)
             except ProtocolError as refusal:
                 job.future.set_exception(refusal)
                 return
         if loss is None:
-            arrays = {name: getattr(job, name) for name in ("tokens", "returns", "prev_values", "mask")}
-            command = Command(
-                OpCode.TRAIN, {"run_id": job.run_id, "sequence_number": job.sequence_number}, as_tensors(arrays)
-            )
+            arrays = {name: getattr(job, name) for name in BATCH_ARRAYS}
+            command = Command(OpCode.TRAIN, metadata, as_tensors(arrays))
             loss = self._command(command, lambda: self._train_here(command))
             self._metrics.training_steps.inc()
         else:
             self._metrics.training_repeats.inc()
         job.future.set_result({"loss_mean": np.array([loss], dtype=np.float32)})
+
+    def _restore(self, job: RestoreJob) -> None:
+        command = Command(OpCode.RESTORE, {"run_id": job.run_id, "histories": job.histories})
+        position = self._command(command, lambda: self._backend.restore(job.run_id, job.histories))
+        if position is not None:
+            job.future.set_result({"position": np.array([position], dtype=np.int64)})
+            return
+        expected = self._ledger.expected(job.run_id)
+        refusal = ProtocolError(
+            409,
+            f"critic_restore: there is no checkpoint at any of {len(job.histories)} points from which run "
+            f"'{job.run_id}' could go on, or it lies before what other runs trained since. The critic has made "
+            f"{self._ledger.steps} training steps and expects number {expected} of this run",
+            {EXPECTED_SEQUENCE_HEADER: str(expected), HISTORY_HEADER: self._ledger.history},
+        )
+        job.future.set_exception(refusal)
 
     def _command(self, command: Command, act: Callable[[], Result]) -> Result:
         """Do one command on all ranks; returns this rank's result when all have succeeded."""
@@ -300,13 +344,15 @@ class Dispatcher:
         elif command.op is OpCode.TRAIN:
             self._train_here(command)
         elif command.op is OpCode.SAVE:
-            self._backend.save()
+            self._backend.save(**command.metadata)
+        elif command.op is OpCode.RESTORE:
+            self._backend.restore(**command.metadata)
 
     # -------------------------------------------------------------- all ranks
 
     def _train_here(self, command: Command) -> float:
         loss = float(self._backend.train(**command.tensors))
-        self._ledger.record(command.metadata["run_id"], command.metadata["sequence_number"], loss)
+        self._ledger.record(**command.metadata, loss=loss)
         return loss
 
     def _together(self, op: OpCode, act: Callable[[], Result]) -> Result:

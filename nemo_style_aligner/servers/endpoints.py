@@ -1,8 +1,8 @@
 """The models on the wire: their tensors, the checks on a request, and the job a request becomes.
 
 Names and tensors are NeMo-Aligner's: ``critic_infer``, ``critic_train``, ``critic_save`` and
-``reward_model``. Every check happens here, before a job is queued, so that a bad request never
-reaches the batch it would share with others.
+``reward_model``; ``critic_restore`` is this project's. Every check happens here, before a job is
+queued, so that a bad request never reaches the batch it would share with others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from nemo_style_aligner.servers.jobs import InferJob, Job, SaveJob, TrainJob
+from nemo_style_aligner.servers.jobs import InferJob, Job, RestoreJob, SaveJob, TrainJob
+from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
 
 MODEL_VERSION = "1"
 MAX_RUN_ID_LENGTH = 128
+MAX_HISTORIES = 100_000
 # What Triton clients are told as the largest batch; the model cuts a batch into micro batches itself.
 MAX_BATCH_SIZE = 9999999
 
@@ -142,6 +144,22 @@ class Endpoint(abc.ABC):
         if self.limits.max_rows is not None and rows > self.limits.max_rows:
             raise self._refuse(f"{rows} rows in one request, the limit is {self.limits.max_rows}: send several")
 
+    def _position(self, parameters: Mapping[str, Any]) -> CriticPosition | None:
+        """Parameters ``run_id``, ``sequence_number`` and ``history``: where the client believes the critic to be."""
+        if not {"run_id", "sequence_number", "history"} & parameters.keys():
+            return None
+        number = parameters.get("sequence_number")
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**63:
+            raise self._refuse("parameter 'sequence_number' must be a whole number from 1 on")
+        history = self._name(parameters, "history") if "history" in parameters else None
+        return CriticPosition(self._name(parameters, "run_id"), number, history)
+
+    def _name(self, parameters: Mapping[str, Any], key: str) -> str:
+        value = parameters.get(key)
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_RUN_ID_LENGTH or not value.isprintable():
+            raise self._refuse(f"parameter '{key}' must be a string of 1 to {MAX_RUN_ID_LENGTH} printable characters")
+        return value
+
     def _refuse(self, message: str) -> ProtocolError:
         return ProtocolError(400, f"{self.name}: {message}")
 
@@ -185,7 +203,7 @@ class InferEndpoint(Endpoint):
         self._check_size(rows, int(lengths.max()))
         # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
         self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
-        return InferJob(tokens=tokens, lengths=lengths)
+        return InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
 
     def _from_sentences(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         assert self._tokenize is not None  # the input exists only with a tokenizer
@@ -226,29 +244,21 @@ class TrainEndpoint(Endpoint):
                 )
             if not np.isfinite(arrays[name]).all():
                 raise self._refuse(f"'{name}' holds NaN or infinity")
-        run_id, number = self._run(request.parameters)
         return TrainJob(
             tokens=arrays["tokens"],
             returns=arrays["returns"],
             prev_values=arrays["prev_values"],
             mask=arrays["mask"],
-            run_id=run_id,
-            sequence_number=number,
+            digest=batch_digest(arrays),
+            position=self._position(request.parameters),
         )
-
-    def _run(self, parameters: Mapping[str, Any]) -> tuple[str | None, int]:
-        run_id, number = parameters.get("run_id"), parameters.get("sequence_number")
-        if run_id is None and number is None:
-            return None, 0
-        if not isinstance(run_id, str) or not 0 < len(run_id) <= MAX_RUN_ID_LENGTH:
-            raise self._refuse(f"parameter 'run_id' must be a string of 1 to {MAX_RUN_ID_LENGTH} characters")
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**63:
-            raise self._refuse("parameter 'sequence_number' must be a whole number from 1 on")
-        return run_id, number
 
 
 class SaveEndpoint(Endpoint):
-    """Writes a checkpoint; answers status 0 when it is on disk."""
+    """Writes a checkpoint; answers status 0 when it is on disk.
+
+    Parameter ``keep_history``: the checkpoint that the actor's newest one belongs to, which must not be pruned.
+    """
 
     def __init__(self, name: str) -> None:
         inputs, outputs = [TensorSpec("dummy_var", "INT64", (1,))], [TensorSpec("status", "INT64", (1,))]
@@ -256,7 +266,31 @@ class SaveEndpoint(Endpoint):
 
     def make_job(self, request: InferRequest) -> SaveJob:
         self._arrays(request)
-        return SaveJob()
+        keep = self._name(request.parameters, "keep_history") if "keep_history" in request.parameters else None
+        return SaveJob(position=self._position(request.parameters), keep_history=keep)
+
+
+class RestoreEndpoint(Endpoint):
+    """Brings the critic to one of several points of a run's past that the client can go on from.
+
+    ``histories``: theirs, oldest first. A critic that is at one of them stays; any other goes to the latest one that
+    it has a checkpoint of, or to its initial weights. ``position``: the index of the one where it is now. 409 if it
+    has none of them, or would have to take back what another run trained.
+    """
+
+    def __init__(self, name: str) -> None:
+        inputs, outputs = [TensorSpec("histories", "BYTES", (-1,))], [TensorSpec("position", "INT64", (1,))]
+        super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
+
+    def make_job(self, request: InferRequest) -> RestoreJob:
+        histories = self._arrays(request)["histories"]
+        if len(histories) > MAX_HISTORIES:
+            raise self._refuse(f"{len(histories)} histories, the limit is {MAX_HISTORIES}")
+        try:
+            names = [item.decode("ascii") for item in histories]
+        except UnicodeDecodeError as error:
+            raise self._refuse("'histories' must be ASCII") from error
+        return RestoreJob(run_id=self._name(request.parameters, "run_id"), histories=names)
 
 
 VALUES = TensorSpec("values", "FP32", (-1,))
@@ -274,12 +308,13 @@ def critic_endpoints(
     num_attributes: int = 1,
     tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> list[Endpoint]:
-    """``critic_infer`` (with ``rewards`` too when ``combined``), ``critic_train`` and ``critic_save``."""
+    """The critic's four endpoints; ``critic_infer`` gives ``rewards`` too when ``combined``."""
     outputs = [VALUES, rewards_spec(num_attributes)] if combined else [VALUES]
     return [
         InferEndpoint("critic_infer", outputs, limits, tokenize),
         TrainEndpoint("critic_train", limits),
         SaveEndpoint("critic_save"),
+        RestoreEndpoint("critic_restore"),
     ]
 
 

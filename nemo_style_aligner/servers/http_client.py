@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import requests
+import requests.adapters
+import urllib3.connection
+import urllib3.exceptions
 
 logger = logging.getLogger(__name__)
 
 # Answers that say "not now": too many requests, gateway trouble, not ready, outwaited its limit.
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
+# Of these the ones of a server that is starting or shutting down.
+AWAY_STATUSES = frozenset({502, 503})
+_CHUNK_BYTES = 2**16
+# A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later.
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
 class ServerUnavailableError(RuntimeError):
@@ -37,8 +48,64 @@ class ClientLimits:
     connect_s: float = 5.0
     read_s: float = 660.0  # silence of the server in one try: more than the time it may take to answer
     total_s: float = 1800.0  # over all tries
+    # How long the server may be away meanwhile (no connection, or one that breaks; starting; shutting down). This time
+    # is not counted in total_s. None: it is, and has no limit of its own.
+    away_s: float | None = None
+    internal_errors: int = 0  # answers with status 500 that are borne before the request counts as refused
     first_backoff_s: float = 0.1
     max_backoff_s: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpAnswer:
+    """A whole response. Names of ``headers`` in any case."""
+
+    status_code: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def json(self) -> Any:
+        """The body, parsed."""
+        return json.loads(self.content)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """The time that a request has taken, and how much of it the server was away."""
+
+    limits: ClientLimits
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    _away_since: float | None = None
+    _away_before: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def away(self) -> float:
+        now = 0.0 if self._away_since is None else time.monotonic() - self._away_since
+        return self._away_before + now
+
+    def note(self, *, is_away: bool) -> None:
+        """Say whether the last try found the server away."""
+        if is_away and self._away_since is None:
+            self._away_since = time.monotonic()
+        elif not is_away and self._away_since is not None:
+            self._away_before, self._away_since = self.away, None
+
+    @property
+    def remaining(self) -> float:
+        """Seconds for the next try."""
+        return self.limits.total_s - (self.elapsed - (self.away if self.limits.away_s is not None else 0.0))
+
+    def exceeded(self, wait: float) -> str | None:
+        """Which limit waiting for another ``wait`` seconds would exceed."""
+        if self.limits.away_s is None:
+            return f"limit {self.limits.total_s:g} s" if self.elapsed + wait >= self.limits.total_s else None
+        if self.away + wait >= self.limits.away_s:
+            return f"the server was away for {self.away:.1f} s, limit {self.limits.away_s:g} s"
+        return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 and self._away_since is None else None
 
 
 class HttpClient:
@@ -67,54 +134,77 @@ class HttpClient:
         limits: ClientLimits,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> requests.Response:
-        """Send until there is an answer; returns a 200 response.
+    ) -> HttpAnswer:
+        """Send until there is an answer; returns one with status 200.
 
         Raises `RequestRefusedError` for an error answer that is not worth repeating and
-        `ServerUnavailableError` when ``limits.total_s`` is used up or the client was closed.
+        `ServerUnavailableError` when ``limits`` are used up or the client was closed.
         """
         what = f"{method} {self.base_url}{path}"
-        started = time.monotonic()
+        clock = _Clock(limits)
         backoff = limits.first_backoff_s
-        tries = 0
+        tries = internal_errors = 0
         while True:
             tries += 1
-            remaining = limits.total_s - (time.monotonic() - started)
             retry_after = 0.0
             try:
-                response = self._session().request(
-                    method,
-                    self.base_url + path,
-                    data=body,
-                    headers=headers,
-                    timeout=(min(limits.connect_s, max(remaining, 0.1)), min(limits.read_s, max(remaining, 0.1))),
-                    allow_redirects=False,
-                )
+                answer = self._try(method, path, body, headers, limits, max(clock.remaining, 0.1))
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 trouble = _reason(error)
+                clock.note(is_away=not isinstance(error, requests.ReadTimeout))
             else:
-                if response.status_code == 200:
-                    return response
-                text = self._error_text(response.content)
-                trouble = f"status {response.status_code}: {text}"
-                if response.status_code not in RETRY_STATUSES:
-                    elapsed = time.monotonic() - started
-                    raise RequestRefusedError(
-                        f"{what} was refused after {elapsed:.1f} s with {trouble}",
-                        response.status_code,
-                        response.headers,
-                    )
-                retry_after = _seconds(response.headers.get("Retry-After"))
+                if answer.status_code == 200:
+                    return answer
+                trouble = f"status {answer.status_code}: {self._error_text(answer.content)}"
+                clock.note(is_away=answer.status_code in AWAY_STATUSES)
+                internal_errors += answer.status_code == 500
+                is_borne = answer.status_code == 500 and internal_errors <= limits.internal_errors
+                if answer.status_code not in RETRY_STATUSES and not is_borne:
+                    message = f"{what} was refused after {clock.elapsed:.1f} s with {trouble}"
+                    raise RequestRefusedError(message, answer.status_code, answer.headers)
+                retry_after = _seconds(answer.headers.get("Retry-After"))
             wait = max(retry_after, backoff) * random.uniform(0.5, 1.5)
-            elapsed = time.monotonic() - started
-            if elapsed + wait >= limits.total_s or self._closed.wait(wait):
-                why = "the client was closed" if self._closed.is_set() else f"limit {limits.total_s:g} s"
+            why = clock.exceeded(wait)
+            if why is not None or self._closed.wait(wait):
+                why = why or "the client was closed"
                 raise ServerUnavailableError(
-                    f"{what}: no answer after {elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
+                    f"{what}: no answer after {clock.elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
                     "Check that the server runs, and its host and port"
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
             backoff = min(2 * backoff, limits.max_backoff_s)
+
+    def _try(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        limits: ClientLimits,
+        remaining: float,
+    ) -> HttpAnswer:
+        """One try, which ends within ``remaining`` seconds however slowly the answer drips in."""
+        deadline = time.monotonic() + remaining
+        with self._session().request(
+            method,
+            self.base_url + path,
+            data=body,
+            headers=headers,
+            timeout=(min(limits.connect_s, remaining), min(limits.read_s, remaining)),
+            allow_redirects=False,
+            stream=True,
+        ) as response:
+            chunks = []
+            try:
+                while chunk := response.raw.read1(_CHUNK_BYTES):  # whatever has come; `read` would wait for all of them
+                    chunks.append(chunk)
+                    if time.monotonic() > deadline:
+                        raise requests.ReadTimeout("the answer came too slowly")
+            except urllib3.exceptions.ReadTimeoutError as error:
+                raise requests.ReadTimeout(error) from error
+            except urllib3.exceptions.HTTPError as error:
+                raise requests.ConnectionError(error) from error
+            return HttpAnswer(response.status_code, response.headers, b"".join(chunks))
 
     def close(self) -> None:
         """End waiting for another try, and close all connections."""
@@ -130,10 +220,25 @@ class HttpClient:
             session = requests.Session()
             session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
             session.headers.update(self._headers)
+            session.mount("http://", _KeepaliveAdapter())
             self._local.session = session
             with self._lock:
                 self._sessions.append(session)
         return session
+
+
+class _KeepaliveAdapter(requests.adapters.HTTPAdapter):
+    """Connections whose dead peer is noticed."""
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        options = [
+            *urllib3.connection.HTTPConnection.default_socket_options,
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        ]
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):  # Linux
+                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+        super().init_poolmanager(*args, socket_options=options, **kwargs)
 
 
 def _reason(error: requests.RequestException) -> str:

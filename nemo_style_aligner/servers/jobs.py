@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import ProtocolError
 
 ResultFuture = concurrent.futures.Future  # of dict[str, np.ndarray]: the outputs by name
@@ -33,10 +34,14 @@ class Job:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class InferJob(Job):
-    """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s."""
+    """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s.
+
+    ``position``: answered only by a critic that is there; None: by any.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
+    position: CriticPosition | None = None
 
     @property
     def rows(self) -> int:
@@ -45,19 +50,36 @@ class InferJob(Job):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TrainJob(Job):
-    """tokens: int64 [b, s]; returns, prev_values, mask: float32 [b, s-1]. run_id None: not numbered."""
+    """tokens: int64 [b, s]; returns, prev_values, mask: float32 [b, s-1]. ``digest``: the batch's, see `ledger`.
+
+    ``position``: where the critic must be, None: anywhere, and the request is not numbered.
+    """
 
     tokens: np.ndarray
     returns: np.ndarray
     prev_values: np.ndarray
     mask: np.ndarray
-    run_id: str | None = None
-    sequence_number: int = 0
+    digest: str
+    position: CriticPosition | None = None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SaveJob(Job):
-    """Write a checkpoint."""
+    """Write a checkpoint, of a critic at ``position`` if one is given.
+
+    ``keep_history``: the newest checkpoint with this history is not pruned.
+    """
+
+    position: CriticPosition | None = None
+    keep_history: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class RestoreJob(Job):
+    """Bring the critic to one of ``histories``, of which it last trained for ``run_id``; the latest one is the best."""
+
+    run_id: str
+    histories: list[str]
 
 
 class QueueState(enum.Enum):

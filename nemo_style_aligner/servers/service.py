@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import time
+import uuid
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
+from nemo_style_aligner.servers.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
@@ -149,6 +151,7 @@ class _Routes:
         self._metrics = metrics
         self._statistics = {name: ModelStatistics() for name in endpoints}
         self._openapi = openapi.describe(list(endpoints.values()), needs_token=settings.token is not None)
+        self._instance = uuid.uuid4().hex
 
     def server_metadata(self) -> Response:
         return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
@@ -157,7 +160,8 @@ class _Routes:
         return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
 
     def ready(self) -> Response:
-        return Response(status=200 if self._queue.state is QueueState.SERVING else 503)
+        status = 200 if self._queue.state is QueueState.SERVING else 503
+        return Response(status=status, headers={INSTANCE_HEADER: self._instance})  # tells a restart from a pause
 
     def metrics(self) -> Response:
         self._metrics.outstanding.set(self._queue.outstanding)

@@ -1,0 +1,206 @@
+"""The training batches that a critic may need again, on disk before they are sent, until saves confirm them.
+
+One file per batch in ``<log_dir>/critic_journal/``, named by its sequence number. ``run.json`` beside them holds the
+run's id and where the critic was when it began, so that an actor job that dies before its first checkpoint is the same
+run when it is started again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save
+
+from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish, sync_file
+from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".safetensors"
+_RUN = "run.json"
+
+
+class JournalError(RuntimeError):
+    """A batch that is needed again is missing or damaged. Says which, and where."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """``position``: where the critic is before it trains on the batch."""
+
+    path: Path
+    position: CriticPosition
+    digest: str
+    num_bytes: int
+
+
+class CriticJournal:
+    """The journal of one run, on rank 0. Not thread-safe.
+
+    Args:
+        directory: made when it is first written to.
+        max_bytes: what it may occupy; the oldest batches go, with a warning, when it is full.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self.directory = Path(directory)
+        self.max_bytes = max_bytes
+        self._entries: dict[int, _Entry] = {}
+
+    # ---- the run ----------------------------------------------------------------------------
+
+    def run_start(self) -> CriticPosition | None:
+        """Where the critic was when the run of this directory began; None before the first run."""
+        path = self.directory / _RUN
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return CriticPosition(str(content["run_id"]), 1, str(content["history"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise JournalError(f"{path} cannot be read ({error}): delete it if the run shall start anew") from error
+
+    def begin_run(self, position: CriticPosition) -> None:
+        """Note that a run begins, with the critic at ``position``."""
+        content = json.dumps({"run_id": position.run_id, "history": position.history})
+        self._write_file(self.directory / _RUN, content.encode())
+
+    # ---- batches ----------------------------------------------------------------------------
+
+    def write(self, position: CriticPosition, arrays: Mapping[str, np.ndarray], digest: str) -> None:
+        """Put a batch on disk, for good. ``position``: where the critic is before it; ``digest``: `batch_digest`.
+
+        Raises:
+            OSError: it could not be written; the disk is full, say.
+        """
+        path = self.directory / f"{position.next_number:08d}{_SUFFIX}"
+        metadata = {
+            "run_id": position.run_id,
+            "sequence_number": str(position.next_number),
+            "history": str(position.history),
+            "digest": digest,
+        }
+        content = save(dict(arrays), metadata)
+        self._write_file(path, content)
+        self._entries[position.next_number] = _Entry(path, position, digest, len(content))
+        self._limit_size()
+
+    def read(self, number: int) -> dict[str, np.ndarray]:
+        """The batch with this number.
+
+        Raises:
+            JournalError: it is not there, or not what was written.
+        """
+        entry = self._entries.get(number)
+        if entry is None:
+            raise JournalError(f"{self.directory} has no training batch {number}, only {self._describe()}")
+        try:
+            arrays = load_file(entry.path)
+            if batch_digest(arrays) == entry.digest:
+                return arrays
+            reason = "its checksum is wrong"
+        except (OSError, SafetensorError, KeyError) as error:
+            reason = str(error)
+        raise JournalError(f"the training batch {entry.path} is damaged ({reason}): the critic cannot be brought level")
+
+    def positions(self, position: CriticPosition) -> list[CriticPosition]:
+        """From where ``position`` can be reached: oldest first, ``position`` itself last.
+
+        The batches in between are here, one after the other.
+        """
+        found = [position]
+        while (entry := self._entries.get(found[0].next_number - 1)) is not None:
+            if entry.position.after(entry.digest) != found[0]:
+                break
+            found.insert(0, entry.position)
+        return found
+
+    def rewind(self, position: CriticPosition) -> None:
+        """Open the directory for a run that goes on at ``position``: what does not lead there is deleted."""
+        self._entries = {}
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.glob(f"*{UNFINISHED}"):
+            path.unlink()
+        unused = {path: _read_entry(path) for path in self.directory.glob(f"*{_SUFFIX}")}
+        by_number = {entry.position.next_number: entry for entry in unused.values() if entry is not None}
+        wanted = position
+        while (entry := by_number.get(wanted.next_number - 1)) is not None:
+            if entry.position.after(entry.digest) != wanted:
+                break
+            self._entries[entry.position.next_number] = entry
+            del unused[entry.path]
+            wanted = entry.position
+        for path in unused:
+            path.unlink()
+        logger.info("critic journal %s: the run goes on at %d, with %s", self.directory, position.next_number, self)
+
+    def prune(self, first_needed: int) -> None:
+        """Delete the batches before number ``first_needed``."""
+        for number in [number for number in self._entries if number < first_needed]:
+            self._drop(number)
+        logger.info("critic journal %s: keeps %s", self.directory, self)
+
+    def __str__(self) -> str:
+        return f"{self._describe()}, {self._num_bytes / 2**20:.1f} MiB"
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def _describe(self) -> str:
+        numbers = sorted(self._entries)
+        return f"batches {numbers[0]} to {numbers[-1]}" if numbers else "no batches"
+
+    def _limit_size(self) -> None:
+        while self._num_bytes > self.max_bytes and len(self._entries) > 1:
+            oldest = min(self._entries)
+            logger.warning(
+                "the critic journal %s is larger than remote_critic_rm.journal_max_gibibytes allows: batch %d is "
+                "deleted. A critic that loses its training since its last save can be brought level only from a later "
+                "batch on; save more often (trainer.ppo.save_interval) or allow more",
+                self.directory,
+                oldest,
+            )
+            self._drop(oldest)
+
+    def _drop(self, number: int) -> None:
+        self._entries.pop(number).path.unlink(missing_ok=True)
+
+    def _write_file(self, path: Path, content: bytes) -> None:
+        staging = path.with_name(path.name + UNFINISHED)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with staging.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            publish(staging, path)
+            sync_file(self.directory)
+        except OSError as error:
+            if staging.exists():
+                staging.unlink()  # give a full disk its room back
+            raise OSError(
+                error.errno,
+                f"{path} of {len(content) / 2**20:.1f} MiB cannot be written ({error.strerror}); it must be on disk "
+                "before the critic is trained. Make room and start the job again: it goes on from its last checkpoint",
+            ) from error
+
+
+def _read_entry(path: Path) -> _Entry | None:
+    """What is known of a batch without reading it; None if the file is not a whole one."""
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+        position = CriticPosition(metadata["run_id"], int(metadata["sequence_number"]), metadata["history"])
+        return _Entry(path, position, metadata["digest"], path.stat().st_size)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        logger.warning("%s is not a batch of the journal and is deleted: %s", path, error)
+        return None

@@ -1,0 +1,277 @@
+"""A run's training of the critic, exactly once over restarts of either side. The actor job's rank 0 has it.
+
+The run knows at which `CriticPosition` the critic must be. Whenever the critic turns out to be elsewhere (it was
+killed and is back from a checkpoint; or the actor job was, and goes back) it is *brought level*: it goes to a point of
+the run's past that it still has, if it is not at one, and is sent the batches from there on out of the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.servers.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.ledger import (
+    EXPECTED_SEQUENCE_HEADER,
+    HISTORY_HEADER,
+    INSTANCE_HEADER,
+    CriticPosition,
+    batch_digest,
+)
+from nemo_style_aligner.servers.protocol import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], dict[str, np.ndarray]]
+
+RESTORE_MODEL = "critic_restore"
+MAX_ATTEMPTS = 10
+_PROGRESS_SECONDS = 10.0
+_WATCH_SECONDS = 1.0
+_WATCH_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0)
+
+
+class SequenceConflictError(RuntimeError):
+    """The critic is not where this run believes it to be, and cannot be brought there.
+
+    ``expected``: the number of the run's next training request as the critic sees it; ``history``: the critic's.
+    """
+
+    def __init__(self, message: str, expected: int, history: str | None = None) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.history = history
+
+
+def as_conflict(error: RequestRefusedError) -> SequenceConflictError | None:
+    """The conflict that a refusal tells of, None if it tells of something else."""
+    expected = error.headers.get(EXPECTED_SEQUENCE_HEADER)
+    if error.status != 409 or expected is None:
+        return None
+    return SequenceConflictError(str(error), int(expected), error.headers.get(HISTORY_HEADER))
+
+
+class TrainingSession:
+    """Sends training batches and saves, one at a time. Thread-safe.
+
+    Args:
+        call: sends a request (model, inputs, parameters) and returns the outputs.
+        train_model, save_model: names on the wire.
+        position: where the critic must be.
+        server: how errors name the critic.
+    """
+
+    def __init__(self, call: Call, train_model: str, save_model: str, position: CriticPosition, server: str) -> None:
+        self._call = call
+        self._train_model = train_model
+        self._save_model = save_model
+        self._server = server
+        self._lock = threading.Lock()
+        self._journal: CriticJournal | None = None
+        self._attempts: dict[int, int] = {}
+        self.position = position
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a critic that is elsewhere is brought level; if not, it is an error."""
+        return self._journal is not None
+
+    def begin(self, journal: CriticJournal, position: CriticPosition) -> None:
+        """Go on at ``position``, and bring the critic there.
+
+        Raises:
+            SequenceConflictError: the critic cannot go there.
+        """
+        with self._lock:
+            journal.rewind(position)
+            self._journal, self.position = journal, position
+            self._bring_level(position)
+
+    def train(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """Train the critic on the next batch; its mean loss."""
+        with self._lock:
+            position, digest = self.position, batch_digest(arrays)
+            if self._journal is not None:
+                self._journal.write(position, arrays, digest)
+            loss = self._train(position, arrays)
+            self.position = position.after(digest)
+            return loss
+
+    def save(self, keep_history: str | None) -> int:
+        """Have the critic, level with this run, write a checkpoint; its status."""
+        inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        with self._lock:
+            parameters = self.position.parameters() if self.recovers else {}
+            if keep_history is not None:
+                parameters["keep_history"] = keep_history
+            answer = self._level_call(self.position, self._save_model, inputs, parameters)
+            return int(output(answer, "status", self._save_model)[0])
+
+    def try_bring_level(self) -> bool:
+        """Bring the critic level, unless a request is under way: that one does it itself. Whether it was done."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._bring_level(self.position)
+        finally:
+            self._lock.release()
+        return True
+
+    # ---- with the lock held -----------------------------------------------------------------
+
+    def _train(self, position: CriticPosition, arrays: Mapping[str, np.ndarray]) -> float:
+        answer = self._level_call(position, self._train_model, arrays, position.parameters())
+        return float(output(answer, "loss_mean", self._train_model)[0])
+
+    def _level_call(
+        self, position: CriticPosition, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """A request that a critic at ``position`` takes, bringing it there as often as it is lost."""
+        while True:
+            try:
+                answer = self._call(model, inputs, parameters)
+            except RequestRefusedError as error:
+                conflict = as_conflict(error)
+                if conflict is None:
+                    raise
+                if not self.recovers:
+                    raise conflict from error
+                self._count_attempt(position.next_number, error)
+                self._bring_level(position)
+            else:
+                self._attempts.pop(position.next_number, None)
+                return answer
+
+    def _count_attempt(self, number: int, error: RequestRefusedError) -> None:
+        self._attempts[number] = self._attempts.get(number, 0) + 1
+        if self._attempts[number] > MAX_ATTEMPTS:
+            raise SequenceConflictError(
+                f"the critic at {self._server} was lost {MAX_ATTEMPTS} times at training batch {number}, see its log: "
+                f"{error}",
+                number,
+            ) from error
+
+    def _bring_level(self, position: CriticPosition) -> None:
+        if self._journal is None:
+            raise RuntimeError("the session has no journal: call begin() first")
+        points = self._journal.positions(position)
+        histories = np.array([str(point.history).encode() for point in points], dtype=object)
+        try:
+            answer = self._call(RESTORE_MODEL, {"histories": histories}, {"run_id": position.run_id})
+        except RequestRefusedError as error:
+            conflict = as_conflict(error)
+            if conflict is None:
+                raise
+            raise SequenceConflictError(
+                f"the critic at {self._server} cannot go on with this run, which is at training batch "
+                f"{position.next_number} and has the batches from {points[0].next_number} on in "
+                f"{self._journal.directory}. Start the critic in the log directory in which it was trained for this "
+                "run (its exp_manager.explicit_log_dir), or start both jobs anew in new directories; docs/recovery.md "
+                f"has the cases. The critic's answer: {error}",
+                conflict.expected,
+                conflict.history,
+            ) from error
+        reached = int(output(answer, "position", RESTORE_MODEL)[0])
+        missing = points[reached:-1]
+        if not missing:
+            return
+        logger.warning(
+            "the critic at %s expects training batch %d, this run is at %d: sending it %d batches again",
+            self._server,
+            missing[0].next_number,
+            position.next_number,
+            len(missing),
+        )
+        for point in missing:
+            started = time.monotonic()
+            loss = self._train(point, self._journal.read(point.next_number))
+            seconds = time.monotonic() - started
+            logger.warning("training batch %d again: loss %.4g, %.1f s", point.next_number, loss, seconds)
+
+
+class CriticWatch:
+    """A thread that notices a critic that is away or was started again, says so, and has it brought level.
+
+    Args:
+        http: the critic.
+        session: of this run.
+    """
+
+    def __init__(self, http: HttpClient, session: TrainingSession) -> None:
+        self.failure: Exception | None = None  # why the critic cannot be brought level
+        self._http = http
+        self._session = session
+        self._wake = threading.Event()
+        self._stop = False
+        self._instance = self._ask()
+        self._thread = threading.Thread(target=self._run, name="critic-watch", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Say that the critic is not level."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stop = True
+        self._wake.set()
+
+    def _ask(self) -> str | None:
+        """Which process serves; None when none does."""
+        try:
+            return self._http.request("GET", "/v2/health/ready", limits=_WATCH_LIMITS).headers.get(INSTANCE_HEADER, "")
+        except (ServerUnavailableError, RequestRefusedError) as error:
+            self._reason = error
+            return None
+
+    def _run(self) -> None:
+        away_since: float | None = None
+        last_line = 0.0
+        while not self._stop:
+            is_woken = self._wake.wait(_WATCH_SECONDS * random.uniform(0.5, 1.5))
+            self._wake.clear()
+            if self._stop:
+                return
+            instance = self._ask()
+            now = time.monotonic()
+            if instance is None:
+                away_since = now if away_since is None else away_since
+                if now - last_line >= _PROGRESS_SECONDS and not self._stop:
+                    logger.warning("waiting for the critic, away for %.0f s: %s", now - away_since, self._reason)
+                    last_line = now
+                continue
+            if away_since is not None:
+                logger.warning("the critic at %s is back after %.0f s", self._http.base_url, now - away_since)
+                away_since, last_line = None, 0.0
+            if (instance != self._instance or is_woken) and self._is_brought_level():
+                self._instance = instance
+
+    def _is_brought_level(self) -> bool:
+        try:
+            return self._session.try_bring_level()
+        except ServerUnavailableError as error:  # away again
+            logger.warning("the critic was lost while it was brought level: %s", error)
+        except (SequenceConflictError, RequestRefusedError, JournalError) as error:
+            if not self._stop:
+                logger.error("the critic cannot be brought level: %s", error)
+                self.failure = error
+        return False
+
+
+def output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarray:
+    """One of the answer's outputs. Raises `ProtocolError` if it is not there."""
+    if name not in answer:
+        raise ProtocolError(500, f"the answer of '{model}' has no output '{name}', only {', '.join(answer)}")
+    return answer[name]

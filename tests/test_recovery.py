@@ -1,0 +1,513 @@
+"""A critic that is lost and comes back, and an actor job that goes back: nothing lost, nothing trained twice.
+
+The service, the client and the journal are the real ones, over real HTTP; the critic's model is a number, and its
+checkpoints are in memory. `test_faults.py` kills real jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_service import client_config, wait_for
+
+from nemo_style_aligner.algorithms.critic_service import CriticService
+from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.parallel.groups import initialize_single_process
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.servers.dispatcher import DispatchSettings
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
+from nemo_style_aligner.servers.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.service import HttpSettings
+from nemo_style_aligner.servers.serving import ModelServer
+
+pytestmark = pytest.mark.timeout(120)
+LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """`RemoteCritic` is collective."""
+    initialize_single_process()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Checkpoints:
+    """What `CriticService` needs of a `CheckpointManager`, in memory: it outlives the service, as a disk does."""
+
+    def __init__(self) -> None:
+        self.stored: dict[Path, tuple[float, dict[str, Any]]] = {}
+        self.damaged: set[Path] = set()
+        self.count = 0
+
+    def trainer_states(self) -> dict[Path, dict[str, Any]]:
+        return {path: state for path, (_, state) in reversed(self.stored.items())}
+
+    def is_whole(self, path: Path) -> bool:
+        if path in self.damaged:
+            del self.stored[path]
+        return path not in self.damaged
+
+    def save(self, model, optimizer, state, metrics, *, is_train_end, protected) -> None:
+        self.count += 1
+        self.stored[Path(f"{self.count}")] = (model.weight, copy.deepcopy(state) | {"updates": optimizer.step_count})
+        for path in list(self.stored)[:-2]:
+            if path not in protected:
+                del self.stored[path]
+
+    def load(self, path: Path, model, optimizer) -> dict[str, Any]:
+        model.weight, state = self.stored[path]
+        optimizer.step_count = state["updates"]
+        return state
+
+
+class ToyCritic:
+    """A critic of one weight, which depends on all batches and their order."""
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(weight=1.0)
+        self.optimizer = SimpleNamespace(step_count=0)
+        self.trained: list[float] = []
+        self.dies_at: float | None = None
+
+    def values(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.full((tokens.shape[0], tokens.shape[1] - 1), self.model.weight)
+
+    def train(self, batch) -> list[dict[str, float]]:
+        value = float(batch.returns[0, 0])
+        if value == self.dies_at:
+            raise RuntimeError("out of memory")
+        self.trained.append(value)
+        self.model.weight = 0.5 * self.model.weight + value
+        self.optimizer.step_count += 1
+        return [{"loss": self.model.weight, "grad_norm": 1.0}]
+
+    def reset(self) -> None:
+        self.model.weight, self.optimizer.step_count = 1.0, 0
+
+
+class CriticJob:
+    """The service, which can be lost and started again on its port."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.checkpoints = Checkpoints()
+        self.critic = ToyCritic()
+        self.start()
+
+    def start(self) -> None:
+        server = ModelServer(
+            critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=self.port), DispatchSettings((8,), 0)
+        )
+        self.server, self.critic = server, ToyCritic()
+        rewards = SimpleNamespace(rewards=lambda tokens, lengths: lengths[:, None].float())
+        metrics = SimpleNamespace(log_metrics=lambda *_: None)
+        service = CriticService(self.critic, rewards, server.ledger, self.checkpoints, metrics, self.critic.reset)
+        for path, state in list(self.checkpoints.trainer_states().items()):
+            if self.checkpoints.is_whole(path):
+                self.checkpoints.load(path, self.critic.model, self.critic.optimizer)
+                service.load_state_dict(state)
+                break
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                server.run(service)
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def lose(self) -> None:
+        """All that is not in a checkpoint is gone."""
+        self.server.request_stop()
+        self.thread.join(30)
+
+    def restart(self) -> None:
+        self.lose()
+        self.start()
+
+    def next_number(self, run_id: str) -> int:
+        return self.server.ledger.expected(run_id)
+
+
+@pytest.fixture
+def job() -> Iterator[CriticJob]:
+    found = CriticJob()
+    yield found
+    found.lose()
+
+
+@contextlib.contextmanager
+def actor(
+    job: CriticJob, folder: Path, state: dict[str, Any] | None = None, limits: ClientLimits = LIMITS, **options: Any
+) -> Iterator[RemoteCritic]:
+    """Rank 0 of an actor job that starts with this state of its checkpoint."""
+    client = CriticClient(client_config(job.port), infer_limits=limits, train_limits=limits)
+    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"))
+    try:
+        client.wait_until_ready(20)
+        if state is not None:
+            critic.load_state_dict(state)
+        critic.begin()
+        yield critic
+    finally:
+        client.close()
+
+
+def train(critic: RemoteCritic, *values: float) -> list[float]:
+    """One training step for each value; the losses."""
+    losses = []
+    for value in values:
+        full = torch.full((2, 3), float(value))
+        tokens = torch.ones(2, 4, dtype=torch.int64)
+        experience = SimpleNamespace(tokens=tokens, returns=full, values=full, mask=torch.ones(2, 3))
+        losses.append(critic.start_training(experience).result())
+    return losses
+
+
+def save(critic: RemoteCritic) -> dict[str, Any]:
+    """A save of the pair; the state in the actor's checkpoint."""
+    critic.save()
+    state = critic.state_dict()
+    critic.confirm_save()
+    return state
+
+
+def value(critic: RemoteCritic) -> float:
+    """The critic's weight, as scoring shows it."""
+    scores = critic.client.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])).result(30)
+    return float(scores.values[0, 0])
+
+
+def weights(*values: float) -> list[float]:
+    """Of a critic that was trained with these values and never disturbed, after each."""
+    found = [1.0]
+    for batch in values:
+        found.append(0.5 * found[-1] + batch)
+    return found[1:]
+
+
+# ---- the critic is lost ------------------------------------------------------------------------------
+
+
+def test_lost_training_is_sent_again_in_order(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        losses = train(critic, 1, 2)
+        save(critic)
+        losses += train(critic, 3, 4)
+        job.restart()
+        assert job.next_number(critic.client.position.run_id) == 3
+        losses += train(critic, 5)
+        assert job.critic.trained == [3, 4, 5]
+        job.restart()
+        assert value(critic) == weights(1, 2, 3, 4, 5)[-1]
+        assert losses == weights(1, 2, 3, 4, 5)
+        assert job.critic.trained == [3, 4, 5]
+
+
+def test_a_critic_lost_before_its_first_save(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        job.restart()
+        assert value(critic) == weights(1, 2)[-1]
+
+
+def test_a_critic_without_its_newest_checkpoint_falls_back_to_the_one_before(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        for number in range(1, 6):
+            train(critic, number)
+            save(critic)
+        assert len(list(tmp_path.glob("*.safetensors"))) == 1, "batches before both checkpoints are not needed"
+        job.checkpoints.damaged.add(list(job.checkpoints.stored)[-1])
+        job.restart()
+        assert train(critic, 6) == weights(1, 2, 3, 4, 5, 6)[-1:]
+        assert job.critic.trained == [5, 6]
+
+
+def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> None:
+    """A rank that only scores gets nothing from a critic that has lost training; rank 0 brings it level by itself."""
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        position = critic.client.position
+        critic.client.close()  # rank 0 is slow
+        other = CriticClient(client_config(job.port), infer_limits=LIMITS, train_limits=LIMITS)
+        other.follow(position)
+        job.restart()
+        scores = other.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3]))
+        time.sleep(1.0)
+        assert not scores.done()
+        with actor(job, tmp_path, critic.state_dict()):
+            assert float(scores.result(30).values[0, 0]) == weights(1, 2)[-1]
+        other.close()
+
+
+def test_the_watch_brings_an_idle_pair_level(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        job.restart()
+        wait_for(lambda: job.critic.trained == [1, 2])
+        run_id = critic.client.position.run_id
+        assert job.next_number(run_id) == 3
+
+
+def test_training_that_is_under_way_survives_the_critic(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        job.lose()
+        started = threading.Timer(1.0, job.start)
+        started.start()
+        assert train(critic, 2) == weights(1, 2)[-1:]
+
+
+def test_a_save_is_of_a_level_critic(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        job.restart()
+        save(critic)
+        (stored,) = job.checkpoints.stored.values()
+        assert stored[0] == weights(1, 2)[-1]
+
+
+def test_a_batch_that_kills_the_critic_every_time_is_an_error(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        job.critic.dies_at = 1.0
+        with pytest.raises((ServerUnavailableError, SequenceConflictError, RuntimeError)) as error:
+            client = critic.client
+            client._train_limits = ClientLimits(total_s=5, away_s=1.0, internal_errors=3)  # nobody starts it again
+            train(critic, 1)
+        assert "critic_train" in str(error.value) and str(job.port) in str(error.value)
+        job.start()
+
+
+def test_a_critic_that_does_not_come_back_ends_the_wait(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path, limits=ClientLimits(total_s=30, away_s=1.0)) as critic:
+        job.lose()
+        began = time.monotonic()
+        with pytest.raises(ServerUnavailableError, match=r"critic_infer/infer: no answer after .*limit 1 s"):
+            value(critic)
+        assert time.monotonic() - began < 20
+        job.start()
+
+
+# ---- the actor job goes back -------------------------------------------------------------------------
+
+
+def test_the_critic_goes_back_to_the_actors_checkpoint(job: CriticJob, tmp_path: Path) -> None:
+    """The critic saved, the actor died before its own save was done, and trains on other samples from there on."""
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        state = save(critic)
+        train(critic, 3, 4)
+        critic.save()
+        train(critic, 5)
+    with actor(job, tmp_path, state) as critic:
+        assert value(critic) == weights(1, 2)[-1]
+        assert train(critic, 33, 44) == weights(1, 2, 33, 44)[-2:]
+        job.restart()  # from its newest checkpoint, which is as long, but of the life that was given up
+        assert value(critic) == weights(1, 2, 33, 44)[-1]
+        state = save(critic)
+    with actor(job, tmp_path, state) as critic:
+        assert train(critic, 5) == weights(1, 2, 33, 44, 5)[-1:]
+
+
+def test_saves_of_an_actor_that_cannot_save_do_not_push_out_the_checkpoint_it_needs(
+    job: CriticJob, tmp_path: Path
+) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        state = save(critic)
+        for number in range(2, 6):
+            train(critic, number)
+            critic.save()  # and the actor's own fails
+    with actor(job, tmp_path, state) as critic:
+        assert value(critic) == weights(1)[-1]
+
+
+def test_an_actor_without_a_checkpoint_begins_again_with_the_initial_critic(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        run_id = critic.client.position.run_id
+    with actor(job, tmp_path) as critic:
+        assert critic.client.position.run_id == run_id
+        assert list(tmp_path.glob("*.safetensors")) == []
+        assert train(critic, 7) == weights(7)
+        job.restart()
+        assert value(critic) == weights(7)[-1]
+
+
+def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path / "a") as critic:
+        train(critic, 1)
+        of_a = save(critic)
+    with pytest.raises(SequenceConflictError, match="trained_critic=keep"), actor(job, tmp_path / "b"):
+        pass
+    assert not (tmp_path / "b" / "run.json").exists()
+    with actor(job, tmp_path / "b", trained_critic="keep") as critic:
+        assert train(critic, 2) == weights(1, 2)[-1:]
+    with actor(job, tmp_path / "b") as critic:  # the same run again, before any save: from a's critic, not from scratch
+        assert value(critic) == weights(1)[-1]
+        train(critic, 2)
+    with pytest.raises(SequenceConflictError, match="cannot go on with this run"), actor(job, tmp_path / "a", of_a):
+        pass  # it would take back what b trained
+
+
+def test_a_critic_of_another_directory_is_an_error_that_says_what_to_do(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        for number in range(1, 5):
+            train(critic, number)
+            state = save(critic)
+    job.checkpoints.stored.clear()
+    job.restart()
+    refused = pytest.raises(SequenceConflictError, match=r"batches from 4 on .*explicit_log_dir")
+    with refused, actor(job, tmp_path, state):
+        pass
+
+
+def test_unnumbered_training_by_others_is_noticed(job: CriticJob, tmp_path: Path) -> None:
+    ones = torch.ones(1, 3)
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        save(critic)
+        stranger = CriticClient(client_config(job.port), infer_limits=LIMITS, train_limits=LIMITS)
+        stranger.train_async(torch.ones(1, 4, dtype=torch.int64), ones, ones, ones).result(20)
+        stranger.close()
+        with pytest.raises(SequenceConflictError):
+            value(critic)
+
+
+# ---- the journal -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_batch_is_named_and_a_truncated_one_is_not_counted(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        state = critic.state_dict()
+    path = tmp_path / "00000002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    job.restart()
+    with pytest.raises(JournalError, match=r"00000002.*checksum"), actor(job, tmp_path, state):
+        pass
+    path.write_bytes(content[:50])
+    job.restart()
+    with pytest.raises(SequenceConflictError, match="batches from 3 on"), actor(job, tmp_path, state):
+        pass
+
+
+def test_a_full_disk_is_an_error_before_the_batch_is_sent(
+    job: CriticJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"00000002\.safetensors of .* cannot be written .*No space left.*Make room"):
+            train(critic, 2)
+        monkeypatch.undo()
+        assert job.critic.trained == [1]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001.safetensors", "run.json"]
+
+
+def test_a_journal_that_is_too_large_drops_the_oldest(tmp_path: Path) -> None:
+    from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
+
+    arrays = {"tokens": np.ones((1, 1000), dtype=np.int64)}
+    arrays |= {name: np.ones((1, 999), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
+    journal, position = CriticJournal(tmp_path, max_bytes=50_000), CriticPosition("run", 1, "initial")
+    for _ in range(4):
+        journal.write(position, arrays, batch_digest(arrays))
+        position = position.after(batch_digest(arrays))
+    assert [point.next_number for point in journal.positions(position)] == [3, 4, 5]
+    again = CriticJournal(tmp_path, GIB)
+    again.rewind(position)
+    assert again.positions(position) == journal.positions(position)
+    np.testing.assert_array_equal(again.read(4)["tokens"], arrays["tokens"])
+
+
+# ---- limits of the client ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raw_server(answer: bytes, pause: float, hold: float = 0.0) -> Iterator[int]:
+    """Sends ``answer`` byte by byte with a pause after each, then holds the connection open."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=drip, args=(connection,), daemon=True).start()
+
+    def drip(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            for byte in answer:
+                connection.sendall(bytes([byte]))
+                if stop.wait(pause):
+                    return
+            stop.wait(hold)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        stop.set()
+        listener.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "pause", "limits"),
+    [
+        (b"", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # silent
+        (HEAD[:20], 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # silent within the header
+        (HEAD + b"x" * 10, 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # truncated
+        (HEAD + b"x" * 900, 0.01, ClientLimits(read_s=0.5, total_s=1.0)),  # ever slower than it would have to be
+        (b"", 0.0, ClientLimits(read_s=0.2, total_s=1.0, away_s=100.0)),  # silent is not away
+        (HEAD + b"x" * 10, 0.0, ClientLimits(read_s=0.2, total_s=100.0, away_s=1.0)),  # broken connections are
+    ],
+)
+def test_no_request_outlives_its_limits(answer: bytes, pause: float, limits: ClientLimits) -> None:
+    hold = 0.0 if b"xx" in answer and pause == 0.0 else 30.0
+    with raw_server(answer, pause, hold) as port:
+        client = HttpClient(f"http://127.0.0.1:{port}")
+        began = time.monotonic()
+        with pytest.raises(
+            ServerUnavailableError, match=rf"GET http://127.0.0.1:{port}/v2/x: no answer after \d+\.\d s"
+        ):
+            client.request("GET", "/v2/x", limits=limits)
+        assert time.monotonic() - began < 10.0  # ten times the limit
+        client.close()
+
+
+def test_ledgers_forget_nothing_in_a_checkpoint() -> None:
+    ledger, again = TrainingLedger(), TrainingLedger()
+    ledger.record("a", 1, 0.5, "x")
+    ledger.record(None, 0, 0.5, "y")
+    again.load_state_dict(ledger.state_dict())
+    assert again.state_dict() == ledger.state_dict() and again.steps == 2 and again.expected("a") == 2
