@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_service import client_config, wait_for
+from served_critic import client_config, wait_for
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic

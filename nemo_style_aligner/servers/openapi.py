@@ -10,10 +10,12 @@ from nemo_style_aligner.servers.endpoints import (
     MODEL_VERSION,
     Endpoint,
     InferEndpoint,
+    RestoreEndpoint,
     SaveEndpoint,
     TensorSpec,
     TrainEndpoint,
 )
+from nemo_style_aligner.servers.ledger import INITIAL_HISTORY
 from nemo_style_aligner.servers.protocol import HEADER_LENGTH_FIELD, MAX_DIMENSION_SIZE
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
@@ -123,9 +125,7 @@ def _repository_index() -> dict[str, Any]:
 
 
 def _infer(endpoint: Endpoint) -> dict[str, Any]:
-    statuses = [400, 401, 404, 413, 415, 429, 500, 503, 504]
-    if isinstance(endpoint, TrainEndpoint):
-        statuses.append(409)
+    statuses = [400, 401, 404, 409, 413, 415, 429, 500, 503, 504]
     binary = {"type": "string", "format": "binary"}
     header = {
         "name": HEADER_LENGTH_FIELD,
@@ -166,9 +166,14 @@ def _request_schema(endpoint: Endpoint) -> Schema:
         "binary_data_output": {"type": "boolean", "description": "Outputs as raw bytes"},
         "timeout": {"type": "integer", "minimum": 0, "description": "Microseconds; 0: the service's limit"},
     }
-    if isinstance(endpoint, TrainEndpoint):
-        parameters["run_id"] = {"type": "string", "minLength": 1, "maxLength": 128}
+    name: Schema = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[ -~]+$"}
+    if isinstance(endpoint, RestoreEndpoint):
+        parameters["run_id"] = name
+    else:  # where the critic must be; 409 if it is elsewhere
+        parameters |= {"run_id": name, "history": name}
         parameters["sequence_number"] = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+    if isinstance(endpoint, SaveEndpoint):
+        parameters["keep_history"] = name
     inputs = [_tensor(endpoint, spec) for spec in endpoint.inputs.values()]
     required = sum(not spec.optional for spec in endpoint.inputs.values())
     example = _example(endpoint)
@@ -235,6 +240,8 @@ def _example(endpoint: Endpoint) -> dict[str, Any] | None:
         return {"inputs": [tensor("tokens", [1, 3], [1, 2, 3]), *rest]}
     if isinstance(endpoint, SaveEndpoint):
         return {"inputs": [tensor("dummy_var", [1], [0])]}
+    if isinstance(endpoint, RestoreEndpoint):
+        return {"inputs": [tensor("histories", [1], [INITIAL_HISTORY])], "parameters": {"run_id": "a"}}
     return None
 
 
