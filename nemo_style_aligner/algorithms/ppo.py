@@ -145,6 +145,7 @@ class PPOTrainer:
         A step may be abandoned until the critic gets its batch: nothing of it is part of the state before.
         """
         self.run_control.begin()
+        was_finished = self.is_finished
         with ProgressBar(self.settings.max_steps, "PPO", self.metrics.rank, initial=self.step) as progress:
             try:
                 self.warm_up_critic()
@@ -162,6 +163,8 @@ class PPOTrainer:
                 self.run_control.stop_early(self.step, reason)
             else:
                 self.save_unless_saved()
+                if was_finished:  # by a run that may have been killed between its last checkpoint and its archive
+                    self._write_checkpoint()
 
     def make_step(self) -> None:
         """One PPO step, counted."""
@@ -310,13 +313,7 @@ class PPOTrainer:
         """Save the critic, then this job. Should only the first come off, the critic goes back on resuming."""
         with self.timer("save_time"), self.run_control.section(SAVING):
             self.critic.save()
-            self.checkpoints.save(
-                self.actor.model,
-                self.actor.optimizer,
-                self.state_dict(),
-                self._last_metrics | {"step": self.step, "epoch": self.epoch},
-                is_train_end=self.is_finished and not self._is_validation_due,
-            )
+            self._write_checkpoint()
             self.critic.confirm_save()
         self._saved = self._progress
 
@@ -324,6 +321,15 @@ class PPOTrainer:
         """Save if anything has been done since the last time, or since the start."""
         if self._progress != self._saved:
             self.save()
+
+    def _write_checkpoint(self) -> None:
+        self.checkpoints.save(
+            self.actor.model,
+            self.actor.optimizer,
+            self.state_dict(),
+            self._last_metrics | {"step": self.step, "epoch": self.epoch},
+            is_train_end=self.is_finished and not self._is_validation_due,
+        )
 
     def close(self) -> None:
         """Close the connections to the critic and to the work queue."""

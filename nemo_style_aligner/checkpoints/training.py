@@ -375,6 +375,7 @@ class CheckpointManager:
         else:
             logger.warning("%s was saved with %s: random streams start anew", path, state["layout"])
         logger.info("resumed from %s", path)
+        self._saved_step = state["trainer"].get("step")
         return state["trainer"]
 
     def _load_model(self, path: Path | None, model: MegatronModel) -> None:

@@ -162,6 +162,8 @@ class HttpClient:
                 if answer.status_code not in RETRY_STATUSES and not is_borne:
                     message = f"{what} was refused after {clock.elapsed:.1f} s with {trouble}"
                     raise RequestRefusedError(message, answer.status_code, answer.headers)
+                if is_borne:
+                    logger.warning("%s: %s; it is sent again", what, trouble)
                 retry_after = _seconds(answer.headers.get("Retry-After"))
             wait = max(retry_after, backoff) * random.uniform(0.5, 1.5)
             why = clock.exceeded(wait)
