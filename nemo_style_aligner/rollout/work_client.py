@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import requests
-
 from nemo_style_aligner.rollout.work_queue import DRAINED
 from nemo_style_aligner.rollout.work_server import SHARE_HEADER, STATE_HEADER, UNFINISHED_HEADER, WorkQueueServer
 from nemo_style_aligner.servers.http_client import (
@@ -216,7 +214,7 @@ class WorkQueueClient:
     def _renew(self) -> None:
         self._put("/renew", self._round, {})
 
-    def _put(self, path: str, round_number: int | None, content: dict[str, Any]) -> requests.Response:
+    def _put(self, path: str, round_number: int | None, content: dict[str, Any]) -> HttpAnswer:
         body = json.dumps({**content, "worker": self.worker, "round": round_number}).encode()
         return self._http.request("PUT", path, limits=self._http_limits, body=body, headers={"Content-Type": JSON_TYPE})
 
