@@ -19,6 +19,7 @@ from nemo_style_aligner.rollout.work_queue import DRAINED
 from nemo_style_aligner.rollout.work_server import SHARE_HEADER, STATE_HEADER, UNFINISHED_HEADER, WorkQueueServer
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
+    HttpAnswer,
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
