@@ -1,0 +1,195 @@
+# shellcheck shell=bash disable=SC2034  # the scripts use STARTED and STATUS
+# Functions of the batch scripts beside this file. docs/slurm.md says how the scripts are used. Bash 4.4 or newer.
+#
+# A component is one srun: all ranks of an entry script. Settings these functions read are at the top of the scripts.
+
+readonly EXIT_REQUEUE=75 # a component's status: stopped early, with its state on disk
+STOPPING=                # USR1 or TERM once the batch script got it
+TRAINER=                 # process id of the srun that a request to stop is handed on to
+STATUS=0                 # of the component that status_of was asked for last
+
+say() { printf '%(%F %T)T %s: %s\n' -1 "$SLURM_JOB_NAME" "$*"; }
+
+die() {
+    say "error: $*" >&2
+    exit 1
+}
+
+# ---- components ---------------------------------------------------------------------------------
+
+# of_group VARIABLE [GROUP]: the value of Slurm's VARIABLE for a component of a heterogeneous job.
+of_group() {
+    local name=$1${2:+_HET_GROUP_$2}
+    printf '%s' "${!name-}"
+}
+
+# ranks_per_node [GROUP]: trainer.devices. Slurm writes 8 ranks on each of 4 nodes as "8(x4)".
+ranks_per_node() {
+    local counts
+    counts=$(of_group SLURM_TASKS_PER_NODE "${1-}")
+    [[ $counts =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] ||
+        die "every node of a component needs the same number of ranks, Slurm gave $counts: use --ntasks-per-node"
+    printf '%s' "${BASH_REMATCH[1]}"
+}
+
+# Folders, the secret that the components of this run share, what srun must know about the container.
+prepare() {
+    [[ -f $REPO/examples/nlp/gpt/train_gpt_ppo_actor.py ]] ||
+        die "REPO=$REPO is not this repository: submit from its folder, or set REPO"
+    mkdir -p "$RESULTS_DIR"
+    RESULTS_DIR=$(cd "$RESULTS_DIR" && pwd)
+    CONTAINER=()
+    if [[ -n $CONTAINER_IMAGE ]]; then
+        CONTAINER=(
+            --container-image="$CONTAINER_IMAGE"
+            --container-mounts="$REPO:$REPO,$RESULTS_DIR:$RESULTS_DIR${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+            --container-workdir="$REPO"
+            --no-container-mount-home
+        )
+    fi
+    # NCCL's and torch's warnings go to the component's log, in order.
+    export PYTHONUNBUFFERED=1
+}
+
+# in_step SRUN_ARGUMENTS... -- COMMAND...: srun, in the container if there is one, with this repository importable.
+in_step() {
+    local options=()
+    while [[ $1 != -- ]]; do
+        options+=("$1")
+        shift
+    done
+    exec srun "${options[@]}" "${CONTAINER[@]}" env PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" "${@:2}"
+}
+
+# make_secret [GROUP]: a file that only this user can read, which both components find through the environment.
+make_secret() {
+    export NEMO_STYLE_ALIGNER_TOKEN_FILE=$RESULTS_DIR/secret
+    (in_step ${1:+--het-group="$1"} --job-name=secret --nodes=1 --ntasks=1 -- \
+        "$PYTHON" -m nemo_style_aligner.servers.secret "$NEMO_STYLE_ALIGNER_TOKEN_FILE") >/dev/null ||
+        die "the secret $NEMO_STYLE_ALIGNER_TOKEN_FILE could not be made"
+}
+
+# data_prefix TRAIN VALIDATION: the config's form of JSONL files.
+data_prefix() { printf '{train: [%s], validation: [%s], test: [%s]}' "$1" "$2" "$2"; }
+
+# start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
+#
+# GROUP is empty in a job of one component. The component writes to RESULTS_DIR/NAME. A rank's status must not have the
+# others killed (--kill-on-bad-exit=0): ranks that stop early all end with 75, one after the other. Who is alone
+# still running --wait seconds after the first has ended will hang for ever, and is killed.
+start() {
+    local name=$1 group=$2 script=$3 options cpus devices
+    shift 3
+    devices=$(ranks_per_node "$group")
+    options=(--job-name="$name" --kill-on-bad-exit=0 --wait=30 --open-mode=append --output="$(log_of "$name")")
+    [[ -z $group ]] || options+=(--het-group="$group")
+    [[ -z $MPI_TYPE || $name == critic ]] || options+=(--mpi="$MPI_TYPE")
+    cpus=$(of_group SLURM_CPUS_PER_TASK "$group")
+    [[ -z $cpus ]] || options+=(--cpus-per-task="$cpus") # srun does not take this over from sbatch
+    mkdir -p "$RESULTS_DIR/$name"
+    in_step "${options[@]}" -- "$PYTHON" -u "$REPO/examples/nlp/gpt/$script" \
+        trainer.num_nodes="$(of_group SLURM_JOB_NUM_NODES "$group")" \
+        trainer.devices="$devices" \
+        exp_manager.explicit_log_dir="$RESULTS_DIR/$name" \
+        "$@" &
+    STARTED=$!
+    say "$name started, it writes to $(log_of "$name")"
+}
+
+log_of() { printf '%s' "$RESULTS_DIR/$1/output-$SLURM_JOB_ID.log"; }
+
+show_log() {
+    say "the end of $(log_of "$1"):"
+    tail -n 25 "$(log_of "$1")" || true
+}
+
+is_running() { kill -0 "$1" 2>/dev/null; }
+
+# A second's pause that a signal cuts short: bash runs traps only between commands, and at once while it waits.
+pause() {
+    sleep 1 &
+    wait $! || true
+}
+
+# status_of PID: put the exit status of a component that has ended into STATUS.
+status_of() {
+    STATUS=0
+    wait "$1" || STATUS=$?
+}
+
+# wait_until_ended PID SECONDS
+wait_until_ended() {
+    local end=$((SECONDS + $2))
+    while is_running "$1" && ((SECONDS < end)); do pause; done
+    ! is_running "$1"
+}
+
+# end_component NAME PID SECONDS: SIGTERM to its ranks; SIGKILL to what is left after SECONDS.
+end_component() {
+    local step
+    is_running "$2" || return 0
+    # Not by a signal to srun: it would hand SIGTERM on and kill the ranks right after.
+    while read -r step; do
+        scancel --signal=TERM "$step" || true
+    done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | sed -n "s/ $1\$//p")
+    wait_until_ended "$2" "$3" || kill_component "$1" "$2"
+}
+
+# kill_component NAME PID
+kill_component() {
+    is_running "$2" || return 0
+    say "ending the $1"
+    kill -TERM "$2" # srun kills its step
+    wait_until_ended "$2" 60 || kill -KILL "$2"
+}
+
+# is_ready HOST PORT: whether the service there answers 200 on /v2/health/ready.
+is_ready() {
+    # shellcheck disable=SC2016  # the inner bash expands $0 and $1
+    timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" && printf "GET /v2/health/ready HTTP/1.0\r\n\r\n" >&3 && head -n 1 <&3' \
+        "$1" "$2" 2>/dev/null | grep -q '^HTTP/[0-9.]* 200 '
+}
+
+# ---- stopping and starting again ----------------------------------------------------------------
+
+# on_signal NAME SIGNAL: ask the trainer for a checkpoint.
+#
+# SIGUSR1 comes before the time limit and, where the cluster is set up so, before preemption (#SBATCH --signal). SIGTERM
+# means that Slurm ends the job: the ranks have had it from Slurm, and SIGKILL follows in KillWait seconds.
+on_signal() {
+    STOPPING=$2
+    say "got SIG$2; asking the $1 to write a checkpoint and to end"
+    [[ -z $TRAINER ]] || kill -USR1 "$TRAINER" 2>/dev/null || true
+}
+
+# stop_on_signals NAME PID: from now on hand signals on to this component.
+stop_on_signals() {
+    TRAINER=$2
+    # shellcheck disable=SC2064  # the name of now
+    trap "on_signal '$1' USR1" USR1
+    # shellcheck disable=SC2064
+    trap "on_signal '$1' TERM" TERM
+}
+
+# finish NAME STATUS: end the batch script as the trainer NAME has ended.
+finish() {
+    local status=$2
+    # SIGUSR1 kills a process that has not come to handling it (138); whatever the statuses of the ranks add up to, the
+    # file says that they stopped early.
+    if [[ -e $RESULTS_DIR/$1/requeue || (-n $STOPPING && $status == 138) ]]; then status=$EXIT_REQUEUE; fi
+    if ((status == 0)); then
+        say "the $1 has finished"
+    elif ((status != EXIT_REQUEUE)); then
+        say "the $1 ended with status $status" >&2
+        show_log "$1" >&2
+    elif [[ $STOPPING == TERM ]]; then
+        # Slurm knows: preempted jobs run again, cancelled ones must not.
+        say "the $1 stopped early, and whether it runs again is Slurm's decision"
+    else
+        say "the $1 stopped early, and goes on when Slurm starts this job again"
+        trap '' USR1 TERM
+        scontrol requeue "$SLURM_JOB_ID" ||
+            say "it could not be requeued: submit it again with RESULTS_DIR=$RESULTS_DIR" >&2
+    fi
+    exit "$status"
+}
