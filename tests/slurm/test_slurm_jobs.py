@@ -1,0 +1,297 @@
+"""The batch scripts of slurm/ on a real Slurm: three nodes on this machine, tiny models, CPU.
+
+``make test-slurm`` installs Slurm's packages if they are missing and runs them: minutes on 2 cores, root only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import TESTBED, Cluster, SlurmJob
+from conftest import Artefacts
+from job_processes import stored_weights
+
+from nemo_style_aligner.telemetry.logger import read_metrics
+
+TIMEOUT = 240.0
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+# The critic has a node and a rank, the actor two nodes with a rank each.
+PPO_OPTIONS = ("--nodes=1", "--ntasks-per-node=1", ":", "--nodes=2", "--ntasks-per-node=1")
+PPO_STEPS = 8
+# fp32, requests of one width and rows that divide evenly: no batch depends on timing, every run has the same numbers.
+PPO_OVERRIDES = (
+    f"trainer.ppo.max_steps={PPO_STEPS}",
+    "trainer.ppo.val_check_interval=0",
+    "trainer.ppo.save_interval=3",
+    "remote_critic_rm.timeouts.ready_seconds=120",
+    "model.micro_batch_size=2",
+    "model.ppo.num_rollout_samples=16",
+    "model.ppo.num_val_samples=8",
+    "model.ppo.rollout_micro_batch_size=8",
+    "model.ppo.length_params.max_length=8",
+    "model.optim.lr=1e-3",
+    "model.optim.sched.min_lr=1e-4",
+    "model.optim.sched.warmup_steps=2",
+    "--critic",
+    "model.micro_batch_size=4",
+    "model.forward_micro_batch_size=8",
+    "trainer.ppo.strip_sequence_length_to_multiple=48",
+    "model.optim.lr=1e-3",
+    "model.optim.sched.warmup_steps=2",
+    "--both",
+    "trainer.precision=32",
+    "model.encoder_seq_length=64",
+    "model.global_batch_size=8",
+    "model.hidden_dropout=0.1",
+)
+
+
+def why_not() -> str | None:
+    """The reason for which there can be no cluster here; None when it can be tried."""
+    if not os.environ.get("TEST_SLURM"):
+        return "it installs Slurm and takes minutes: run make test-slurm"
+    if os.geteuid() != 0:
+        return "a Slurm cluster on one machine needs root"
+    if shutil.which("apt-get") is None:
+        return "Slurm's packages are installed with apt-get, which this system has not"
+    return None
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes, for all tests here; and when they cannot be, a loud skip."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"NOT TESTED: the scripts in slurm/ on a real Slurm: {reason}")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # UNIX sockets in it: a short name
+    try:
+        subprocess.run(["bash", str(TESTBED), "up", str(folder), "3", "4"], check=True, timeout=600)
+        yield Cluster(folder)
+    finally:
+        subprocess.run(["bash", str(TESTBED), "down", str(folder)], check=True, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(cluster: Cluster) -> Iterator[None]:
+    """A failed test's job must not keep the nodes from the next one."""
+    yield
+    cluster.call("scancel", "--user=root", check=False)
+
+
+def submit_ppo(
+    cluster: Cluster, artefacts: Artefacts, results: Path, overrides: Sequence[str] = (), **variables: str
+) -> SlurmJob:
+    """slurm/ppo.sbatch with the settings that all runs here share, and further overrides of the actor."""
+    return cluster.submit(
+        PPO_OPTIONS,
+        "ppo.sbatch",
+        [*PPO_OVERRIDES, "--actor", *overrides],
+        results,
+        RM_NEMO_FILE=str(artefacts.rm),
+        ACTOR_NEMO_FILE=str(artefacts.sft),
+        TRAIN_DATA_PATH=str(artefacts.data("train_prompts")),
+        VALID_DATA_PATH=str(artefacts.data("test_prompts")),
+        **variables,
+    )
+
+
+def steps_made(job: SlurmJob) -> int:
+    """PPO steps whose numbers are in the actor's log."""
+    curves = read_metrics(job.results / "actor") if (job.results / "actor").exists() else {}
+    points = curves.get("train_critic/critic_loss", [])
+    return 1 + max(step for step, _ in points) if points else 0
+
+
+def checkpoints(results: Path) -> list[str]:
+    """Names of the actor's checkpoints."""
+    folder = results / "actor" / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def final_weights(results: Path) -> dict[str, torch.Tensor]:
+    """The policy that a finished run leaves."""
+    return stored_weights(results / "actor" / "checkpoints" / "megatron_gpt_ppo_actor.nemo")
+
+
+def check_equal(results: Path, undisturbed: Path) -> None:
+    """The final weights are the same to the last bit."""
+    ours, theirs = final_weights(results), final_weights(undisturbed)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
+    """A PPO job that nobody disturbs, ended."""
+    job = submit_ppo(cluster, artefacts, tmp_path_factory.mktemp("ppo") / "results with a space")
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 0), job.describe()
+    return job
+
+
+# ---- the supervised jobs ------------------------------------------------------------------------
+
+
+def test_sft(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """Two nodes with two ranks each; SIGUSR1 to the batch script, as the time limit sends it, then to the end."""
+    job = cluster.submit(
+        ("--nodes=2", "--ntasks-per-node=2"),
+        "sft.sbatch",
+        [
+            *("trainer.precision=32", "trainer.sft.max_steps=40", "trainer.sft.val_check_interval=0"),
+            *("trainer.sft.save_interval=0", "model.encoder_seq_length=64", "model.data.chat=False"),
+            *("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=4"),
+        ],
+        tmp_path / "sft",
+        PRETRAINED_CHECKPOINT_NEMO_FILE=str(artefacts.base),
+        TRAIN_DATA_PATH=str(artefacts.data("train_sft")),
+        VALID_DATA_PATH=str(artefacts.data("test_sft")),
+    )
+    log = job.results / "sft"
+    job.wait_for(lambda: log.exists() and "train/loss" in read_metrics(log), TIMEOUT, "the first step")
+    cluster.call("scancel", "--batch", "--signal=USR1", str(job.id))
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 1), job.describe()
+    assert [step for step, _ in read_metrics(log)["train/loss"]] == list(range(1, 41))
+    assert (log / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+    assert "4 ranks, started by slurm" in job.output("sft")
+
+
+def test_reward_model(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    job = cluster.submit(
+        ("--nodes=1", "--ntasks-per-node=2"),
+        "reward_model.sbatch",
+        [
+            *("trainer.rm.max_steps=3", "trainer.rm.val_check_interval=3", "trainer.rm.limit_val_batches=2"),
+            *("trainer.precision=32", "model.encoder_seq_length=64", "model.global_batch_size=8"),
+        ],
+        tmp_path / "rm",
+        PRETRAINED_CHECKPOINT_NEMO_FILE=str(artefacts.sft),
+        TRAIN_DATA_PATH=str(artefacts.data("train_comparisons")),
+        VALID_DATA_PATH=str(artefacts.data("test_comparisons")),
+    )
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code) == ("COMPLETED", 0), job.describe()
+    curves = read_metrics(job.results / "reward_model")
+    assert [step for step, _ in curves["train/loss"]] == [1, 2, 3] and "val/accuracy" in curves
+    assert (job.results / "reward_model" / "checkpoints" / "megatron_gpt.nemo").is_file()
+
+
+def test_a_mistake_in_an_override(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """The job's own output says what is wrong, and the job fails with the script's status."""
+    job = cluster.submit(
+        ("--nodes=1", "--ntasks-per-node=1"), "sft.sbatch", ["trainer.sft.max_stps=1"], tmp_path / "sft"
+    )
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code) == ("FAILED", 2), job.describe()
+    assert "max_stps" in job.output() and "max_steps" in job.output()
+
+
+# ---- PPO ----------------------------------------------------------------------------------------
+
+
+def test_ppo(undisturbed: SlurmJob) -> None:
+    """Critic on one node, actor on two: all steps, the archive, a secret that nobody else reads, both ended well."""
+    results = undisturbed.results
+    curves = read_metrics(results / "actor")
+    assert [step for step, _ in curves["train_critic/critic_loss"]] == list(range(PPO_STEPS))
+    assert final_weights(results)
+    assert len(read_metrics(results / "critic")["train/loss"]) == 2 * PPO_STEPS  # 16 samples in batches of 8
+    assert stat.S_IMODE((results / "secret").stat().st_mode) == 0o600
+    assert "2 ranks, started by slurm" in undisturbed.output("actor")
+    output = undisturbed.output()
+    assert "the critic is ready at n1:" in output and "the actor has finished" in output
+    assert "the critic ended with status" not in output
+
+
+@pytest.mark.parametrize("how", ["urgent job", "requeue", "time limit"])
+def test_interrupted_ppo(
+    how: str, cluster: Cluster, artefacts: Artefacts, undisturbed: SlurmJob, tmp_path: Path
+) -> None:
+    """Interrupted in the middle, started again by Slurm, and finished with an undisturbed run's weights.
+
+    An urgent job preempts it with a grace time, as the cluster is set up: SIGUSR1 first. A requeue from outside is
+    SIGTERM to everything, then SIGKILL. Before the time limit Slurm sends SIGUSR1 to the batch script, as here.
+    """
+    job = submit_ppo(cluster, artefacts, tmp_path / "results")
+    job.wait_for(lambda: steps_made(job) >= 4, TIMEOUT, "step 4")
+    assert steps_made(job) < PPO_STEPS
+    urgent = None
+    if how == "urgent job":
+        wrap = ("--nodes=3", "--exclusive", "--partition=urgent", "--output=/dev/null", "--wrap=sleep 2")
+        urgent = int(cluster.call("sbatch", "--parsable", *wrap))
+    elif how == "requeue":
+        cluster.call("scontrol", "requeue", str(job.id))
+    else:
+        cluster.call("scancel", "--batch", "--signal=USR1", str(job.id))
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 1), job.describe()
+    assert ("got SIGTERM" if how == "requeue" else "got SIGUSR1") in job.output(), job.describe()
+    if urgent is not None:
+        assert "JobState=COMPLETED" in cluster.call("scontrol", "show", "job", str(urgent))
+    check_equal(job.results, undisturbed.results)
+
+
+@pytest.mark.parametrize("script", ["serve_ppo_critic.py", "train_gpt_ppo_actor.py"])
+def test_a_component_that_dies_takes_the_job_with_it(
+    script: str, cluster: Cluster, artefacts: Artefacts, tmp_path: Path
+) -> None:
+    """SIGKILL to the critic, which may not be restarted, or to one of the actor's ranks."""
+    job = submit_ppo(cluster, artefacts, tmp_path / "results", CRITIC_RESTARTS="0")
+    job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
+    job.kill_rank(script, 0 if "critic" in script else 1)
+    state = job.wait(120)
+    assert state.name == "FAILED" and state.exit_code not in (0, 75) and state.restarts == 0, job.describe()
+    died = "critic" if "critic" in script else "actor"
+    assert f"the {died} ended with status" in job.output() and not cluster.call("squeue", "--noheader")
+
+
+def test_a_critic_that_dies_is_started_again(
+    cluster: Cluster, artefacts: Artefacts, undisturbed: SlurmJob, tmp_path: Path
+) -> None:
+    """SIGKILL to the critic; the actor waits, replays, and ends with an undisturbed run's weights."""
+    job = submit_ppo(cluster, artefacts, tmp_path / "results")
+    job.wait_for(lambda: steps_made(job) >= 4, TIMEOUT, "step 4")
+    job.kill_rank("serve_ppo_critic.py", 0)
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 0), job.describe()
+    assert "restart 1 of the critic" in job.output()
+    check_equal(job.results, undisturbed.results)
+
+
+def test_a_wrong_port(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """The actor gives up after ready_seconds and names the address; the critic goes down with it."""
+    overrides = ["remote_critic_rm.critic.port=9", "remote_critic_rm.timeouts.ready_seconds=5"]
+    job = submit_ppo(cluster, artefacts, tmp_path / "results", overrides)
+    state = job.wait(TIMEOUT)
+    assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
+    assert "http://n1:9 was not ready within 5 s" in job.output("actor")
+    assert "http://n1:9 was not ready within 5 s" in job.output()  # the end of the log, where the user looks first
+    assert not cluster.call("squeue", "--noheader")
+
+
+def test_a_critic_that_never_starts(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """A reward model that is not there: the job ends long before the actor would give up waiting."""
+    job = submit_ppo(
+        cluster,
+        artefacts,
+        tmp_path / "results",
+        [
+            "remote_critic_rm.timeouts.ready_seconds=1800",
+            "--critic",
+            "pretrained_checkpoint.restore_from_path=/none.nemo",
+        ],
+    )
+    state = job.wait(120)
+    assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
+    assert "it was never ready" in job.output() and "/none.nemo" in job.output()
