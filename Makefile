@@ -4,6 +4,7 @@
 # make test           the test suite: under 15 minutes on 2 cores
 # make bench          the benchmarks against OpenVINO GenAI and Hugging Face: about an hour on 2 cores, see docs/performance.md
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
+# make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
 # make clean          remove results and caches (.venv stays; remove it by hand)
 
@@ -25,7 +26,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench test test-smollm2 lint clean
+.PHONY: install demo demo-smollm2 bench test test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -73,6 +74,9 @@ test: $(STAMP)
 
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
+
+test-slurm: $(STAMP)
+	TEST_SLURM=1 $(BIN)/python -m pytest -q --durations=0 tests/slurm $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

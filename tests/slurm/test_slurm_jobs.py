@@ -21,8 +21,8 @@ from job_processes import stored_weights
 
 from nemo_style_aligner.telemetry.logger import read_metrics
 
-TIMEOUT = 240.0
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+TIMEOUT = 600.0
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 # The critic has a node and a rank, the actor two nodes with a rank each.
 PPO_OPTIONS = ("--nodes=1", "--ntasks-per-node=1", ":", "--nodes=2", "--ntasks-per-node=1")
@@ -32,7 +32,7 @@ PPO_OVERRIDES = (
     f"trainer.ppo.max_steps={PPO_STEPS}",
     "trainer.ppo.val_check_interval=0",
     "trainer.ppo.save_interval=3",
-    "remote_critic_rm.timeouts.ready_seconds=120",
+    "remote_critic_rm.timeouts.ready_seconds=600",
     "model.micro_batch_size=2",
     "model.ppo.num_rollout_samples=16",
     "model.ppo.num_val_samples=8",
@@ -250,7 +250,7 @@ def test_a_component_that_dies_takes_the_job_with_it(
     job = submit_ppo(cluster, artefacts, tmp_path / "results", CRITIC_RESTARTS="0")
     job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
     job.kill_rank(script, 0 if "critic" in script else 1)
-    state = job.wait(120)
+    state = job.wait(TIMEOUT)
     assert state.name == "FAILED" and state.exit_code not in (0, 75) and state.restarts == 0, job.describe()
     died = "critic" if "critic" in script else "actor"
     assert f"the {died} ended with status" in job.output() and not cluster.call("squeue", "--noheader")
@@ -292,6 +292,6 @@ def test_a_critic_that_never_starts(cluster: Cluster, artefacts: Artefacts, tmp_
             "pretrained_checkpoint.restore_from_path=/none.nemo",
         ],
     )
-    state = job.wait(120)
+    state = job.wait(TIMEOUT)
     assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
     assert "it was never ready" in job.output() and "/none.nemo" in job.output()

