@@ -2,7 +2,7 @@
 # make demo           the whole road on a small model made from scratch: at most 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: under 15 minutes on 2 cores
-# make bench          the benchmarks against OpenVINO GenAI and Hugging Face: about an hour on 2 cores, see docs/performance.md
+# make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
@@ -54,7 +54,7 @@ $(SMOLLM2_STAMP): $(STAMP)
 	@touch $(SMOLLM2_STAMP)
 
 $(BENCH_STAMP): $(SMOLLM2_STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -e '.[bench,bench-trl]'
 	@touch $(BENCH_STAMP)
 
 demo: $(STAMP)
@@ -68,6 +68,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
 	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
+	$(BIN)/python benchmarks/ppo_step.py --json results/benchmarks/ppo_step.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=15 $(PYTEST_FLAGS)

@@ -31,6 +31,10 @@ ARGUMENTS = {
         *("--rounds", "1"),
     ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
+    "ppo_step.py": [
+        *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
+        *("--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12", "--rounds", "1", "--floor-megabytes", "16"),
+    ],
 }
 
 
@@ -100,3 +104,22 @@ def test_work_queue(reports: dict[str, Report]) -> None:
     for row in report["batches"].values():
         assert row["ids_per_second"].keys() == SPREAD and row["ids_per_second"]["min"] > 0
         assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]
+
+
+def test_ppo_step(reports: dict[str, Report]) -> None:
+    output, report = reports["ppo_step.py"]
+    assert "skipped trl" in output and list(report["workloads"]) == ["ragged"]
+    ragged = report["workloads"]["ragged"]
+    ours = ragged["ours"]
+    # The jobs counted the tokens: forced lengths with both bounds among them, not what the model would have said.
+    assert ragged["rollouts"] == 4 and 4 * 2 < ragged["new_tokens"] == ours["tokens"] < 4 * 12
+    assert ours["metrics"]["response_lengths"] * 4 == ragged["prompt_tokens"] + ragged["new_tokens"]
+    phases = {name: phase["seconds"]["median"] for name, phase in ours["phases"].items()}
+    assert set(ragged["floor_seconds"]) < set(phases), output
+    assert all(seconds > 0 for name, seconds in phases.items() if name in ragged["floor_seconds"])
+    in_the_critic_job = phases["score"] + phases["train_critic"]
+    assert sum(phases.values()) - in_the_critic_job == pytest.approx(ours["seconds"]["median"])
+    assert ours["samples_per_second"]["median"] == pytest.approx(4 / ours["seconds"]["median"])
+    assert 0 <= ours["share_of_waiting"] < 1 and 0 < ours["fraction_of_floor"] < 1
+    assert 0.2 < ragged["padding_efficiency_of_trl"] <= ragged["padding_efficiency_if_padded"] <= 1
+    assert ours["peak_bytes"].keys() == {"actor", "critic"} and min(ours["peak_bytes"].values()) > 2**20

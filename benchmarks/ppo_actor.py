@@ -1,0 +1,78 @@
+"""The actor job of `ppo_step.py`: train_gpt_ppo_actor.py itself, with forced response lengths, one step at a time.
+
+    python ppo_actor.py DESCRIPTOR LENGTHS.json OVERRIDES...
+
+Both additions stand around the trainer: its engine is asked for responses of given lengths, which no config key can say
+for each prompt, and after each step it waits for its turn. What is timed is untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ppo_turns import Turns
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "examples" / "nlp" / "gpt"))
+
+import train_gpt_ppo_actor as job  # noqa: E402 (found by the line above)
+
+from nemo_style_aligner.generation.engine import (  # noqa: E402
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
+
+
+class ForcedLengths:
+    """An engine whose responses have the lengths that ``lengths`` says for their prompts; otherwise ``engine``."""
+
+    def __init__(self, engine: GenerationEngine, lengths: dict[tuple[int, ...], int]) -> None:
+        self._engine = engine
+        self._lengths = lengths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
+        """As the engine's own; RuntimeError when a response has another length than forced."""
+        forced = (dataclasses.replace(r, max_new_tokens=self._lengths[tuple(r.prompt_ids)]) for r in requests)
+        for result in self._engine.generate(forced, dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)):
+            if len(result.token_ids) != self._lengths[tuple(result.prompt_ids)]:
+                raise RuntimeError(f"sample {result.request_id} has {len(result.token_ids)} tokens, not those forced")
+            yield result
+
+
+def main() -> None:
+    turns = Turns(int(sys.argv[1]))
+    lengths = {tuple(prompt): length for prompt, length in json.loads(Path(sys.argv[2]).read_text())}
+    del sys.argv[1:3]
+    build_ppo_trainer = job.build_ppo_trainer
+
+    def build(*args: Any) -> Any:
+        trainer = build_ppo_trainer(*args)
+        trainer.collector.engine = ForcedLengths(trainer.collector.engine, lengths)
+        log_step = trainer.log_step
+
+        def take_turns(*args: Any) -> None:
+            log_step(*args)
+            turns.report(trainer.step)
+            turns.wait()
+
+        trainer.log_step = take_turns
+        turns.report(0)
+        turns.wait()
+        return trainer
+
+    job.build_ppo_trainer = build
+    job.main()
+
+
+if __name__ == "__main__":
+    main()

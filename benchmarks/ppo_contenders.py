@@ -1,0 +1,393 @@
+"""The contenders of `ppo_step.py`, each in processes of its own that sleep while it is not their turn."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.telemetry.logger import read_metrics
+
+BENCHMARKS = Path(__file__).resolve().parent
+SCRIPTS = BENCHMARKS.parent / "examples" / "nlp" / "gpt"
+INSTALL_TRL = "pip install -e '.[bench-trl]'"
+START_SECONDS = 600.0
+MAX_STEPS = 1000
+KL_COEF, LEARNING_RATE = 0.02, 1e-6
+
+# A step's phases by the actor's timers. Timers that are not here are shown under their own names.
+TIMERS = {
+    "step/rollout_time/refit": "refit",
+    "step/rollout_time/generate": "generate",
+    "step/rollout_time/logprobs": "logprobs",
+    "step/rollout_time/init_logprobs": "init_logprobs",
+    "step/rollout_time/critic_wait": "wait_for_scores",
+    "step/train_time": "train_policy",
+    "step/critic_train_wait": "wait_for_critic",
+}
+BESIDE = ("score", "train_critic")  # phases of ours that run in the critic job while the actor's go on
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The rollouts of a step: the same in every step.
+
+    Attributes:
+        name: for the tables.
+        prompts: their tokens.
+        texts: the prompts as text, of which the tokenizer makes exactly those tokens.
+        lengths: tokens that each prompt's response is forced to have.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    texts: list[str]
+    lengths: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts together."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def new_tokens(self) -> int:
+        """Of all responses together."""
+        return sum(self.lengths)
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Prompt and response."""
+        return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What both sides are run with.
+
+    Attributes:
+        policy, reward_model: Hugging Face directories.
+        policy_nemo, reward_model_nemo: the same as archives.
+        dtype: "bfloat16" or "float32".
+        threads: of TRL; ours choose as they do for users.
+        micro_batch: sequences per forward-backward pass of ours.
+        trl_micro_batch, trl_rollout_batch: of TRL; the second in generation and scoring.
+        stop_id, pad_id: of TRL; the pad token is in no prompt.
+        actor, critic: more config overrides of ours.
+        environment: of our processes.
+        trl_environment: of TRL's.
+        trl_python: interpreter of the environment that has TRL.
+    """
+
+    policy: Path
+    reward_model: Path
+    policy_nemo: Path
+    reward_model_nemo: Path
+    dtype: str
+    threads: int
+    micro_batch: int
+    trl_micro_batch: int
+    trl_rollout_batch: int
+    stop_id: int
+    pad_id: int
+    actor: Sequence[str]
+    critic: Sequence[str]
+    environment: dict[str, str]
+    trl_environment: dict[str, str]
+    trl_python: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One measured step.
+
+    Attributes:
+        seconds: the whole of it.
+        phases: seconds by phase; of ours, those in `BESIDE` overlap the others.
+        prompt_tokens, new_tokens: counted by the contender.
+        metrics: what else it logged.
+    """
+
+    seconds: float
+    phases: dict[str, float]
+    prompt_tokens: int
+    new_tokens: int
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def check_counts(self, name: str, workload: Workload) -> None:
+        """Raise unless the step had exactly the workload's tokens: who does less work must not look fast."""
+        got, wanted = (self.prompt_tokens, self.new_tokens), (workload.prompt_tokens, workload.new_tokens)
+        if got != wanted:
+            raise SystemExit(f"{name} on {workload.name}: {got} prompt and response tokens instead of {wanted}")
+
+
+class Player:
+    """A process that makes a step when it is its turn (`ppo_turns.Turns`)."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        self.name = name
+        self._log = log
+        # The descriptor's number stays the same in the child.
+        words = [str(theirs.fileno()) if word == "DESCRIPTOR" else word for word in command]
+        self._process = start(words, log, environment, (theirs.fileno(),))
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def step(self) -> Any:
+        """Give the turn, wait, and return what the process reports."""
+        self._connection.send(True)
+        return self.receive(None)
+
+    def receive(self, seconds: float | None) -> Any:
+        """The next report; SystemExit with the end of the process's output when there is none."""
+        try:
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+            reason = f"no answer within {seconds:.0f} s"
+        except EOFError:
+            reason = "the process ended"
+        raise SystemExit(f"{self.name}: {reason}; the end of its output:\n{tail(self._log)}")
+
+    def peak_bytes(self) -> int:
+        """The most memory that was resident so far."""
+        return peak_bytes(self._process.pid)
+
+    def stop(self) -> None:
+        """End the process."""
+        stop(self._process)
+
+
+class OwnJobs:
+    """The critic job and the actor job, started by the scripts that users start."""
+
+    name = "ours"
+
+    def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
+        self._workload, self._setting, self._folder = workload, setting, folder
+        self._port = free_port()
+        self._steps = 0
+        self._critic_before: dict[str, float] = {}
+        prompts, lengths = folder / "prompts.jsonl", folder / "lengths.json"
+        prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in workload.texts))
+        lengths.write_text(json.dumps(list(zip(workload.prompts, workload.lengths, strict=True))))
+        self._critic = start(
+            [sys.executable, str(SCRIPTS / "serve_ppo_critic.py"), *self.critic_overrides()],
+            folder / "critic.log",
+            setting.environment,
+        )
+        command = [sys.executable, str(BENCHMARKS / "ppo_actor.py"), "DESCRIPTOR", str(lengths)]
+        self._actor = Player(
+            "actor", [*command, *self.actor_overrides(prompts)], folder / "actor.log", setting.environment
+        )
+
+    def _common(self) -> list[str]:
+        rate = f"model.optim.lr={LEARNING_RATE}", f"model.optim.sched.min_lr={LEARNING_RATE}"
+        return [
+            *("trainer.precision=" + ("bf16" if self._setting.dtype == "bfloat16" else "32"),),
+            *(f"model.encoder_seq_length={max(self._workload.sequence_lengths)}", *rate),
+            *("model.optim.sched.warmup_steps=0", "model.optim.sched.constant_steps=0"),
+            f"model.global_batch_size={len(self._workload.prompts)}",
+            f"model.micro_batch_size={self._setting.micro_batch}",
+        ]
+
+    def critic_overrides(self) -> list[str]:
+        """The critic's command line."""
+        return [
+            f"pretrained_checkpoint.restore_from_path={self._setting.reward_model_nemo}",
+            f"trainer.ppo.port={self._port}",
+            f"exp_manager.explicit_log_dir={self._folder / 'critic'}",
+            f"trainer.ppo.max_steps={MAX_STEPS}",
+            *self._common(),
+            *self._setting.critic,
+        ]
+
+    def actor_overrides(self, prompts: Path) -> list[str]:
+        """The actor's command line."""
+        count = len(self._workload.prompts)
+        return [
+            f"pretrained_checkpoint.restore_from_path={self._setting.policy_nemo}",
+            f"model.data.data_prefix={{train: [{prompts}]}}",
+            f"remote_critic_rm.critic.port={self._port}",
+            f"exp_manager.explicit_log_dir={self._folder / 'actor'}",
+            *(f"trainer.ppo.max_epochs={MAX_STEPS}", f"trainer.ppo.max_steps={MAX_STEPS}"),
+            *("trainer.ppo.val_check_interval=0", "trainer.ppo.save_interval=0"),
+            *(f"model.ppo.num_rollout_samples={count}", f"trainer.ppo.generation.num_slots={count}"),
+            f"model.ppo.rollout_micro_batch_size={self._setting.micro_batch}",
+            f"model.ppo.length_params.max_length={max(self._workload.lengths)}",
+            # A forced length looks like a truncation, and must have its policy gradient all the same.
+            *("model.ppo.sampling_params.end_strings=[]", "trainer.ppo.mask_truncated=False"),
+            *(f"trainer.ppo.initial_policy_kl_penalty={KL_COEF}", "trainer.ppo.kl_estimator=k1"),
+            *self._common(),
+            *self._setting.actor,
+        ]
+
+    def wait_until_ready(self) -> None:
+        """Until the first step may be asked for."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self._actor._connection.poll(0.5):
+            if self._critic.poll() is not None:
+                raise SystemExit(f"the critic job ended:\n{tail(self._folder / 'critic.log')}")
+            if time.monotonic() > deadline:
+                break
+        self._actor.receive(1.0)
+        self._critic_before = self._critic_seconds()
+
+    def step(self) -> Step:
+        """One PPO step."""
+        self._actor.step()
+        self._steps += 1
+        curves = read_metrics(self._folder / "actor")
+
+        def values(prefix: str, step: int) -> dict[str, float]:
+            found = {name.removeprefix(prefix): dict(points) for name, points in curves.items()}
+            return {name: points[step] for name, points in found.items() if prefix + name in curves and step in points}
+
+        timers, rollouts = values("timers/", self._steps), values("train_rollouts/", self._steps - 1)
+        phases = {phase: timers[timer] for timer, phase in TIMERS.items() if timer in timers}
+        known = [timer for timer in timers if timer in TIMERS]
+        for timer in timers.keys() - TIMERS.keys():  # what a later version times besides
+            is_part = any(timer.startswith(f"{other}/") for other in known)
+            has_parts = any(other.startswith(f"{timer}/") for other in timers)
+            if timer.startswith("step/") and not is_part and not has_parts:
+                phases[timer.removeprefix("step/")] = timers[timer]
+        phases["rest"] = timers["step"] - sum(phases.values())
+        critic = self._critic_seconds()
+        for command, phase in (("infer", "score"), ("train", "train_critic")):
+            phases[phase] = critic.get(command, 0.0) - self._critic_before.get(command, 0.0)
+        self._critic_before = critic
+        count = rollouts["rollout_size"]
+        return Step(
+            timers["step"],
+            phases,
+            round(count * rollouts["prompt_lengths"]),
+            round(count * rollouts["generation_length"]),
+            rollouts | values("train_optim/", self._steps - 1),
+        )
+
+    def _critic_seconds(self) -> dict[str, float]:
+        """Seconds that the critic job has computed so far, by command, from its /metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        start = 'aligner_server_command_seconds_sum{command="'
+        pairs = (line.removeprefix(start).split('"} ') for line in lines if line.startswith(start))
+        return {command: float(seconds) for command, seconds in pairs}
+
+    def peak_bytes(self) -> dict[str, int]:
+        """By process."""
+        return {"actor": self._actor.peak_bytes(), "critic": peak_bytes(self._critic.pid)}
+
+    def stop(self) -> None:
+        """End both jobs."""
+        self._actor.stop()
+        stop(self._critic)
+
+
+class Trl:
+    """TRL's PPO trainer, policy and critic in one process."""
+
+    name = "trl"
+
+    def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
+        settings = {
+            "policy": str(setting.policy),
+            "reward_model": str(setting.reward_model),
+            "output": str(folder / "trl"),
+            "dtype": setting.dtype,
+            "threads": setting.threads,
+            "micro_batch": setting.trl_micro_batch,
+            "rollout_batch": setting.trl_rollout_batch,
+            "stop_id": setting.stop_id,
+            "pad_id": setting.pad_id,
+            "kl_coef": KL_COEF,
+            "lr": LEARNING_RATE,
+            "max_steps": MAX_STEPS,
+            "prompts": list(zip(workload.prompts, workload.lengths, strict=True)),
+        }
+        file = folder / "trl.json"
+        file.write_text(json.dumps(settings))
+        command = [setting.trl_python, str(BENCHMARKS / "ppo_trl.py"), "DESCRIPTOR", str(file)]
+        self._process = Player("TRL", command, folder / "trl.log", setting.trl_environment)
+
+    def wait_until_ready(self) -> None:
+        """Until the first step may be asked for."""
+        self._process.receive(START_SECONDS)
+
+    def step(self) -> Step:
+        """One PPO step."""
+        answer = self._process.step()
+        phases = dict(answer["phases"])
+        seconds = phases.pop("step")
+        phases["rest"] = seconds - sum(phases.values())
+        return Step(seconds, phases, answer["prompt_tokens"], answer["new_tokens"])
+
+    def peak_bytes(self) -> dict[str, int]:
+        """By process."""
+        return {"trl": self._process.peak_bytes()}
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.stop()
+
+
+def trl_obstacle(python: str) -> str | None:
+    """Why TRL cannot take part, and what would help; None if it can."""
+    if python == sys.executable:
+        found = importlib.util.find_spec("trl") is not None
+    else:
+        found = subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
+    return None if found else f"{python} has no trl: {INSTALL_TRL} (or name another environment with --trl-python)"
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process that wants a core all the time, for the body of the ``with`` statement."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+
+def start(words: Sequence[str], log: Path, environment: dict[str, str], keep: tuple[int, ...] = ()) -> subprocess.Popen:
+    """A process in a session of its own, with what it says in ``log`` and the descriptors ``keep``."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=keep, start_new_session=True
+        )
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End the process and its children. Nothing is worth saving."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-25:])
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory of the process that was ever resident (Linux)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,194 @@
+"""What `ppo_step.py` reports: phases against the shortest time this machine could need for them, ratios, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from common import MachineRates, generation_floor, print_table, spread
+from ppo_contenders import BESIDE, OwnJobs, Step, Trl, Workload
+
+from nemo_style_aligner.architecture import ModelArchitecture
+
+# What TRL's phases are made of, in our phases' terms.
+TRL_FLOORS = {
+    "generate": ("generate",),
+    "score": ("score",),
+    "init_logprobs": ("init_logprobs",),
+    "train": ("train_policy", "train_critic"),
+}
+ORDER = (
+    *("refit", "generate", "score", "logprobs", "init_logprobs", "wait_for_scores"),
+    *("train_policy", "train_critic", "train", "wait_for_critic"),
+)
+_ADAM_NUMBERS = 7  # per parameter, 4 bytes each: weight, gradient and two moments read; weight and moments written
+
+
+def phase_floors(
+    a: ModelArchitecture, prompt_lengths: list[int], new_lengths: list[int], rates: MachineRates, dtype: str
+) -> dict[str, float]:
+    """Seconds per phase for these rollouts, policy, initial policy, critic and reward model of one shape.
+
+    A phase takes the time of its floating-point operations at the measured rate of square matrix products in ``dtype``,
+    or that of reading its weights, whichever is longer. Only what is needed counts: no padding, each sequence attends
+    to itself alone, the output layer serves the response's tokens only, a backward pass is twice a forward pass,
+    nothing is computed again. Generation's floor is `generation_floor`.
+    """
+    head = a.vocab_size * a.hidden_size
+    body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
+    num_bytes = (2 if dtype == "bfloat16" else 4) * a.num_parameters
+    lengths = [p + n for p, n in zip(prompt_lengths, new_lengths, strict=True)]
+    attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels * sum(n * (n + 1) / 2 for n in lengths)
+
+    def forward(num_outputs: int) -> float:
+        operations = 2 * body * sum(lengths) + 2 * head * num_outputs + attention
+        return max(operations / rates.gemm[dtype], num_bytes / rates.memory)
+
+    update = 4 * _ADAM_NUMBERS * a.num_parameters / rates.memory
+    logprobs, values = forward(sum(new_lengths)), forward(0)
+    return {
+        "refit": 2 * num_bytes / rates.memory,
+        "generate": generation_floor(a, prompt_lengths, new_lengths, rates).seconds,
+        "score": 2 * values,
+        "logprobs": logprobs,
+        "init_logprobs": logprobs,
+        "train_policy": 3 * logprobs + update,
+        "train_critic": 3 * values + update,
+    }
+
+
+@dataclasses.dataclass
+class Figures:
+    """One contender's steps on one workload: quiet ones, and those beside a busy process."""
+
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    busy_steps: list[Step] = dataclasses.field(default_factory=list)
+    warm_up_seconds: list[float] = dataclasses.field(default_factory=list)
+    peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str, float]) -> dict[str, Any]:
+    """The figures of one workload, as they go into the JSON."""
+    rows: dict[str, Any] = {}
+    for name, mine in figures.items():
+        parts = {phase: (phase,) for phase in floors} if name == OwnJobs.name else TRL_FLOORS
+        rows[name] = side_figures(workload, mine, {p: sum(floors[x] for x in xs) for p, xs in parts.items()})
+    ours, trl = figures[OwnJobs.name], figures.get(Trl.name)
+    if trl is not None:
+        rows["ours_is_times_faster"] = ratios(ours.steps, trl.steps)
+        if ours.busy_steps:
+            rows["ours_is_times_faster_with_cores_shared"] = ratios(ours.busy_steps, trl.busy_steps)
+    lengths = workload.sequence_lengths
+    padded = len(lengths) * (max(map(len, workload.prompts)) + max(workload.lengths))
+    return {
+        "name": workload.name,
+        "rollouts": len(lengths),
+        "prompt_tokens": workload.prompt_tokens,
+        "new_tokens": workload.new_tokens,
+        "floor_seconds": floors,
+        # Share of real tokens where rows are padded to the longest: ours at the right, TRL's prompts at the left.
+        "padding_efficiency_if_padded": sum(lengths) / (len(lengths) * max(lengths)),
+        "padding_efficiency_of_trl": sum(lengths) / padded,
+        **rows,
+    }
+
+
+def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) -> dict[str, Any]:
+    """One contender's figures; ``floors`` by its own phases."""
+    steps, rollouts = mine.steps, len(workload.prompts)
+    seconds = [step.seconds for step in steps]
+    names = [p for p in ORDER if p in steps[0].phases] + [p for p in steps[0].phases if p not in ORDER]
+    phases = {}
+    for name in names:
+        times = [step.phases.get(name, 0.0) for step in steps]
+        phases[name] = {"seconds": spread(times)}
+        if name in floors:
+            phases[name]["fraction_of_floor"] = floors[name] / max(statistics.median(times), 1e-9)
+    waiting = [sum(s for phase, s in step.phases.items() if "wait" in phase) / step.seconds for step in steps]
+    figures: dict[str, Any] = {
+        "rounds": len(steps),
+        "tokens": steps[0].new_tokens,
+        "seconds": spread(seconds),
+        "warm_up_seconds": mine.warm_up_seconds,
+        "samples_per_second": spread([rollouts / s for s in seconds]),
+        "new_tokens_per_second": spread([workload.new_tokens / s for s in seconds]),
+        "generation_tokens_per_second": workload.new_tokens / phases["generate"]["seconds"]["median"],
+        "phases": phases,
+        "floor_seconds": sum(floors.values()),
+        "fraction_of_floor": sum(floors.values()) / statistics.median(seconds),
+        "share_of_waiting": statistics.median(waiting),
+        "peak_bytes": mine.peak_bytes,
+        "metrics": steps[-1].metrics,
+    }
+    if mine.busy_steps:
+        busy = [step.seconds for step in mine.busy_steps]
+        figures["seconds_with_cores_shared"] = spread(busy)
+        figures["slower_with_cores_shared"] = statistics.median(busy) / statistics.median(seconds)
+    return figures
+
+
+def ratios(ours: Sequence[Step], theirs: Sequence[Step]) -> dict[str, float]:
+    """How many times faster ours is, round by round."""
+    return spread([their.seconds / our.seconds for our, their in zip(ours, theirs, strict=True)])
+
+
+def print_workload(result: dict[str, Any]) -> None:
+    sides = {name: result[name] for name in (OwnJobs.name, Trl.name) if name in result}
+    print(
+        f"\n{result['name']}: {result['rollouts']} rollouts, {result['prompt_tokens']} prompt tokens, "
+        f"{result['new_tokens']} response tokens; seconds per step"
+    )
+    names = list(dict.fromkeys(phase for side in sides.values() for phase in side["phases"]))
+    names = [n for n in ORDER if n in names] + [n for n in names if n not in ORDER]
+    rows = []
+    for phase in names:
+        row = [phase + (" *" if phase in BESIDE else "")]
+        for side in sides.values():
+            row += phase_cells(side["phases"].get(phase))
+        rows.append(row)
+    rows.append(["step", *(cell for side in sides.values() for cell in phase_cells(side))])
+    header = ["", *(cell for name in sides for cell in (name, "rounds", "of floor"))]
+    print_table(header, rows)
+    print(f"* of ours: in the critic job, while the actor's phases go on; padded rows would hold "
+          f"{result['padding_efficiency_if_padded']:.0%} real tokens, TRL's hold "
+          f"{result['padding_efficiency_of_trl']:.0%}\n")  # fmt: skip
+    if (packed := result[OwnJobs.name]["metrics"].get("padding_efficiency")) is not None:
+        print(f"of the tokens that the policy's training computes, {packed:.0%} are real\n")
+    table = []
+    for name, side in sides.items():
+        rate = side["samples_per_second"]
+        memory = " + ".join(f"{value / 2**30:.1f}" for value in side["peak_bytes"].values())
+        shared = f"{side['slower_with_cores_shared']:.2f} x" if "slower_with_cores_shared" in side else ""
+        table.append(
+            (
+                name,
+                f"{rate['median']:.3f}",
+                f"{rate['min']:.3f}-{rate['max']:.3f}",
+                f"{side['new_tokens_per_second']['median']:.1f}",
+                f"{side['generation_tokens_per_second']:.1f}",
+                f"{side['fraction_of_floor']:.1%}",
+                f"{side['share_of_waiting']:.1%}",
+                memory,
+                shared,
+            )
+        )
+    columns = ("", "samples/s", "rounds", "tokens/s", "generating", "of floor", "waiting", "peak GiB", "cores shared")
+    print_table(columns, table)
+    for key, what in (
+        ("ours_is_times_faster", "ours is"),
+        ("ours_is_times_faster_with_cores_shared", "with the cores shared"),
+    ):
+        if key in result:
+            ratio = result[key]
+            print(f"{what} {ratio['median']:.2f} x as fast as TRL ({ratio['min']:.2f}-{ratio['max']:.2f})", flush=True)
+
+
+def phase_cells(entry: dict[str, Any] | None) -> tuple[str, str, str]:
+    """Median, range and fraction of the floor."""
+    if entry is None:
+        return "", "", ""
+    seconds = entry["seconds"]
+    fraction = f"{entry['fraction_of_floor']:.0%}" if "fraction_of_floor" in entry else ""
+    return f"{seconds['median']:.2f}", f"{seconds['min']:.2f}-{seconds['max']:.2f}", fraction

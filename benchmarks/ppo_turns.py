@@ -1,0 +1,28 @@
+"""How `ppo_step.py` lets its contenders take turns: each waits for its turn, makes one step and reports it.
+
+Imports nothing of this project: TRL may live in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Turns:
+    """A contender's end of the connection, over the inherited file ``descriptor``."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._connection = Connection(descriptor)
+
+    def wait(self) -> None:
+        """Sleep until the next step is wanted; SystemExit when there is none."""
+        try:
+            if self._connection.recv() is None:
+                raise SystemExit(0)
+        except EOFError:
+            raise SystemExit(0) from None
+
+    def report(self, answer: Any) -> None:
+        """Say that a step is made (or, the first time, that the first one may be asked for)."""
+        self._connection.send(answer)
