@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.logger import read_metrics
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -279,7 +280,11 @@ class OwnJobs:
 
     def _critic_seconds(self) -> dict[str, float]:
         """Seconds that the critic job has computed so far, by command, from its /metrics."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=60) as answer:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/metrics",
+            headers={"Authorization": f"Bearer {self._setting.environment[TOKEN_VARIABLE]}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         start = 'aligner_server_command_seconds_sum{command="'
         pairs = (line.removeprefix(start).split('"} ') for line in lines if line.startswith(start))

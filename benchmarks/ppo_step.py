@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import os
 import random
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from ppo_report import Figures, phase_floors, print_workload, summarise
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.weights.huggingface import copy_tokenizer_files, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
@@ -171,7 +173,7 @@ def make_models(args: argparse.Namespace, folder: Path) -> tuple[ModelFiles, Set
         pad_id=next(i for i in itertools.count() if i not in used),
         actor=args.actor,
         critic=args.critic,
-        environment=environment,
+        environment=environment | {TOKEN_VARIABLE: secrets.token_hex(16)},
         trl_environment=environment | policy,
         trl_python=args.trl_python,
     )
