@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for size in (args.micro_batch, args.trl_micro_batch):
+    for size in (args.micro_batch, args.micro_batch if args.no_trl else args.trl_micro_batch):
         if args.rollouts % size:
             parser.error(f"--rollouts {args.rollouts} is not a multiple of the micro batch {size}")
     args.dtype = args.dtype or ("bfloat16" if computes_in_bf16() else "float32")
