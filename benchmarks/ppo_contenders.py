@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ppo_models import Models, Workload
+
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.logger import read_metrics
@@ -43,44 +45,11 @@ BESIDE = ("score", "train_critic")  # phases of ours that run in the critic job 
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
-    """The rollouts of a step: the same in every step.
-
-    Attributes:
-        name: for the tables.
-        prompts: their tokens.
-        texts: the prompts as text, of which the tokenizer makes exactly those tokens.
-        lengths: tokens that each prompt's response is forced to have.
-    """
-
-    name: str
-    prompts: list[list[int]]
-    texts: list[str]
-    lengths: list[int]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts together."""
-        return sum(map(len, self.prompts))
-
-    @property
-    def new_tokens(self) -> int:
-        """Of all responses together."""
-        return sum(self.lengths)
-
-    @property
-    def sequence_lengths(self) -> list[int]:
-        """Prompt and response."""
-        return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Setting:
     """What both sides are run with.
 
     Attributes:
-        policy, reward_model: Hugging Face directories.
-        policy_nemo, reward_model_nemo: the same as archives.
+        models: policy, and critic and reward model.
         dtype: "bfloat16" or "float32".
         threads: of TRL; ours choose as they do for users.
         micro_batch: sequences per forward-backward pass of ours.
@@ -92,10 +61,7 @@ class Setting:
         trl_python: interpreter of the environment that has TRL.
     """
 
-    policy: Path
-    reward_model: Path
-    policy_nemo: Path
-    reward_model_nemo: Path
+    models: Models
     dtype: str
     threads: int
     micro_batch: int
@@ -207,7 +173,7 @@ class OwnJobs:
     def critic_overrides(self) -> list[str]:
         """The critic's command line."""
         return [
-            f"pretrained_checkpoint.restore_from_path={self._setting.reward_model_nemo}",
+            f"pretrained_checkpoint.restore_from_path={self._setting.models.reward_model_nemo}",
             f"trainer.ppo.port={self._port}",
             f"exp_manager.explicit_log_dir={self._folder / 'critic'}",
             f"trainer.ppo.max_steps={MAX_STEPS}",
@@ -219,7 +185,7 @@ class OwnJobs:
         """The actor's command line."""
         count = len(self._workload.prompts)
         return [
-            f"pretrained_checkpoint.restore_from_path={self._setting.policy_nemo}",
+            f"pretrained_checkpoint.restore_from_path={self._setting.models.policy_nemo}",
             f"model.data.data_prefix={{train: [{prompts}]}}",
             f"remote_critic_rm.critic.port={self._port}",
             f"exp_manager.explicit_log_dir={self._folder / 'actor'}",
@@ -307,8 +273,8 @@ class Trl:
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
         settings = {
-            "policy": str(setting.policy),
-            "reward_model": str(setting.reward_model),
+            "policy": str(setting.models.policy),
+            "reward_model": str(setting.models.reward_model),
             "output": str(folder / "trl"),
             "dtype": setting.dtype,
             "threads": setting.threads,

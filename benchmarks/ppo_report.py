@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import MachineRates, generation_floor, print_table, spread
-from ppo_contenders import BESIDE, OwnJobs, Step, Trl, Workload
+from ppo_contenders import BESIDE, OwnJobs, Step, Trl
+from ppo_models import Workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 

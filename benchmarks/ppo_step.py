@@ -13,11 +13,11 @@ import argparse
 import dataclasses
 import itertools
 import os
-import random
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,19 @@ from common import (
     available_cores,
     best_rates,
     computes_in_bf16,
-    long_tailed,
     measure_rates,
     write_json,
 )
-from model_files import INSTALL_SMOLLM2, ModelFiles, find_smollm2, prepare
-from ppo_contenders import OwnJobs, Setting, Step, Trl, Workload, busy_core, trl_obstacle
+from ppo_contenders import OwnJobs, Setting, Step, Trl, busy_core, trl_obstacle
+from ppo_models import Models, Workload, documentation, make_models, make_workloads
 from ppo_report import Figures, phase_floors, print_workload, summarise
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
-from nemo_style_aligner.models.conversion import hf_to_nemo
-from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
-from nemo_style_aligner.weights.huggingface import copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the contenders' processes would stay behind
     contenders: list[type[OwnJobs] | type[Trl]] = [OwnJobs]
     obstacle = "left out with --no-trl" if args.no_trl else trl_obstacle(args.trl_python)
     if obstacle:
@@ -56,16 +49,19 @@ def main() -> None:
         contenders.append(Trl)
     with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
         folder = Path(name)
-        files, setting, tokenizer = make_models(args, folder)
+        models = make_models(args.model, args.models or folder / "models")
+        architecture = models.architecture
+        setting = make_setting(args, models)
+        print(f"model: {models.description}, {architecture.num_parameters / 1e6:.0f}M parameters, {args.dtype}\n")
         rates: MachineRates | None = None
         report: dict[str, Any] = {
             "settings": {key: str(value) for key, value in vars(args).items()},
-            "model": files.description,
+            "model": models.description,
             "dtype": args.dtype,
             "skipped": {"trl": obstacle} if obstacle else {},
             "workloads": {},
         }
-        for workload in make_workloads(args, tokenizer):
+        for workload in make_workloads(args, models.tokenizer):
             measured = measure_rates(torch.device("cpu"), args.floor_megabytes * 2**20)
             rates = measured if rates is None else best_rates(rates, measured)
             print(
@@ -76,7 +72,7 @@ def main() -> None:
             where.mkdir()
             figures = measure(contenders, workload, setting, args, where)
             prompt_lengths = list(map(len, workload.prompts))
-            floors = phase_floors(files.architecture, prompt_lengths, workload.lengths, rates, args.dtype)
+            floors = phase_floors(architecture, prompt_lengths, workload.lengths, rates, args.dtype)
             result = summarise(workload, figures, floors)
             report["workloads"][workload.name] = result
             print_workload(result)
@@ -114,6 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=available_cores(), help="of TRL and of the floor")
     parser.add_argument("--floor-megabytes", type=int, default=1024, help="read to measure the rate of the memory")
+    parser.add_argument("--models", type=Path, help="keep the converted models here, and use them again if they are")
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -128,48 +125,21 @@ def parse_arguments() -> argparse.Namespace:
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def make_models(args: argparse.Namespace, folder: Path) -> tuple[ModelFiles, Setting, Tokenizer]:
-    """Policy, and critic and reward model: the same body with a random head. Each for TRL and as a .nemo archive."""
-    model = args.model
-    if model is None:
-        found = find_smollm2()
-        if found is None:
-            print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
-        model = str(found or "smollm2-135m")
-    files = prepare(model, folder / "model", want_gguf=False)
-    if files.tokenizer is None:  # random weights: a token per character
-        files = dataclasses.replace(files, tokenizer=folder / "tokenizer")
-        train_character_tokenizer(documentation(), folder / "tokenizer")
-    assert files.tokenizer is not None
-    tokenizer = load_tokenizer(files.tokenizer)
-    copy_tokenizer_files(files.tokenizer, files.hf)
-    write_checkpoint(
-        folder / "reward_model",
-        files.architecture,
-        classifier_weights(files),
-        num_attributes=1,
-        tokenizer_dir=files.tokenizer,
-    )
-    dtype = getattr(torch, args.dtype)
-    with single_process():
-        for source, target in ((files.hf, "policy.nemo"), (folder / "reward_model", "reward_model.nemo")):
-            hf_to_nemo(source, folder / target, dtype)
+def make_setting(args: argparse.Namespace, models: Models) -> Setting:
+    """What both sides are run with."""
     # What importing this project set in this process is not for TRL, and our jobs set it themselves.
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     policy = {"OMP_WAIT_POLICY": args.trl_wait_policy} if args.trl_wait_policy else {}
     # TRL needs a pad token that is in no prompt and that no response holds: the first one that is not in our texts.
-    used = {tokenizer.eos_id, *tokenizer.text_to_ids(documentation())}
-    setting = Setting(
-        policy=files.hf,
-        reward_model=folder / "reward_model",
-        policy_nemo=folder / "policy.nemo",
-        reward_model_nemo=folder / "reward_model.nemo",
+    used = {models.tokenizer.eos_id, *models.tokenizer.text_to_ids(documentation())}
+    return Setting(
+        models=models,
         dtype=args.dtype,
         threads=args.threads,
         micro_batch=args.micro_batch,
         trl_micro_batch=args.trl_micro_batch,
         trl_rollout_batch=args.trl_rollout_batch,
-        stop_id=tokenizer.eos_id,
+        stop_id=models.tokenizer.eos_id,
         pad_id=next(i for i in itertools.count() if i not in used),
         actor=args.actor,
         critic=args.critic,
@@ -177,59 +147,6 @@ def make_models(args: argparse.Namespace, folder: Path) -> tuple[ModelFiles, Set
         trl_environment=environment | policy,
         trl_python=args.trl_python,
     )
-    print(f"model: {files.description}, {files.architecture.num_parameters / 1e6:.0f}M parameters, {args.dtype}\n")
-    return files, setting, tokenizer
-
-
-def classifier_weights(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's body with a random head of one output, the same in every run."""
-    policy = files.weights()
-    body = dict(policy)
-    generator = torch.Generator().manual_seed(1)
-    for name, tensor in hf_tensors(weight_layout(files.architecture, num_attributes=1)).items():
-        if name == "score.weight":
-            yield name, (torch.randn(tensor.shape, generator=generator) * 0.02).bfloat16()
-        elif name in body:
-            yield name, body[name]
-
-
-def documentation() -> str:
-    """The text that prompts are cut from."""
-    return "\n".join(path.read_text() for path in [REPOSITORY / "README.md", REPOSITORY / "docs" / "architecture.md"])
-
-
-def make_workloads(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[Workload]:
-    """Prompts are pieces of this project's documentation."""
-    draw = random.Random(1)
-    for name in args.workloads:
-        if name == "ragged":
-            lengths = long_tailed(args.rollouts, args.ragged_lengths, draw)
-            prompt_lengths = [draw.randint(*args.ragged_prompts) for _ in lengths]
-        else:
-            lengths, prompt_lengths = [args.new_tokens] * args.rollouts, [args.prompt_tokens] * args.rollouts
-        prompts, texts = cut_prompts(tokenizer, prompt_lengths)
-        yield Workload(name, prompts, texts, lengths)
-
-
-def cut_prompts(tokenizer: Tokenizer, lengths: Sequence[int]) -> tuple[list[list[int]], list[str]]:
-    """Different pieces of the documentation, of these many tokens, whose text gives the same tokens again."""
-    ids = tokenizer.text_to_ids(documentation())
-    prompts: list[list[int]] = []
-    texts = []
-    start = 0
-    for length in lengths:
-        while True:
-            if start + length > len(ids):
-                raise SystemExit(f"the documentation is too short for prompts of {sum(lengths)} tokens: ask for fewer")
-            piece = ids[start : start + length]
-            text = tokenizer.ids_to_text(piece)
-            if tokenizer.text_to_ids(text) == piece and piece not in prompts:
-                break
-            start += 1
-        start += length
-        prompts.append(piece)
-        texts.append(text)
-    return prompts, texts
 
 
 def measure(
