@@ -62,11 +62,11 @@ def phase_floors(
 
 @dataclasses.dataclass
 class Figures:
-    """One contender's steps on one workload: quiet ones, and those beside a busy process."""
+    """One contender's steps on one workload: to warm up, quiet ones, and those beside a busy process."""
 
+    warm_up_steps: list[Step] = dataclasses.field(default_factory=list)
     steps: list[Step] = dataclasses.field(default_factory=list)
     busy_steps: list[Step] = dataclasses.field(default_factory=list)
-    warm_up_seconds: list[float] = dataclasses.field(default_factory=list)
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -112,7 +112,7 @@ def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) ->
         "rounds": len(steps),
         "tokens": steps[0].new_tokens,
         "seconds": spread(seconds),
-        "warm_up_seconds": mine.warm_up_seconds,
+        "warm_up_seconds": [step.seconds for step in mine.warm_up_steps],
         "samples_per_second": spread([rollouts / s for s in seconds]),
         "new_tokens_per_second": spread([workload.new_tokens / s for s in seconds]),
         "generation_tokens_per_second": workload.new_tokens / phases["generate"]["seconds"]["median"],

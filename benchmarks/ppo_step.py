@@ -163,37 +163,32 @@ def measure(
         for kind in kinds:
             contenders.append(kind(workload, setting, folder))
 
-        def step(contender: OwnJobs | Trl) -> Step:
+        def step(contender: OwnJobs | Trl, what: str) -> Step:
             made = contender.step()
             made.check_counts(contender.name, workload)
+            print(f"{workload.name}, {what}: {contender.name} {made.seconds:.1f} s", file=sys.stderr, flush=True)
             return made
 
         for contender in contenders:
             contender.wait_until_ready()
-        for contender in contenders:
-            figures[contender.name].warm_up_seconds = [step(contender).seconds for _ in range(args.warm_up)]
-        for number in range(args.rounds):
-            for contender in contenders:
-                figures[contender.name].steps.append(step(contender))
-            say(f"{workload.name}: round {number + 1} of {args.rounds}", figures)
+        for kind, count in (("warm-up", args.warm_up), ("round", args.rounds)):
+            for number in range(count):
+                for contender in contenders:
+                    made = step(contender, f"{kind} {number + 1} of {count}")
+                    mine = figures[contender.name]
+                    (mine.steps if kind == "round" else mine.warm_up_steps).append(made)
         for contender in contenders:
             figures[contender.name].peak_bytes = contender.peak_bytes()
         if args.busy:
             with busy_core():
                 for number in range(args.rounds):
                     for contender in contenders:
-                        figures[contender.name].busy_steps.append(step(contender))
-                    say(f"{workload.name}, cores shared: round {number + 1} of {args.rounds}", figures)
+                        made = step(contender, f"cores shared, round {number + 1} of {args.rounds}")
+                        figures[contender.name].busy_steps.append(made)
     finally:
         for contender in contenders:
             contender.stop()
     return figures
-
-
-def say(what: str, figures: dict[str, Figures]) -> None:
-    """Progress, on standard error."""
-    last = ", ".join(f"{name} {(f.busy_steps or f.steps)[-1].seconds:.1f} s" for name, f in figures.items())
-    print(f"{what}: {last}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
