@@ -3,6 +3,7 @@
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: under 15 minutes on 2 cores
 # make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
+# make faults         a PPO run whose jobs are killed, cut off and left without disk, 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
@@ -26,7 +27,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench test test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-smollm2 bench faults test test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -72,6 +73,10 @@ bench: $(BENCH_STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=15 $(PYTEST_FLAGS)
+
+# More: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it fills disks, too (small ones, mounted for it).
+faults: $(STAMP)
+	FAULT_TRIALS=$${FAULT_TRIALS:-20} $(BIN)/python -m pytest -q -s tests/test_faults.py $(PYTEST_FLAGS)
 
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)

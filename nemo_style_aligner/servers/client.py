@@ -135,7 +135,7 @@ class CriticClient:
         ``journal`` holds the batches it may need for that. Raises `SequenceConflictError` when it cannot go there.
         """
         self._session.begin(journal, position)
-        self._watch = CriticWatch(self._critic, self._session)
+        self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0)
 
     def follow(self, position: CriticPosition) -> None:
         """On a rank that does not train: scores are taken from a critic at ``position`` only."""

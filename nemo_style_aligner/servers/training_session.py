@@ -31,6 +31,7 @@ from nemo_style_aligner.servers.ledger import (
     batch_digest,
 )
 from nemo_style_aligner.servers.protocol import ProtocolError
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,7 @@ class TrainingSession:
             started = time.monotonic()
             loss = self._train(point, self._journal.read(point.next_number))
             seconds = time.monotonic() - started
+            activity.progress()
             logger.warning("training batch %d again: loss %.4g, %.1f s", point.next_number, loss, seconds)
 
 
@@ -207,12 +209,14 @@ class CriticWatch:
     Args:
         http: the critic.
         session: of this run.
+        away_s: how long requests wait for a critic that is away; so long the job is not stuck.
     """
 
-    def __init__(self, http: HttpClient, session: TrainingSession) -> None:
+    def __init__(self, http: HttpClient, session: TrainingSession, away_s: float) -> None:
         self.failure: Exception | None = None  # why the critic cannot be brought level
         self._http = http
         self._session = session
+        self._away_s = away_s
         self._wake = threading.Event()
         self._stop = False
         self._instance = self._ask()
@@ -248,6 +252,8 @@ class CriticWatch:
             now = time.monotonic()
             if instance is None:
                 away_since = now if away_since is None else away_since
+                if now - away_since < self._away_s:
+                    activity.progress()
                 if now - last_line >= _PROGRESS_SECONDS and not self._stop:
                     logger.warning("waiting for the critic, away for %.0f s: %s", now - away_since, self._reason)
                     last_line = now

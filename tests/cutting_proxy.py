@@ -1,0 +1,97 @@
+"""A TCP proxy that can cut connections, hold data up, and let answers arrive in part."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+
+class CuttingProxy:
+    """Forwards 127.0.0.1:`port` to ``target``; connections are refused while nobody listens there.
+
+    Args:
+        target: port on 127.0.0.1.
+        seed: of delays and of where answers are truncated.
+
+    Attributes:
+        counts: faults that met data: ``cut`` connections, ``delayed`` chunks, ``truncated`` answers.
+    """
+
+    def __init__(self, target: int, seed: int) -> None:
+        self._target = target
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._live: set[socket.socket] = set()
+        self._to_truncate = 0
+        self._delay_until = 0.0
+        self.counts = {"cut": 0, "delayed": 0, "truncated": 0}
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close all connections now, whatever is under way."""
+        with self._lock:
+            live = list(self._live)
+        for connection in live:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+                self.counts["cut"] += 1
+
+    def delay(self, seconds: float) -> None:
+        """For so long, hold up every chunk of data for a random part of a second."""
+        self._delay_until = time.monotonic() + seconds
+
+    def truncate(self, answers: int) -> None:
+        """Break off the next answers somewhere."""
+        with self._lock:
+            self._to_truncate += answers
+
+    def close(self) -> None:
+        """Stop, and close everything."""
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._live |= {client, server}
+            for source, sink, is_answer in ((client, server, False), (server, client, True)):
+                threading.Thread(target=self._pump, args=(source, sink, is_answer), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if time.monotonic() < self._delay_until:
+                    self.counts["delayed"] += 1
+                    time.sleep(self._random.uniform(0.0, 0.5))
+                if is_answer and self._take_truncation():
+                    sink.sendall(data[: self._random.randrange(len(data))])
+                    break
+                sink.sendall(data)
+        for connection in (source, sink):
+            with self._lock:
+                self._live.discard(connection)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _take_truncation(self) -> bool:
+        with self._lock:
+            if not self._to_truncate:
+                return False
+            self._to_truncate -= 1
+            self.counts["truncated"] += 1
+            return True
