@@ -90,7 +90,7 @@ class ToyCritic:
     def values(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.full((tokens.shape[0], tokens.shape[1] - 1), self.model.weight)
 
-    def train(self, batch) -> list[dict[str, float]]:
+    def train(self, batch, origin: str) -> list[dict[str, float]]:
         value = float(batch.returns[0, 0])
         if value == self.dies_at:
             raise RuntimeError("out of memory")
