@@ -148,8 +148,9 @@ class Pair:
         return json.loads((newest / "trainer_state.json").read_text())["trainer"]["ledger"]
 
     def curves(self, name: str) -> dict[str, list[tuple[int, float]]]:
-        """A job's numbers, times apart."""
-        return {key: points for key, points in read_metrics(self.folder / name).items() if "timers/" not in key}
+        """A job's numbers, apart from times and from how busy the engines were."""
+        curves = read_metrics(self.folder / name)
+        return {key: points for key, points in curves.items() if not key.startswith(("timers/", "generation/"))}
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """Of the job's archive."""
