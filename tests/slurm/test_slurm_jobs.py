@@ -17,7 +17,7 @@ import pytest
 import torch
 from cluster import TESTBED, Cluster, SlurmJob
 from conftest import Artefacts
-from job_processes import stored_weights
+from job_processes import ROOT, stored_weights
 
 from nemo_style_aligner.telemetry.logger import read_metrics
 
@@ -295,3 +295,51 @@ def test_a_critic_that_never_starts(cluster: Cluster, artefacts: Artefacts, tmp_
     state = job.wait(TIMEOUT)
     assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
     assert "it was never ready" in job.output() and "/none.nemo" in job.output()
+
+
+# ---- the script alone, with stand-ins for its components ----------------------------------------
+
+
+def submit_standins(cluster: Cluster, folder: Path, options: Sequence[str], seconds: int, end_seconds: int) -> SlurmJob:
+    """slurm/ppo.sbatch with scripts that need no time to start: tests/slurm/standins says what the numbers mean."""
+    repository = folder / "repository"
+    repository.mkdir()
+    (repository / "slurm").symlink_to(ROOT / "slurm")
+    (repository / "nemo_style_aligner").symlink_to(ROOT / "nemo_style_aligner")
+    (repository / "examples").symlink_to(TESTBED.parent / "standins")
+    return cluster.submit(
+        [*options, *PPO_OPTIONS],
+        "ppo.sbatch",
+        [f"seconds={seconds}", "--critic", f"end_seconds={end_seconds}"],
+        folder / "results",
+        REPO=str(repository),
+        CRITIC_STOP_SECONDS="20",
+    )
+
+
+def test_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's own signal before the limit, some time in the job's only minute; the rest in a second run."""
+    job = submit_standins(cluster, tmp_path, ("--time=1", "--signal=B:USR1@30"), seconds=600, end_seconds=0)
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 1), job.describe()
+    assert "got SIGUSR1" in job.output() and "got SIGTERM" not in job.output(), job.describe()
+
+
+def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """Although its actor has ended with 75."""
+    job = submit_standins(cluster, tmp_path, (), seconds=600, end_seconds=0)
+    job.wait_for(lambda: "the actor works" in job.output("actor"), TIMEOUT, "the actor")
+    job.cancel()
+    job.wait_for(lambda: "stopped early" in job.output(), TIMEOUT, "the script's end", while_running=False)
+    job.wait_for(lambda: not cluster.call("squeue", "--noheader"), TIMEOUT, "an empty queue", while_running=False)
+    assert job.state().name == "CANCELLED" and job.state().restarts == 0, job.describe()
+
+
+@pytest.mark.parametrize("end_seconds", [13, 600])
+def test_a_critic_that_takes_its_time_to_end(end_seconds: int, cluster: Cluster, tmp_path: Path) -> None:
+    """It has CRITIC_STOP_SECONDS, also where that is longer than Slurm's KillWait (10 s here), and no more."""
+    job = submit_standins(cluster, tmp_path, (), seconds=5, end_seconds=end_seconds)
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code) == ("COMPLETED", 0), job.describe()
+    assert ("the critic's last words" in job.output("critic")) == (end_seconds == 13), job.describe()
+    assert ("ending the critic" in job.output()) == (end_seconds == 600), job.describe()
