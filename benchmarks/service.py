@@ -1,0 +1,255 @@
+"""What the critic and reward service costs beside the bare forward pass of the same model.
+
+    python benchmarks/service.py [--clients 1 8 64] [--shape 30m] [--length 128] [--batch-rows 16] [--json FILE]
+
+The service runs in a process of its own, with critic and reward model, over real HTTP; clients are threads here, each
+with one connection, and never pause. Bare passes of the same model, in the same process and on the same threads, are
+timed before and after. docs/service.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import multiprocessing
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import SHAPES, available_cores, print_table, write_json
+
+from nemo_style_aligner.models.critic import Critic, RewardModel
+from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.servers.dispatcher import DispatchSettings
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.servers.protocol import encode_infer_request
+from nemo_style_aligner.servers.service import HttpSettings
+from nemo_style_aligner.servers.serving import ModelServer
+
+START_SECONDS = 300.0
+REQUEST_SECONDS = 300.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=(1, 8, 64))
+    parser.add_argument("--shape", choices=SHAPES, default="30m")
+    parser.add_argument("--precision", default="32")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a request")
+    parser.add_argument("--batch-rows", type=int, default=16, help="inference_micro_batch_size: a full batch")
+    parser.add_argument("--delay", type=int, default=2000, help="max_queue_delay_microseconds")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of clients")
+    parser.add_argument("--form", choices=("binary", "json"), default="binary", help="of tensors on the wire")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="that the model computes with")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    stages, server = run(args)
+    results = [summarise(clients, stage, server, args) for clients, stage in zip(args.clients, stages, strict=True)]
+    bare = {rows: statistics.median(seconds) for rows, seconds in server["bare"].items()}
+    report(results, bare, args)
+    settings = {key: str(value) for key, value in vars(args).items()}
+    write_json(args.json, {"settings": settings, "bare_seconds": bare, "clients": results})
+
+
+# ---- the service's process ----------------------------------------------------------------------
+
+
+class Timed:
+    """Critic and reward model as the critic job has them, untrained, noting when each pass began and ended."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        head = RewardHeadConfig()
+        model = build_model(SHAPES[args.shape], {}, parse_precision(args.precision), head=head, trainable=False)
+        self._rewards = RewardModel(model, head, args.batch_rows)
+        self._critic = Critic(
+            model,
+            cast(Any, None),  # the optimizer of a critic that is not trained here
+            head,
+            micro_batch_size=1,
+            global_batch_size=1,
+            forward_micro_batch_size=args.batch_rows,
+            loss_clip=0.0,
+        )
+        self.passes: list[tuple[float, float, int]] = []
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        began = time.monotonic()
+        answer = {"rewards": self._rewards.rewards(tokens, lengths), "values": self._critic.values(tokens)}
+        self.passes.append((began, time.monotonic(), len(tokens)))
+        return answer
+
+    def train(self, **batch: torch.Tensor) -> float:
+        raise NotImplementedError
+
+    def save(self, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+    def restore(self, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+
+def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
+    """Time bare passes, serve until SIGTERM, time them again."""
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    initialize_model_parallel(1, 1, seed=1)
+    backend = Timed(args)
+    bare: dict[int, list[float]] = {rows: [] for rows in sorted({1, args.batch_rows // 2 or 1, args.batch_rows})}
+    time_bare(backend, bare, args)
+    server = ModelServer(
+        critic_endpoints(ModelLimits(args.length, SHAPES[args.shape].vocab_size), combined=True),
+        HttpSettings(port=0, max_outstanding_requests=2 * max(args.clients)),
+        DispatchSettings((args.batch_rows,), args.delay),
+    )
+    answers.put(server.port)
+    backend.passes.clear()
+    server.run(cast(Any, backend))
+    passes = list(backend.passes)
+    time_bare(backend, bare, args)
+    answers.put({"passes": passes, "bare": bare})
+    dist.destroy_process_group()
+
+
+def time_bare(backend: Timed, bare: dict[int, list[float]], args: argparse.Namespace, rounds: int = 3) -> None:
+    """Append the seconds of some passes to each list, by rows; one before to warm up."""
+    for number in range(rounds + 1):
+        for rows, seconds in bare.items():
+            tokens = torch.randint(SHAPES[args.shape].vocab_size, (rows, args.length))
+            started = time.perf_counter()
+            backend.infer(tokens, torch.full((rows,), args.length))
+            if number:
+                seconds.append(time.perf_counter() - started)
+
+
+# ---- the clients --------------------------------------------------------------------------------
+
+Request = tuple[float, float]  # when it was sent and answered
+
+
+def run(args: argparse.Namespace) -> tuple[list[list[Request]], dict[str, Any]]:
+    """The requests of each stage, and what the service's process has to say."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=serve, args=(args, f"file://{folder}/ranks", answers))
+        process.start()
+        try:
+            port = answers.get(timeout=START_SECONDS)
+            stages = [load(clients, port, args) for clients in args.clients]
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGTERM)
+            server = answers.get(timeout=START_SECONDS)
+            process.join(30)
+        finally:
+            process.kill()
+    return stages, server
+
+
+def load(clients: int, port: int, args: argparse.Namespace) -> list[Request]:
+    """Keep ``clients`` threads busy for a while."""
+    done: list[Request] = []
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def client(number: int) -> None:
+        body, headers = request_body(np.random.default_rng(number), args)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
+        while not stop.is_set():
+            sent = time.monotonic()
+            connection.request("POST", "/v2/models/critic_infer/infer", body, headers)
+            response = connection.getresponse()
+            content = response.read()
+            if response.status not in (200, 503):  # 503: the service is starting
+                failures.append(content[:300].decode("utf-8", "replace"))
+                return
+            if response.status == 200:
+                done.append((sent, time.monotonic()))
+        connection.close()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    time.sleep(args.seconds)
+    stop.set()
+    for thread in threads:
+        thread.join(REQUEST_SECONDS)
+    if failures or not done:
+        raise SystemExit(f"{clients} clients: {failures[:1] or 'no answer'}")
+    return done
+
+
+def request_body(generator: np.random.Generator, args: argparse.Namespace) -> tuple[bytes, dict[str, str]]:
+    tokens = generator.integers(0, SHAPES[args.shape].vocab_size, (args.rows, args.length))
+    inputs = {"tokens": tokens, "sequence_lengths": np.full((args.rows, 1), args.length)}
+    return encode_infer_request(inputs, binary=args.form == "binary")
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+def summarise(clients: int, done: list[Request], server: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one stage. Its first tenth is warming up, and its end, where clients stop, does not count."""
+    first, last = min(sent for sent, _ in done), max(sent for sent, _ in done)
+    first += (last - first) / 10
+    passes = [entry for entry in server["passes"] if first <= entry[0] and entry[1] <= last]
+    if len(passes) < 2:
+        raise SystemExit(f"{clients} clients: too few batches in {args.seconds:g} s, give more --seconds")
+    # From the beginning of one pass to that of another: pauses between passes count, as often as passes do.
+    wall = passes[-1][0] - passes[0][0]
+    rows = sum(entry[2] for entry in passes[:-1])
+    sizes = sorted(server["bare"])
+    expected = sum(
+        float(np.interp(entry[2], sizes, [statistics.median(server["bare"][size]) for size in sizes]))
+        for entry in passes[:-1]
+    )
+    latencies = sorted(answered - sent for sent, answered in done if sent >= first)
+    p50, p95, p99 = (float(np.percentile(latencies, percent)) for percent in (50, 95, 99))
+    return {
+        "clients": clients,
+        "requests": len(done),
+        "requests_per_second": rows / args.rows / wall,
+        "rows_per_batch": rows / (len(passes) - 1),
+        "latency_seconds": {"p50": p50, "p95": p95, "p99": p99},
+        "bare_rows_per_second": rows / expected,
+        "cost": wall / expected - 1,
+        "pauses": 1 - sum(entry[1] - entry[0] for entry in passes[:-1]) / wall,
+    }
+
+
+def report(results: Sequence[dict[str, Any]], bare: dict[int, float], args: argparse.Namespace) -> None:
+    """The table, and the cost at a full batch in a sentence."""
+    print(
+        f"\n{args.shape}, {args.length} tokens, {args.rows} sequences per request, {args.form}, {args.threads} threads"
+    )
+    print("bare passes: " + ", ".join(f"{rows} rows {1000 * seconds:.1f} ms" for rows, seconds in bare.items()) + "\n")
+    rows = [
+        [
+            str(entry["clients"]),
+            f"{entry['requests_per_second']:.1f}",
+            *(f"{1000 * entry['latency_seconds'][name]:.0f}" for name in ("p50", "p95", "p99")),
+            f"{entry['rows_per_batch']:.1f}",
+            f"{entry['bare_rows_per_second'] / args.rows:.1f}",
+            f"{entry['cost']:+.1%}",
+            f"{entry['pauses']:.1%}",
+        ]
+        for entry in results
+    ]
+    header = ["clients", "requests/s", "p50 ms", "p95 ms", "p99 ms", "rows/batch", "bare requests/s", "cost", "pauses"]
+    print_table(header, rows)
+
+
+if __name__ == "__main__":
+    main()
