@@ -68,6 +68,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
 	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
+	$(BIN)/python benchmarks/service.py --json results/benchmarks/service.json
 	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
 	$(BIN)/python benchmarks/ppo_step.py --json results/benchmarks/ppo_step.json
 

@@ -30,6 +30,10 @@ ARGUMENTS = {
         *("--shape", "tiny", "--workers", "2", "--requests", "10", "--lengths", "4", "24", "--slots", "2"),
         *("--rounds", "1"),
     ],
+    "service.py": [
+        *("--shape", "tiny", "--length", "16", "--batch-rows", "4", "--clients", "1", "8", "--seconds", "3"),
+        *("--threads", "1"),
+    ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "ppo_step.py": [
         *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
@@ -123,3 +127,14 @@ def test_ppo_step(reports: dict[str, Report]) -> None:
     assert 0 <= ours["share_of_waiting"] < 1 and 0 < ours["fraction_of_floor"] < 1
     assert 0.2 < ragged["padding_efficiency_of_trl"] <= ragged["padding_efficiency_if_padded"] <= 1
     assert ours["peak_bytes"].keys() == {"actor", "critic"} and min(ours["peak_bytes"].values()) > 2**20
+
+
+def test_service(reports: dict[str, Report]) -> None:
+    output, report = reports["service.py"]
+    assert report["bare_seconds"].keys() == {"1", "2", "4"}, output
+    one, eight = report["clients"]
+    assert one["rows_per_batch"] == 1 and 1 < eight["rows_per_batch"] <= 4
+    for entry in (one, eight):
+        assert entry["requests"] > 0 and entry["requests_per_second"] > 0 and 0 <= entry["pauses"] < 1
+        latency = entry["latency_seconds"]
+        assert 0 < latency["p50"] <= latency["p95"] <= latency["p99"]
