@@ -87,6 +87,7 @@ start() {
     cpus=$(of_group SLURM_CPUS_PER_TASK "$group")
     [[ -z $cpus ]] || options+=(--cpus-per-task="$cpus") # srun does not take this over from sbatch
     mkdir -p "$RESULTS_DIR/$name"
+    rm -f "$RESULTS_DIR/$name/requeue" # an earlier run's; ranks that fail early do not come to removing it
     in_step "${options[@]}" -- "$PYTHON" -u "$REPO/examples/nlp/gpt/$script" \
         trainer.num_nodes="$(of_group SLURM_JOB_NUM_NODES "$group")" \
         trainer.devices="$devices" \

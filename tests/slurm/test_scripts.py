@@ -66,6 +66,8 @@ def srun(tmp_path: Path) -> Path:
 def test_arguments_and_container(srun: Path, tmp_path: Path) -> None:
     """Overrides reach the entry script as they are, spaces, braces and quotes included; Pyxis's flags are there."""
     results = tmp_path / "with space"
+    (results / "sft").mkdir(parents=True)
+    (results / "sft" / "requeue").touch()  # of an earlier run
     done = bash(
         "prepare; start sft '' train_gpt_sft.py 'a={b: [c d, \"e\"]}' 'f=$HOME'; wait",
         PATH=f"{srun}:/usr/bin:/bin",
@@ -92,6 +94,7 @@ def test_arguments_and_container(srun: Path, tmp_path: Path) -> None:
         "[--no-container-mount-home]",
     ):
         assert expected in lines, done.stdout
+    assert not (results / "sft" / "requeue").exists()
     assert not any("--mpi" in line or "--het-group" in line for line in lines)
 
 
