@@ -29,7 +29,7 @@ from nemo_style_aligner.parallel.groups import initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -305,6 +305,45 @@ def test_a_critic_that_does_not_come_back_ends_the_wait(job: CriticJob, tmp_path
         job.start()
 
 
+def test_a_separate_reward_model_that_is_lost_is_simply_asked_again() -> None:
+    class Model:
+        def __init__(self, output: str) -> None:
+            self.output = output
+
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            answers = {"values": tokens[:, :-1].float(), "rewards": lengths[:, None].float()}
+            return {self.output: answers[self.output]}
+
+    ports, servers, threads = {"critic": free_port(), "reward": free_port()}, {}, {}
+
+    def start(which: str) -> None:
+        is_critic = which == "critic"
+        endpoints = critic_endpoints(ModelLimits(), combined=False) if is_critic else reward_endpoint(ModelLimits())
+        model = Model("values" if is_critic else "rewards")
+        servers[which] = ModelServer(endpoints, HttpSettings(port=ports[which]), DispatchSettings((8,), 0))
+        threads[which] = threading.Thread(target=servers[which].run, args=(model,))
+        threads[which].start()
+
+    def lose(which: str) -> None:
+        servers[which].request_stop()
+        threads[which].join(30)
+
+    start("critic")
+    start("reward")
+    config = client_config(ports["critic"], combined=False, reward_port=ports["reward"])
+    client = CriticClient(config, infer_limits=LIMITS, train_limits=LIMITS)
+    client.wait_until_ready(20)
+    lose("reward")
+    scores = client.infer_async(torch.tensor([[4, 5, 6]]), torch.tensor([3]))
+    time.sleep(0.5)
+    assert not scores.done()
+    start("reward")
+    assert scores.result(20).rewards.tolist() == [3.0] and scores.result().values.tolist() == [[4.0, 5.0]]
+    client.close()
+    lose("critic")
+    lose("reward")
+
+
 # ---- the actor job goes back -------------------------------------------------------------------------
 
 
@@ -335,6 +374,20 @@ def test_saves_of_an_actor_that_cannot_save_do_not_push_out_the_checkpoint_it_ne
         for number in range(2, 6):
             train(critic, number)
             critic.save()  # and the actor's own fails
+    with actor(job, tmp_path, state) as critic:
+        assert value(critic) == weights(1)[-1]
+
+
+def test_saves_that_a_stranger_asks_for_do_not_either(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        state = save(critic)
+        train(critic, 2)
+        stranger = CriticClient(client_config(job.port), infer_limits=LIMITS, train_limits=LIMITS)
+        for _ in range(3):
+            stranger.save()
+            job.restart()
+        stranger.close()
     with actor(job, tmp_path, state) as critic:
         assert value(critic) == weights(1)[-1]
 

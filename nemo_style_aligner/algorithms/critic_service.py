@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class CriticService:
         self.checkpoints = checkpoints
         self.metrics = metrics
         self.reset = reset
+        self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it was about to write
         self.timer = ScopedTimer()
 
     @property
@@ -94,16 +96,23 @@ class CriticService:
         return loss
 
     def save(self, keep_history: str | None = None) -> None:
-        """Write a checkpoint of weights, optimizer and ledger. The newest one with ``keep_history`` is not pruned."""
-        states = self.checkpoints.trainer_states()
-        kept = [path for path, state in states.items() if state["ledger"]["history"] == keep_history]
+        """Write a checkpoint of weights, optimizer and ledger. The newest one with ``keep_history`` is not pruned.
+
+        A save that no run asks for (it has no ``keep_history``) prunes nothing that the last run may need.
+        """
+        needed = [keep_history] if keep_history is not None else self._needed_histories
+        if keep_history is not None:
+            self._needed_histories = [keep_history, self.ledger.history]
+        newest: dict[str, Path] = {}
+        for path, state in self.checkpoints.trainer_states().items():
+            newest.setdefault(state["ledger"]["history"], path)
         self.checkpoints.save(
             self.critic.model,
             self.critic.optimizer,
             self.state_dict(),
             {"step": self.step},
             is_train_end=False,
-            protected=kept[:1],
+            protected=[newest[history] for history in needed if history in newest],
         )
 
     def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
@@ -133,11 +142,13 @@ class CriticService:
 
     def state_dict(self) -> dict[str, Any]:
         """What a restarted service needs beside weights, optimizer and random states."""
-        return {"step": self.step, "ledger": self.ledger.state_dict()}
+        ledger = self.ledger.state_dict()
+        return {"step": self.step, "ledger": ledger, "needed_histories": self._needed_histories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.ledger.load_state_dict(state["ledger"])
+        self._needed_histories = [str(history) for history in state["needed_histories"]]
 
 
 class RewardService:
