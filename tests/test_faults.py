@@ -220,7 +220,9 @@ class Campaign:
                 job.kill()
         else:
             name = "critic" if kind == "critic" else "actor"
-            ranks = ranks_of(jobs[name]) or [jobs[name].process.pid]
+            is_alone = name == "critic" and CRITIC_RANKS == 1
+            ranks = [] if is_alone else ranks_of(jobs[name])
+            ranks = ranks or [jobs[name].process.pid]  # the only rank, or the supervisor before it has started any
             chosen = {"rank 1": ranks[-1], "queue's rank": ranks[0], "critic": self.random.choice(ranks)}[kind]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chosen, signal.SIGKILL)
