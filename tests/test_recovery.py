@@ -159,7 +159,7 @@ def actor(
 ) -> Iterator[RemoteCritic]:
     """Rank 0 of an actor job that starts with this state of its checkpoint."""
     client = CriticClient(client_config(job.port), infer_limits=limits, train_limits=limits)
-    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"))
+    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"), timeout_s=60.0)
     try:
         client.wait_until_ready(20)
         if state is not None:
