@@ -48,7 +48,8 @@ def test_schemathesis_finds_no_server_error_and_no_schema_violation(tmp_path: Pa
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert found and int(found[1]) == int(found[2]) > 100, done.stdout[-2000:]
-    assert re.search(r"Tested: *3\d", done.stdout), done.stdout[-2000:]
+    operations = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", done.stdout)
+    assert operations and len(set(operations.groups())) == 1 and int(operations[1]) >= 36, done.stdout[-2000:]
 
 
 def test_the_description_covers_every_route_and_its_examples_work() -> None:
@@ -75,7 +76,7 @@ def test_statistics_and_repository_index() -> None:
         assert counts["success"] == counts["fail"] == counts["queue"] == counts["compute_infer"] == 1
         assert stats["batch_stats"][0]["batch_size"] == 2
         everything = get(server, "/v2/models/stats").json()["model_stats"]
-        assert [entry["name"] for entry in everything] == ["critic_infer", "critic_train", "critic_save"]
+        assert {"critic_infer", "critic_train", "critic_save"} <= {entry["name"] for entry in everything}
         index = requests.post(f"{server.url}/v2/repository/index", json={"ready": True}, timeout=20).json()
         assert {entry["name"]: entry["state"] for entry in index}["critic_train"] == "READY"
         refused = requests.post(f"{server.url}/v2/repository/models/critic_infer/unload", timeout=20)
