@@ -46,6 +46,7 @@ class Engine:
     """Makes 3 to 8 tokens from a request's seed, one in each pass."""
 
     num_slots = SLOTS
+    num_compilations = 0
 
     def __init__(self) -> None:
         self.statistics = GenerationStatistics()

@@ -344,7 +344,7 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     sizes = {"micro_batch_size": 2, "global_batch_size": 2, "forward_micro_batch_size": 2}
     critic = Critic(model, optimizer, head, loss_clip=0.2, **sizes)
     missing: Any = None
-    service = CriticService(critic, None, TrainingLedger(), missing, MetricsLogger(tmp_path, 0))
+    service = CriticService(critic, None, TrainingLedger(), missing, MetricsLogger(tmp_path, 0), reset=lambda: None)
 
     def train(first: float, second: float) -> float:
         """Two updates of two rows each."""
