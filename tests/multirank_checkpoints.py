@@ -39,10 +39,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import bytes_to_write, model
 from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.logprobs import next_token_logprobs
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.pipeline import Tokens, forward_global, rows, train_step
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 
 VOCAB = 61
@@ -57,6 +57,7 @@ TIED = ModelArchitecture(
 )
 UNTIED = dataclasses.replace(TIED, tied_embeddings=False, qkv_bias=True, qk_layernorm=True)
 TOKENS = torch.randint(0, VOCAB, (8, 9), generator=torch.Generator().manual_seed(5))
+EVERYWHERE = torch.ones(8, 8, dtype=torch.bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +144,11 @@ def fork_ranks(world_size: int, action: Callable[[], Any], expect_death: bool = 
 
 
 def logprobs(model: MegatronModel) -> list[list[float]]:
-    return forward_global(
-        model, Tokens(TOKENS), 4, lambda out, batch: next_token_logprobs(out, batch.tokens, VOCAB), (8,)
-    ).tolist()
+    return forward(model, Tokens(TOKENS), EVERYWHERE, MicroBatching(4), lambda out, _: out, (8,), Scoring()).tolist()
 
 
 def rewards(model: MegatronModel) -> list[list[float]]:
-    return forward_global(model, Tokens(TOKENS), 4, lambda out, _: out[..., 0], (9,)).tolist()
+    return forward(model, Tokens(TOKENS), EVERYWHERE, MicroBatching(4), lambda out, _: out[..., 0], (8,)).tolist()
 
 
 def train(model: MegatronModel, optimizer: Optimizer, steps: int) -> list[float]:
@@ -160,16 +159,15 @@ def train(model: MegatronModel, optimizer: Optimizer, steps: int) -> list[float]
 
         def loss(output: torch.Tensor, batch: Tokens, noise: float = noise) -> tuple[Any, Any, dict[str, Any]]:
             if model.has_reward_head:
-                per_token = (output[:, :-1, 0] - 1.0) ** 2
+                per_token = (output[..., 0] - 1.0) ** 2
             else:
-                per_token = -next_token_logprobs(output, batch.tokens, VOCAB)
+                per_token = -output
             return per_token.sum() * (1 + noise), torch.tensor(per_token.numel()), {}
 
-        share = 8 // model.layout.dp_size
-        start = model.layout.dp_rank * share
         optimizer.zero_grad()
-        batch = rows(Tokens((TOKENS + optimizer.step_count) % VOCAB), slice(start, start + share))
-        losses.append(train_step(model, batch, 2, loss)["loss"])
+        batch = Tokens((TOKENS + optimizer.step_count) % VOCAB)
+        scoring = None if model.has_reward_head else Scoring()
+        losses.append(train_step(model, batch, EVERYWHERE, MicroBatching(2), loss, scoring=scoring)["loss"])
         optimizer.step(losses[-1], "a batch")
     return losses
 

@@ -61,6 +61,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     micro: int = 4
+    max_tokens: int | None = None
     sequence_parallel: bool = False
     optimizer: str = "distributed_fused_adam"
     overlap: bool = False
@@ -79,6 +80,8 @@ LAYOUTS = (
     # one rank
     Layout("reference"),
     Layout("micro1", micro=1),
+    Layout("tokens", max_tokens=40),
+    Layout("one_pass", max_tokens=1000),
     Layout("plain_optimizer", optimizer="fused_adam"),
     Layout("resident", placement="resident"),
     Layout("selective", recompute="selective"),
@@ -90,6 +93,9 @@ LAYOUTS = (
     Layout("tp2", tp=2),
     Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident"),
     Layout("tp2_sp", tp=2, sequence_parallel=True),
+    Layout("tp2_sp_tokens", tp=2, sequence_parallel=True, max_tokens=30),
+    Layout("pp2_tokens", pp=2, max_tokens=30),
+    Layout("dp2_tokens", dp=2, max_tokens=30),
     Layout("tp2_sp_full", tp=2, sequence_parallel=True, micro=2, recompute="full"),
     Layout("pp2", pp=2),
     Layout("pp2_micro1", pp=2, micro=1, placement="resident", optimizer="fused_adam", recompute="selective"),
@@ -103,6 +109,7 @@ LAYOUTS = (
     Layout("bf16_dp2", dp=2, precision="bf16"),
     # four
     Layout("tp2_dp2_sp", tp=2, dp=2, sequence_parallel=True, micro=2),
+    Layout("pp2_dp2_tokens", pp=2, dp=2, max_tokens=50),
     Layout("pp2_dp2", pp=2, dp=2, micro=1),
     Layout("tied_tp2_pp2_sp", tp=2, pp=2, sequence_parallel=True, micro=2, recompute="full", tied=True),
 )
@@ -168,6 +175,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
                 "pipeline_model_parallel_size": layout.pp,
                 "sequence_parallel": layout.sequence_parallel,
                 "micro_batch_size": layout.micro,
+                "max_tokens_per_micro_batch": layout.max_tokens,
                 "global_batch_size": GLOBAL_BATCH,
                 "encoder_seq_length": 64,
                 "make_vocab_size_divisible_by": layout.vocab_divisor,
@@ -220,8 +228,8 @@ def ppo_step(folder: Path, layout: Layout) -> None:
 
     answer = service.infer(batch.tokens, batch.lengths)
     scores = Scores(answer["rewards"][:, 0], answer["values"])
-    logprobs = trainer.actor.logprobs(batch.tokens)
-    init_logprobs = trainer.actor.initial_logprobs(batch.tokens)
+    logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask())
+    init_logprobs = trainer.actor.initial_logprobs(batch.tokens, batch.response_mask())
     experience, metrics = make_experience(batch, scores, logprobs, init_logprobs, trainer.settings.advantages)
     trainer.train_policy(experience)
     critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)

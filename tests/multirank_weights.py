@@ -18,6 +18,7 @@ from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -67,7 +68,14 @@ def logits(model) -> torch.Tensor:
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
     else:
         gather = torch.nn.Identity()
-    return forward(model, Tokens(TOKENS), 2, lambda out, _: gather(out)[..., :101].float(), (12, 101))
+    return forward(
+        model,
+        Tokens(TOKENS),
+        torch.ones_like(TOKENS, dtype=torch.bool),
+        MicroBatching(2),
+        lambda out, _: gather(out)[..., :101].float(),
+        (12, 101),
+    )
 
 
 def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[str, torch.Tensor]) -> None:

@@ -20,15 +20,17 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.logprobs import next_token_entropy, next_token_logprobs
+from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.pipeline import Tokens, forward_global
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
@@ -77,13 +79,13 @@ def tokens(rows: int = 5, width: int = 12, seed: int = 0) -> torch.Tensor:
 
 
 def logprobs(model: MegatronModel, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    return forward_global(
-        model,
-        Tokens(ids),
-        2,
-        lambda logits, batch: next_token_logprobs(logits, batch.tokens, VOCAB, temperature),
-        (ids.shape[1] - 1,),
-    )
+    return score(model, ids, Scoring(temperature))
+
+
+def score(model: MegatronModel, ids: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    shape = (ids.shape[1] - 1, 2) if scoring.entropy else (ids.shape[1] - 1,)
+    wanted = torch.ones(ids.shape[0], ids.shape[1] - 1, dtype=torch.bool)
+    return forward(model, Tokens(ids), wanted, MicroBatching(2), lambda outputs, _: outputs, shape, scoring)
 
 
 # ---- precision and schedule ---------------------------------------------------------------------
@@ -147,33 +149,121 @@ def test_padding_of_the_vocabulary_takes_no_probability(name: str) -> None:
                 parameter[VOCAB:] = 100.0
     torch.testing.assert_close(logprobs(padded, ids), logprobs(plain, ids), atol=2e-6, rtol=0)
     torch.testing.assert_close(logprobs(padded, ids, 0.5), logprobs(plain, ids, 0.5), atol=5e-6, rtol=0)
-    entropies = [
-        forward_global(m, Tokens(ids), 2, lambda out, _: next_token_entropy(out, VOCAB), (11,)) for m in (plain, padded)
-    ]
+    entropies = [score(m, ids, Scoring(entropy=True))[..., 1] for m in (plain, padded)]
     torch.testing.assert_close(*entropies, atol=2e-6, rtol=0)
     assert [key for key, _ in export_weights(padded)] == [key for key, _ in export_weights(plain)]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(export_weights(padded), export_weights(plain), strict=True))
 
 
-def test_split_vocabulary_equals_dense(tmp_path: Path) -> None:
-    """Log-probs, entropy and both gradients at TP 2, padding included, against the dense formulas."""
+def dense_reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The inputs of multirank_models.py through the dense formulas."""
     from multirank_models import TEMPERATURE, inputs
     from multirank_models import VOCAB as SPLIT_VOCAB
 
+    hidden, weight, wanted, loss_weights = inputs()
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    true = (hidden[:, 0] @ weight.T).float()[wanted.outputs, :SPLIT_VOCAB]
+    values = torch.stack(
+        [
+            functional.logprobs_from_logits(true, wanted.targets, TEMPERATURE),
+            functional.entropy_from_logits(true / TEMPERATURE),
+        ],
+        -1,
+    )
+    (values * loss_weights).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return {"values": values.detach(), "hidden gradient": hidden.grad, "weight gradient": weight.grad}
+
+
+def test_split_vocabulary_equals_dense(tmp_path: Path) -> None:
+    """Log-probs, entropy and both gradients at TP 3, in chunks, with padding, against the dense formulas."""
     run([sys.executable, str(ROOT / "tests" / "multirank_models.py"), str(tmp_path)], tmp_path / "ranks.log", 120)
     split = load_file(tmp_path / "split.safetensors")
-    logits, ids, weights = inputs()
-    for name in ("logprobs", "entropy"):
-        leaf = logits.clone().requires_grad_()
-        true = leaf[:, :-1, :SPLIT_VOCAB]
-        if name == "logprobs":
-            dense = functional.logprobs_from_logits(true, ids[:, 1:], TEMPERATURE)
+    for name, expected in dense_reference(torch.float32).items():
+        for way in ("whole", "sequence parallel"):
+            torch.testing.assert_close(split[f"{way} {name}"], expected, atol=5e-6, rtol=1e-5, msg=f"{way} {name}")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_chunks_of_logits_equal_dense(
+    dtype: torch.dtype, tolerance: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank, some rows at a time; nothing of the size of all positions times the vocabulary is kept for backward."""
+    from multirank_models import VOCAB as SPLIT_VOCAB
+    from multirank_models import inputs
+
+    monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", 4 * SPLIT_VOCAB * rows)
+    hidden, weight, wanted, loss_weights = inputs()
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(tuple(x.shape)), x)[1], lambda x: x):
+        values = predict(hidden, weight, SPLIT_VOCAB, wanted, sequence_parallel=False)
+    (values * loss_weights).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    found = {"values": values.detach(), "hidden gradient": hidden.grad, "weight gradient": weight.grad}
+    assert found["values"].dtype == torch.float32 and hidden.grad.dtype == dtype
+    for name, expected in dense_reference(dtype).items():
+        torch.testing.assert_close(found[name], expected, atol=tolerance, rtol=tolerance, msg=name)
+    assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
+
+
+# ---- packed rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("max_tokens", [None, 1, 20, 1000])
+def test_packed_sequences_do_not_see_each_other(name: str, max_tokens: int | None) -> None:
+    """Log-probs of sequences in packed rows are those of each sequence alone, in a plain forward pass with logits."""
+    torch.manual_seed(5)
+    model = build_model(ARCHITECTURES[name], {}, torch.float32, trainable=False)
+    ids, lengths = tokens(), torch.tensor([3, 12, 1, 7, 9])
+    mask = torch.arange(11)[None, :] < lengths[:, None] - 1
+    mask[1, :5] = False  # a prompt
+    found = forward(
+        model, Tokens(ids), mask, MicroBatching(2, max_tokens), lambda outputs, _: outputs, (11,), Scoring(0.7)
+    )
+    for row, length in enumerate(lengths.tolist()):
+        alone = ids[row : row + 1, :length]
+        with torch.no_grad():
+            logits = model.gpt(alone, torch.arange(length)[None], None)
+        expected = functional.logprobs_from_logits(logits[0, :-1, :VOCAB], alone[0, 1:], 0.7)
+        expected = torch.nn.functional.pad(expected, (0, 12 - length)) * mask[row]
+        torch.testing.assert_close(found[row], expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("max_tokens", [None, 300])
+def test_every_sequence_is_computed_once_within_the_budget(group: int, max_tokens: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 200, (64,), generator=generator).tolist()
+    lengths[:3] = [500, 0, 0]
+    parts = micro_batches(lengths, MicroBatching(4, max_tokens, group))
+    rows = sorted(row for part in parts for row in part)
+    computed = [row for row in range(64) if any(lengths[row // group * group : row // group * group + group])]
+    assert rows == computed and len(rows) < 64
+    for part in parts:
+        assert all(row ^ 1 in part for row in part) or group == 1
+        if max_tokens is None:
+            assert len(part) <= 4
         else:
-            dense = functional.entropy_from_logits(true / TEMPERATURE)
-        (dense * weights).sum().backward()
-        torch.testing.assert_close(split[name], dense.detach(), atol=2e-6, rtol=0)
-        assert leaf.grad is not None
-        torch.testing.assert_close(split[f"{name} gradient"], leaf.grad, atol=2e-6, rtol=0)
+            assert sum(lengths[row] for row in part) <= max_tokens or len(part) == group
+    if max_tokens is not None and group == 1:  # rows are nearly full
+        assert sum(lengths) / (len(parts) * max_tokens) > 0.9
+    assert micro_batches([0, 0], MicroBatching(4, max_tokens, group)) == [[]]
+
+
+def test_data_parallel_ranks_get_equal_work() -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()
+    for num_ranks in (1, 2, 3, 8):
+        parts = shares(lengths, num_ranks)
+        assert sorted(row for part in parts for row in part) == list(range(64))
+        sums = [sum(lengths[row] for row in part) for part in parts]
+        assert sum(sums) / num_ranks / max(sums) > 0.99
+    in_order = [sum(lengths[start::8]) for start in range(8)]
+    assert sum(in_order) / 8 / max(in_order) < 0.9  # it takes more than a round robin
+    assert shares([5, 5], 4).count([]) == 2
 
 
 # ---- reward heads -------------------------------------------------------------------------------
@@ -232,7 +322,7 @@ def test_rewards_ignore_what_follows_the_sequence(dtype: torch.dtype) -> None:
     head = RewardHeadConfig(num_attributes=2, dtype=torch.float32)
     model = build_model(ARCHITECTURES["llama"], {}, dtype, head=head, trainable=False)
     assert model.gpt.rm_head.weight.dtype == torch.float32
-    reward_model = RewardModel(model, head, micro_batch_size=2)
+    reward_model = RewardModel(model, head, MicroBatching(2))
     ids, lengths = tokens(), torch.tensor([3, 12, 1, 7, 9])
     together = reward_model.rewards(ids, lengths)
     assert together.shape == (5, 2) and together.dtype == torch.float32
@@ -258,9 +348,9 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
     moved = logprobs(model, ids)
     assert not torch.equal(moved, first)
     for _ in range(2):
-        assert torch.equal(actor.initial_logprobs(ids), first)
+        assert torch.equal(actor.initial_logprobs(ids, everywhere(ids)), first)
         assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
-        assert torch.equal(actor.logprobs(ids), moved)
+        assert torch.equal(actor.logprobs(ids, everywhere(ids)), moved)
     with pytest.raises(KeyboardInterrupt), frozen.active():
         raise KeyboardInterrupt
     assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
@@ -273,7 +363,7 @@ def test_wrong_placement_and_no_initial_policy() -> None:
     with pytest.raises(ValueError, match="choose auto, swap or resident"):
         FrozenWeights(model, "disk", lambda: model)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="initial_policy_kl_penalty is 0"):
-        make_actor(model, None).initial_logprobs(tokens())
+        make_actor(model, None).initial_logprobs(tokens(), everywhere(tokens()))
 
 
 # ---- updates ------------------------------------------------------------------------------------
@@ -284,9 +374,13 @@ def make_actor(
 ) -> Actor:
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
     return Actor(
-        model, optimizer, frozen, micro_batch_size=5, forward_micro_batch_size=2, temperature=1.0, ratio_eps=0.2,
-        entropy_bonus=0.01,
+        model, optimizer, frozen, training_batching=MicroBatching(5), forward_batching=MicroBatching(2),
+        temperature=1.0, ratio_eps=0.2, entropy_bonus=0.01,
     )  # fmt: skip
+
+
+def everywhere(ids: torch.Tensor) -> torch.Tensor:
+    return torch.ones(ids.shape[0], ids.shape[1] - 1)
 
 
 def policy_batch(ids: torch.Tensor, mask: float = 1.0, advantage: float = 1.0) -> PolicyBatch:
@@ -376,12 +470,6 @@ def test_the_gradient_norm_is_reported_without_clipping() -> None:
 def reference_model() -> MegatronModel:
     torch.manual_seed(4)
     return build_model(ARCHITECTURES["llama"], {}, torch.float32, trainable=False)
-
-
-def test_rows_that_do_not_divide_are_an_error() -> None:
-    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    with pytest.raises(ValueError, match="7 sequences on this rank are not a multiple of micro_batch_size=5"):
-        make_actor(model, None).update(policy_batch(tokens(rows=7)))
 
 
 # ---- generation against the trainer -------------------------------------------------------------

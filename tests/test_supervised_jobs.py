@@ -26,9 +26,9 @@ from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_style_aligner.algorithms.supervised_setup import (
     build_supervised_trainer,
-    reward_loss,
+    reward_objective,
     reward_task,
-    sft_loss,
+    sft_objective,
     sft_task,
 )
 from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings
@@ -211,7 +211,7 @@ def trainer_for(
         base = open_base_model(cfg.model.restore_from_path, cfg)
         model = base.load()
         task = sft_task(cfg, base.tokenizer)
-        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, sft_loss(model))
+        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, sft_objective())
     cfg.model.global_batch_size, cfg.model.micro_batch_size = global_batch, micro_batch
     files = {
         "train": [str(artefacts.data("train_comparisons"))],
@@ -222,7 +222,7 @@ def trainer_for(
     head = RewardHeadConfig.from_model_config(cfg.model)
     task = reward_task(cfg, base.tokenizer, head)
     return build_supervised_trainer(
-        cfg, cfg.trainer.rm, surroundings, base.load(head=head), task, reward_loss(cfg, head)
+        cfg, cfg.trainer.rm, surroundings, base.load(head=head), task, reward_objective(cfg, head)
     )
 
 

@@ -66,7 +66,7 @@ class CriticService:
         answer = {}
         if self.reward_model is not None:
             answer["rewards"] = self.reward_model.rewards(tokens, lengths)
-        answer["values"] = self.critic.values(tokens)
+        answer["values"] = self.critic.values(tokens, lengths)
         return answer
 
     def train(

@@ -15,6 +15,7 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.telemetry.progress import ProgressBar
@@ -130,7 +131,7 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     """Fill in every response's reward, in place. The reward model must share the policy's tokenizer."""
     base = _open(reward_model_path, precision)
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
-    reward_model = RewardModel(base.load(head=head, trainable=False), head, micro_batch_size=16)
+    reward_model = RewardModel(base.load(head=head, trainable=False), head, MicroBatching(num_rows=16))
     for start in range(0, len(responses.rows), _SCORING_BATCH):
         batch = responses.rows[start : start + _SCORING_BATCH]
         tokens, lengths = _pad([row.tokens for row in batch])

@@ -61,7 +61,7 @@ def leave_out_nonfinite(
     Raises:
         NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
     """
-    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, rollouts.tokens.shape[1] - 1)
+    mask = rollouts.response_mask()
     parts = {"reward": scores.rewards[:, None], "values": scores.values}
     parts["log-probs"] = functional.zero_where_masked(logprobs, mask)
     if init_logprobs is not None:
@@ -113,9 +113,8 @@ def make_experience(
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names.
     """
-    num_positions = rollouts.tokens.shape[1] - 1
     valid = rollouts.is_valid
-    mask = functional.response_mask(rollouts.prompt_lengths, rollouts.lengths, num_positions) * valid[:, None]
+    mask = rollouts.response_mask() * valid[:, None]
     policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
 
     if init_logprobs is None:

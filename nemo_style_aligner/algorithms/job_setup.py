@@ -16,6 +16,7 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, Checkpoin
 from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.ending import abort_job
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
@@ -92,6 +93,16 @@ def _start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     watchdog = Watchdog(log_dir, dist.get_rank(), dist.get_world_size(), float(minutes) * 60, job, abort_job)
     watchdog.start()
     return watchdog
+
+
+def training_batching(model: DictConfig, group: int = 1) -> MicroBatching:
+    """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example."""
+    return MicroBatching(int(model.micro_batch_size) * group, model.max_tokens_per_micro_batch, group)
+
+
+def forward_batching(section: DictConfig) -> MicroBatching:
+    """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
+    return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
 
 
 def describe(cfg: DictConfig, run: Run, base: BaseModel) -> None:

@@ -221,16 +221,16 @@ class PPOTrainer:
         if self.settings.unload_engine:
             with self.timer("unload"):
                 self.collector.engine.unload()
-        tokens = pending.rollouts.tokens
+        tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
         # Scoring goes on in the critic job while these run.
         self.run_control.check()
         with self.timer("logprobs"):
-            logprobs = self.actor.logprobs(tokens)
+            logprobs = self.actor.logprobs(tokens, mask)
         self.run_control.check()
         init_logprobs = None
         if is_training and self.actor.initial_policy is not None:
             with self.timer("init_logprobs"):
-                init_logprobs = self.actor.initial_logprobs(tokens)
+                init_logprobs = self.actor.initial_logprobs(tokens, mask)
         with self.timer("critic_wait"):
             scores = pending.wait_for_scores()
         self.run_control.check(ahead="training" if is_training else None)
@@ -259,10 +259,8 @@ class PPOTrainer:
         with self.timer("train_time"):
             for epoch in range(self.settings.num_ppo_epochs):
                 for minibatch in self._minibatches(len(experience), epoch):
-                    layout = self.actor.model.layout
-                    share = minibatch.chunk(layout.dp_size)[layout.dp_rank]
                     origin = f"samples {minibatch.tolist()} (prompts {experience.prompt_ids[minibatch].tolist()})"
-                    metrics = self.actor.update(self._policy_batch(experience, share), origin)
+                    metrics = self.actor.update(self._policy_batch(experience, minibatch), origin)
                     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
                     metrics["optim_step"] = self.ppo_optimization_step
                     self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
 from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.models.actor import Actor
@@ -85,8 +85,8 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         model,
         optimizer,
         initial_policy,
-        micro_batch_size=int(cfg.model.micro_batch_size),
-        forward_micro_batch_size=int(cfg.model.ppo.forward_micro_batch_size),
+        training_batching=training_batching(cfg.model),
+        forward_batching=forward_batching(cfg.model.ppo),
         temperature=sampling_params(cfg).logprob_temperature,
         ratio_eps=float(cfg.model.ppo.ratio_eps),
         entropy_bonus=float(cfg.model.ppo.entropy_bonus),

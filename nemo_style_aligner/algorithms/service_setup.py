@@ -7,7 +7,7 @@ import os
 from omegaconf import DictConfig, ListConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
@@ -59,12 +59,11 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     """
     head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
     model = base.load(head=head)
-    forward_micro_batch_size = int(cfg.model.forward_micro_batch_size)
     reward_model = None
     if cfg.trainer.ppo.combine_rm_and_critic_server:
         # Frozen before a checkpoint is loaded: the reward model never changes.
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
-        reward_model = RewardModel(weights, head, forward_micro_batch_size)
+        reward_model = RewardModel(weights, head, forward_batching(cfg.model))
     schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
     ppo = cfg.trainer.ppo
     nonfinite = NonFinitePolicy.from_config(ppo)
@@ -76,9 +75,9 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         model,
         make_optimizer(),
         head,
-        micro_batch_size=int(cfg.model.micro_batch_size),
+        training_batching=training_batching(cfg.model),
         global_batch_size=int(cfg.model.global_batch_size),
-        forward_micro_batch_size=forward_micro_batch_size,
+        forward_batching=forward_batching(cfg.model),
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
     )
     initial_random_states = random_states()
@@ -97,7 +96,7 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     """A reward model that is never trained."""
     head = RewardHeadConfig.from_model_config(cfg.model)
     model = base.load(head=head, trainable=False)
-    return RewardService(RewardModel(model, head, int(cfg.model.forward_micro_batch_size)))
+    return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
 
 
 def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:

@@ -15,7 +15,9 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.models.pipeline import LossFunction, train_step
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import train_step
+from nemo_style_aligner.models.supervised_losses import Objective
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
@@ -77,10 +79,10 @@ class SupervisedTrainer:
     Args:
         settings: see `SupervisedSettings`.
         model, optimizer: what is trained.
-        loss: see `models.pipeline.LossFunction`; its named sums become metrics.
+        objective: what is minimised; the named sums of its loss become metrics.
         train_sampler, val_sampler: yield global batches of example indices; training drops a last, smaller one.
         make_train_batch, make_val_batch: turn a rank's indices into a batch.
-        rows_per_example: rows of the batch per example (2 for pairs).
+        batching: micro batches of the rows.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class SupervisedTrainer:
         settings: SupervisedSettings,
         model: MegatronModel,
         optimizer: Optimizer,
-        loss: LossFunction,
+        objective: Objective,
         train_sampler: EpochSampler,
         val_sampler: EpochSampler | None,
         make_train_batch: Batcher,
@@ -97,12 +99,12 @@ class SupervisedTrainer:
         metrics: MetricsLogger,
         run_control: RunControl,
         *,
-        rows_per_example: int = 1,
+        batching: MicroBatching,
     ) -> None:
         self.settings = settings
         self.model = model
         self.optimizer = optimizer
-        self.loss = loss
+        self.objective = objective
         self.train_sampler = train_sampler
         self.val_sampler = val_sampler
         self.make_train_batch = make_train_batch
@@ -110,7 +112,7 @@ class SupervisedTrainer:
         self.checkpoints = checkpoints
         self.metrics = metrics
         self.run_control = run_control
-        self.micro_batch_rows = settings.micro_batch_size * rows_per_example
+        self.batching = batching
         self.timer = ScopedTimer()
         self.step = 0
         self._last_metrics: dict[str, float] = {}
@@ -167,7 +169,7 @@ class SupervisedTrainer:
         self.model.module.train()
         self.optimizer.zero_grad()
         batch = self.make_train_batch(self._share(indices))
-        metrics = train_step(self.model, batch, self.micro_batch_rows, self.loss)
+        metrics = self._run(batch)
         metrics.pop("num_items")
         metrics |= self.optimizer.step(metrics["loss"], f"examples {list(indices)} of the training data")
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -188,7 +190,7 @@ class SupervisedTrainer:
                 activity.progress()
                 self.run_control.check()
                 batch = self.make_val_batch(self._share(indices))
-                means = train_step(self.model, batch, self.micro_batch_rows, self.loss, forward_only=True)
+                means = self._run(batch, forward_only=True)
                 count = means.pop("num_items")
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
@@ -196,6 +198,19 @@ class SupervisedTrainer:
         metrics = {name: total / count for name, total in totals.items()} if count else {}
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
+
+    def _run(self, batch: Any, forward_only: bool = False) -> dict[str, float]:
+        objective = self.objective
+        return train_step(
+            self.model,
+            batch,
+            objective.wanted(batch),
+            self.batching,
+            objective.loss,
+            scoring=objective.scoring,
+            is_whole=False,
+            forward_only=forward_only,
+        )
 
     def _share(self, indices: Sequence[int]) -> Sequence[int]:
         """This data-parallel rank's part of a global batch; -1 stands for a missing example (masked out)."""

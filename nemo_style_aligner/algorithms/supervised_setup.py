@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.job_setup import Run, training_batching
 from nemo_style_aligner.algorithms.supervised import Batcher, SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
@@ -28,14 +28,14 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.pipeline import LossFunction
 from nemo_style_aligner.models.supervised_losses import (
     LabelledBatch,
     LanguageModelBatch,
+    Objective,
     PairBatch,
-    attribute_regression_loss,
-    language_model_loss,
-    ranking_loss,
+    attribute_regression_objective,
+    language_model_objective,
+    ranking_objective,
 )
 
 MISSING = -1
@@ -67,7 +67,7 @@ def build_supervised_trainer(
     run: Run,
     model: MegatronModel,
     task: SupervisedTask,
-    loss: LossFunction,
+    objective: Objective,
 ) -> SupervisedTrainer:
     """The trainer of a job, resumed if there is a checkpoint.
 
@@ -75,7 +75,7 @@ def build_supervised_trainer(
         cfg: the whole config.
         section: ``cfg.trainer.sft`` or ``cfg.trainer.rm``.
         model: trainable, with its starting weights.
-        task, loss: what is trained on what.
+        task, objective: what is trained on what.
 
     Raises:
         ValueError: too few examples.
@@ -97,7 +97,7 @@ def build_supervised_trainer(
         settings,
         model,
         optimizer,
-        loss,
+        objective,
         train_sampler,
         val_sampler,
         task.batcher(task.train),
@@ -105,7 +105,7 @@ def build_supervised_trainer(
         run.checkpoints,
         run.metrics,
         run.control,
-        rows_per_example=task.rows_per_example,
+        batching=training_batching(cfg.model, task.rows_per_example),
     )
     run.resume(model, optimizer, trainer)
     return trainer
@@ -153,9 +153,9 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     )
 
 
-def sft_loss(model: MegatronModel) -> LossFunction:
+def sft_objective() -> Objective:
     """Cross-entropy of response tokens."""
-    return language_model_loss(model)
+    return language_model_objective()
 
 
 # ---- reward models ------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
     )
 
 
-def reward_loss(cfg: DictConfig, head: RewardHeadConfig) -> LossFunction:
+def reward_objective(cfg: DictConfig, head: RewardHeadConfig) -> Objective:
     """Bradley-Terry loss for comparisons, squared error for labels."""
     if cfg.model.reward_model_type == "regression":
-        return attribute_regression_loss(head, float(cfg.model.regression.loss_mask_val))
-    return ranking_loss(head)
+        return attribute_regression_objective(head, float(cfg.model.regression.loss_mask_val))
+    return ranking_objective(head)
 
 
 def _pair_batcher(tokenizer: Tokenizer) -> Callable[[Dataset[ComparisonItem]], Batcher]:

@@ -9,9 +9,9 @@ import torch
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.logprobs import next_token_entropy, next_token_logprobs
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.models.pipeline import Tokens, forward_global, train_step
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 
 
 @dataclasses.dataclass
@@ -40,8 +40,8 @@ class Actor:
         model: the policy.
         optimizer: of its parameters.
         initial_policy: the weights the KL penalty refers to; None where there is no penalty.
-        micro_batch_size: sequences per forward-backward pass.
-        forward_micro_batch_size: sequences per log-prob pass.
+        training_batching: micro batches of the update.
+        forward_batching: micro batches of log-prob passes.
         temperature: the sampling temperature; log-probs are of the distribution sampled from.
         ratio_eps: PPO's clipping range.
         entropy_bonus: coefficient of the entropy added to the objective.
@@ -53,8 +53,8 @@ class Actor:
         optimizer: Optimizer,
         initial_policy: FrozenWeights | None,
         *,
-        micro_batch_size: int,
-        forward_micro_batch_size: int,
+        training_batching: MicroBatching,
+        forward_batching: MicroBatching,
         temperature: float,
         ratio_eps: float,
         entropy_bonus: float,
@@ -62,55 +62,65 @@ class Actor:
         self.model = model
         self.optimizer = optimizer
         self.initial_policy = initial_policy
-        self.micro_batch_size = micro_batch_size
-        self.forward_micro_batch_size = forward_micro_batch_size
+        self.training_batching = training_batching
+        self.forward_batching = forward_batching
         self.temperature = temperature
         self.ratio_eps = ratio_eps
         self.entropy_bonus = entropy_bonus
 
-    def logprobs(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The policy's log-probs of int64 [n, s] tokens, held by every rank -> fp32 [n, s-1], on every rank."""
-        return self._logprobs(self.model, tokens)
+    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The policy's log-probs of tokens; every rank passes the same and gets the same.
 
-    def initial_logprobs(self, tokens: torch.Tensor) -> torch.Tensor:
+        Args:
+            tokens: int64 [n, s].
+            mask: [n, s-1], nonzero at the predictions that are wanted.
+
+        Returns:
+            fp32 [n, s-1], zero where masked.
+        """
+        return self._logprobs(self.model, tokens, mask)
+
+    def initial_logprobs(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The initial policy's log-probs; see `logprobs`."""
         if self.initial_policy is None:
             raise RuntimeError("this job keeps no initial policy: trainer.ppo.initial_policy_kl_penalty is 0")
         with self.initial_policy.active() as model:
-            return self._logprobs(model, tokens)
+            return self._logprobs(model, tokens, mask)
 
-    def _logprobs(self, model: MegatronModel, tokens: torch.Tensor) -> torch.Tensor:
-        vocab_size = model.architecture.vocab_size
-        return forward_global(
+    def _logprobs(self, model: MegatronModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return forward(
             model,
             Tokens(tokens),
-            self.forward_micro_batch_size,
-            lambda logits, batch: next_token_logprobs(logits, batch.tokens, vocab_size, self.temperature),
+            mask != 0,
+            self.forward_batching,
+            lambda logprobs, _: logprobs,
             (tokens.shape[1] - 1,),
+            Scoring(self.temperature),
         )
 
     def update(self, batch: PolicyBatch, origin: str = "a batch") -> dict[str, float]:
-        """One optimizer update from this data-parallel rank's share of a global batch.
+        """One optimizer update from a global batch, which every rank passes whole.
 
         Returns global means over the tokens of the loss: ``loss``, ``ppo_ratio``, ``ppo_ratio_clamped``,
-        ``clip_fraction``, ``approximate_kl``, ``scaled_entropy``, and what `Optimizer.step` returns. ``origin`` says
-        which samples these are, should the update be skipped or refused.
+        ``clip_fraction``, ``approximate_kl``, ``scaled_entropy``; ``padding_efficiency`` and ``dp_balance`` (see
+        `train_step`); and what `Optimizer.step` returns. ``origin`` says which samples these are, should the update be
+        skipped or refused.
         """
         self.model.module.train()
         self.optimizer.zero_grad()
-        metrics = train_step(self.model, batch, self.micro_batch_size, self._loss)
+        scoring = Scoring(self.temperature, entropy=self.entropy_bonus > 0)
+        metrics = train_step(self.model, batch, batch.mask != 0, self.training_batching, self._loss, scoring=scoring)
         metrics.pop("num_items")
         return metrics | self.optimizer.step(metrics["loss"], origin)
 
     def _loss(
-        self, logits: torch.Tensor, batch: PolicyBatch
+        self, outputs: torch.Tensor, batch: PolicyBatch
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        vocab_size = self.model.architecture.vocab_size
-        entropy = torch.zeros((), device=logits.device)
+        entropy = torch.zeros((), device=outputs.device)
+        logprobs = outputs
         if self.entropy_bonus > 0:
-            per_token = next_token_entropy(logits, vocab_size, self.temperature)
+            logprobs, per_token = outputs.unbind(-1)
             entropy = self.entropy_bonus * (per_token * batch.mask).sum()
-        logprobs = next_token_logprobs(logits, batch.tokens, vocab_size, self.temperature)
         loss, sums = functional.clipped_policy_loss(
             logprobs, batch.old_logprobs, batch.advantages, batch.mask, self.ratio_eps, batch.importance_weights
         )

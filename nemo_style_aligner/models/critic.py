@@ -9,9 +9,10 @@ import torch
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards, pooled_positions
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.models.pipeline import Tokens, forward_global, rows, train_step
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Tokens, forward, rows, train_step
 
 
 @dataclasses.dataclass
@@ -38,13 +39,13 @@ class RewardModel:
     Args:
         weights: the frozen weights, or a model that is never trained.
         head: how token outputs become rewards.
-        micro_batch_size: sequences per forward pass.
+        batching: micro batches of forward passes.
     """
 
-    def __init__(self, weights: FrozenWeights | MegatronModel, head: RewardHeadConfig, micro_batch_size: int) -> None:
+    def __init__(self, weights: FrozenWeights | MegatronModel, head: RewardHeadConfig, batching: MicroBatching) -> None:
         self._weights = weights
         self.head = head
-        self.micro_batch_size = micro_batch_size
+        self.batching = batching
 
     @property
     def num_outputs(self) -> int:
@@ -64,10 +65,11 @@ class RewardModel:
             return self._rewards(model, tokens, lengths)
 
     def _rewards(self, model: MegatronModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return forward_global(
+        return forward(
             model,
             ScoringBatch(tokens, lengths),
-            self.micro_batch_size,
+            pooled_positions(lengths, tokens.shape[1], self.head),
+            self.batching,
             lambda outputs, batch: pool_rewards(outputs, batch.lengths, self.head),
             (self.num_outputs,),
         )
@@ -80,9 +82,9 @@ class Critic:
         model: a trainable model with a reward head.
         optimizer: of its parameters.
         head: its head's config (attribute weights turn several outputs into one value).
-        micro_batch_size: sequences per forward-backward pass.
+        training_batching: micro batches of an update.
         global_batch_size: sequences per update, over all ranks.
-        forward_micro_batch_size: sequences per forward pass of inference.
+        forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
     """
 
@@ -92,62 +94,55 @@ class Critic:
         optimizer: Optimizer,
         head: RewardHeadConfig,
         *,
-        micro_batch_size: int,
+        training_batching: MicroBatching,
         global_batch_size: int,
-        forward_micro_batch_size: int,
+        forward_batching: MicroBatching,
         loss_clip: float,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.head = head
-        self.micro_batch_size = micro_batch_size
+        self.training_batching = training_batching
         self.global_batch_size = global_batch_size
-        self.forward_micro_batch_size = forward_micro_batch_size
+        self.forward_batching = forward_batching
         self.loss_clip = loss_clip
 
-    def values(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [n, s], held by every rank -> fp32 [n, s-1] on every rank: entry t is V(tokens[: t + 1])."""
-        return forward_global(
+    def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """int64 [n, s], int64 [n], held by every rank -> fp32 [n, s-1] on every rank.
+
+        Entry t is V(tokens[: t + 1]); zero from a sequence's last token on.
+        """
+        width = tokens.shape[1] - 1
+        return forward(
             self.model,
             Tokens(tokens),
-            self.forward_micro_batch_size,
-            lambda outputs, batch: merge_attributes(outputs, self.head)[:, :-1],
-            (tokens.shape[1] - 1,),
+            torch.arange(width)[None, :] < lengths.cpu()[:, None] - 1,
+            self.forward_batching,
+            lambda outputs, _: merge_attributes(outputs, self.head),
+            (width,),
         )
 
     def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
         """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
 
-        A last, smaller batch is filled up with rows that are masked out.
-        Returns each update's ``loss`` and what `Optimizer.step` returns. ``origin`` names the batch, should an
-        update be skipped or refused.
+        The last batch may be smaller. Returns each update's ``loss``, ``padding_efficiency``, ``dp_balance`` and what
+        `Optimizer.step` returns. ``origin`` names the batch, should an update be skipped or refused.
         """
         self.model.module.train()
-        n = batch.tokens.shape[0]
         reports = []
+        n = batch.tokens.shape[0]
         for start in range(0, n, self.global_batch_size):
             stop = min(start + self.global_batch_size, n)
-            part = self._share(rows(batch, slice(start, stop)))
+            part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
-            metrics = train_step(self.model, part, self.micro_batch_size, self._loss)
+            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss)
             metrics.pop("num_items")
             reports.append(metrics | self.optimizer.step(metrics["loss"], f"rows {start} to {stop - 1} of {origin}"))
         return reports
 
-    def _share(self, batch: ValueBatch) -> ValueBatch:
-        """This data-parallel rank's rows of a global batch, filled up to a multiple of the micro batch."""
-        n = batch.tokens.shape[0]
-        missing = -n % (self.micro_batch_size * self.model.layout.dp_size)
-        if missing:
-            batch = rows(batch, torch.cat([torch.arange(n), torch.zeros(missing, dtype=torch.int64)]))
-            batch.mask = batch.mask.clone()
-            batch.mask[n:] = 0
-        size = batch.tokens.shape[0] // self.model.layout.dp_size
-        return rows(batch, slice(size * self.model.layout.dp_rank, size * (self.model.layout.dp_rank + 1)))
-
     def _loss(
         self, outputs: torch.Tensor, batch: ValueBatch
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        values = merge_attributes(outputs, self.head)[:, :-1]
+        values = merge_attributes(outputs, self.head)
         loss = functional.clipped_value_loss(values, batch.prev_values, batch.returns, batch.mask, self.loss_clip)
         return loss, batch.mask.sum(), {}

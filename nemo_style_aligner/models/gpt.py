@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
 from nemo_style_aligner.models.layers import block_spec
+from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,28 @@ class MegatronModel:
     def has_reward_head(self) -> bool:
         """Whether the model ends in a reward head (on the last stage) instead of the vocabulary."""
         return isinstance(self.gpt, GPTRewardModel)
+
+
+class GPTLanguageModel(GPTModel):
+    """A `GPTModel` that answers a `Prediction` given as ``labels`` with log-probs, without storing its logits."""
+
+    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.true_vocab_size = true_vocab_size
+
+    def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """[s, b, h] -> the prediction's log-probs on the last stage; without ``labels`` logits, as ever."""
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, labels=None, **kwargs)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return predict(
+            hidden_states,
+            weight,
+            self.true_vocab_size,
+            labels,
+            sequence_parallel=self.config.sequence_parallel,
+        )
 
 
 class GPTRewardModel(GPTModel):
@@ -150,6 +173,9 @@ def transformer_config(
         persist_layer_norm=False,
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
+        # Packed rows differ in length. megatron-core wants this dispatcher with them, experts or not.
+        variable_seq_lengths=layout.pp_size > 1,
+        moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=torch.cuda.is_available(),
         **recompute,
     )
@@ -212,7 +238,11 @@ def build_model(
         "rope_scaling_factor": architecture.rope_scaling_factor or 8.0,
     }
     if head is None:
-        gpt = GPTModel(share_embeddings_and_output_weights=architecture.tied_embeddings, **options)
+        gpt: GPTModel = GPTLanguageModel(
+            true_vocab_size=architecture.vocab_size,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            **options,
+        )
     else:
         gpt = GPTRewardModel(head=head, **options)
     for parameter in gpt.parameters():

@@ -110,6 +110,12 @@ def merge_attributes(outputs: torch.Tensor, head: RewardHeadConfig) -> torch.Ten
     return outputs @ torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
 
 
+def pooled_positions(lengths: torch.Tensor, width: int, head: RewardHeadConfig) -> torch.Tensor:
+    """The positions whose outputs `pool_rewards` needs: int64 [b] -> bool [b, width]."""
+    positions, lengths = torch.arange(width, device=lengths.device)[None, :], lengths[:, None]
+    return positions < lengths if head.pooling == "average" else positions == lengths - 1
+
+
 def pool_rewards(outputs: torch.Tensor, lengths: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
     """A sequence's reward from its tokens' outputs.
 

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
 
 
 def has_transformer_engine() -> bool:
@@ -58,55 +59,6 @@ class Norm(torch.nn.Module):
         return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
 
 
-class CausalAttention(MegatronModule):
-    """Core attention on `scaled_dot_product_attention`: causal, with grouped queries.
-
-    Sequences are padded on the right, so causality already hides the padding from every real token and no
-    other mask is wanted.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """``query`` [s, b, heads, d], ``key``/``value`` [s, b, groups, d] -> [s, b, heads * d]."""
-        if attention_bias is not None or packed_seq_params is not None:
-            raise NotImplementedError("packed sequences and attention biases need Transformer Engine")
-        s, b, heads, _ = query.shape
-        if s not in (1, key.shape[0]):
-            raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=s > 1,  # a single new token sees all that went before
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.softmax_scale,
-            enable_gqa=heads != key.shape[2],
-        )
-        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
-
-
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The specification of one transformer block for megatron-core's `GPTModel`."""
     if has_transformer_engine():
@@ -119,7 +71,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=TorchSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,

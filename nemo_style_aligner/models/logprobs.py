@@ -1,62 +1,169 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel group."""
+"""Log-probabilities and entropy of tokens from hidden states, in chunks, with the vocabulary split over ranks.
+
+The logits of one chunk of positions exist at a time, in the forward and in the backward pass, which computes them
+again: there is never a tensor of all positions times the vocabulary.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+_CHUNK_BYTES = 64 * 2**20
+"""Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
 
 
-def mask_padded_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Push the logits of the rows that only pad the vocabulary to the least finite value, in place.
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is asked of a language model about some positions of a packed row.
 
-    Without this the padding would take probability, and how much would depend on the tensor-parallel size.
-
-    Args:
-        logits: [..., vocabulary / tp], this rank's slice.
-        vocab_size: the true size of the whole vocabulary.
-    """
-    width = logits.shape[-1]
-    valid = vocab_size - parallel_state.get_tensor_model_parallel_rank() * width
-    if valid < width:
-        logits[..., max(valid, 0) :] = torch.finfo(logits.dtype).min
-    return logits
-
-
-def next_token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """Log-probability of each token given those before it, differentiable.
-
-    Args:
-        logits: [b, s, vocabulary / tp], changed in place.
-        tokens: int64 [b, s].
-        vocab_size: the true size of the vocabulary.
+    Attributes:
+        outputs: int64 [k], places in the row.
+        targets: int64 [k], the token that follows each place.
         temperature: the logits are divided by it first, as the sampler does.
+        entropy: the entropy of the distribution is wanted too.
+    """
+
+    outputs: torch.Tensor
+    targets: torch.Tensor
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+def predict(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    vocab_size: int,
+    wanted: Prediction,
+    *,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    """Log-probs of tokens given those before them, differentiable in the first two arguments. Collective.
+
+    Args:
+        hidden_states: [t, 1, h], or [t / tp, 1, h] under sequence parallelism.
+        weight: [vocabulary / tp, h], this rank's slice of the (padded) output layer.
+        vocab_size: the true size of the vocabulary; rows of the weight beyond it take no probability.
 
     Returns:
-        fp32 [b, s - 1]: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
+        fp32 [k]; [k, 2], log-probs and entropies, if entropies are wanted.
     """
-    logits = mask_padded_vocabulary(logits, vocab_size)[:, :-1].float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    return -vocab_parallel_cross_entropy(logits.contiguous(), tokens[:, 1:].contiguous())
+    if sequence_parallel:
+        # Each rank's gradient is of its slice of the vocabulary: the way back sums them.
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+    rows = hidden_states[:, 0].index_select(0, wanted.outputs)
+    if not sequence_parallel:
+        rows = copy_to_tensor_model_parallel_region(rows)
+    return _Predictions.apply(rows, weight, vocab_size, wanted)
 
 
-def next_token_entropy(logits: torch.Tensor, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
-    """Entropy of the distribution over the next token, differentiable. Arguments as above -> fp32 [b, s - 1].
+class _Predictions(torch.autograd.Function):
+    """Rows [k, h], weight [v, h] -> fp32 [k] or [k, 2]; see `predict`.
 
-    H = log Z - E[logit], with Z and the expectation summed over the tensor-parallel group.
+    With p the softmax of x = rows @ weight.T / temperature and H its entropy:
+    d logprob / d x = onehot(target) - p; d H / d x = -p (log p + H).
     """
-    logits = mask_padded_vocabulary(logits, vocab_size)[:, :-1].float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    peak = logits.detach().amax(-1, keepdim=True)
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
-    exp = (logits - peak).exp()
-    z = reduce_from_tensor_model_parallel_region(exp.sum(-1))
-    # exp is zero in the padding, whose logit would turn the product into -inf * 0.
-    weighted = torch.where(exp > 0, exp * (logits - peak), 0.0).sum(-1)
-    return z.log() - reduce_from_tensor_model_parallel_region(weighted) / z
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: Prediction
+    ) -> torch.Tensor:
+        vocabulary = _Slice(weight, vocab_size)
+        k = rows.shape[0]
+        # Of this rank's slice alone: log of the sum of exponentials, the target's logit, the mean logit.
+        normalizer, target_logit, mean_logit = rows.new_zeros(3, k, dtype=torch.float32)
+        if vocabulary.size == 0:
+            normalizer.fill_(torch.finfo(torch.float32).min)
+        else:
+            for part, logits in vocabulary.logits(rows, wanted.temperature):
+                ids, here = vocabulary.local(wanted.targets[part])
+                picked = logits.gather(1, ids[:, None])[:, 0]
+                target_logit[part] = picked * here
+                torch.log_softmax(logits, -1, out=logits)
+                normalizer[part] = picked - logits.gather(1, ids[:, None])[:, 0]
+                if wanted.entropy:
+                    mean_logit[part] = normalizer[part] + (logits.exp() * logits).sum(-1)
+        own = normalizer
+        if vocabulary.is_split:
+            normalizer = _logsumexp_over_ranks(own)
+            sums = torch.stack([target_logit, (own - normalizer).exp() * mean_logit])
+            dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
+            target_logit, mean_logit = sums
+        entropy = normalizer - mean_logit
+        ctx.save_for_backward(rows, weight, normalizer, entropy)
+        ctx.vocab_size, ctx.wanted = vocab_size, wanted
+        logprobs = target_logit - normalizer
+        return torch.stack([logprobs, entropy], -1) if wanted.entropy else logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+        rows, weight, normalizer, entropy = ctx.saved_tensors
+        wanted: Prediction = ctx.wanted
+        vocabulary = _Slice(weight, ctx.vocab_size)
+        grad = grad / wanted.temperature
+        grad_logprob, grad_entropy = grad.unbind(-1) if wanted.entropy else (grad, None)
+        grad_rows = torch.zeros_like(rows)
+        # Summed over chunks in fp32, whatever the dtype of the weights.
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        mine = grad_weight[: vocabulary.size]
+        for part, logits in vocabulary.logits(rows, wanted.temperature) if vocabulary.size else ():
+            logits -= normalizer[part, None]
+            if grad_entropy is None:
+                grad_logits = logits.exp_().mul_(-grad_logprob[part, None])
+            else:
+                probabilities = logits.exp()
+                grad_logits = logits.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                grad_logits.add_(grad_logprob[part, None]).mul_(probabilities).neg_()
+            ids, here = vocabulary.local(wanted.targets[part])
+            grad_logits.scatter_add_(1, ids[:, None], (grad_logprob[part] * here)[:, None])
+            grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits, vocabulary.weight, out=grad_rows[part])
+            if mine.dtype == weight.dtype:
+                mine.addmm_(grad_logits.t(), rows[part])
+            else:
+                mine.add_(grad_logits.t() @ rows[part])
+        return grad_rows, grad_weight.to(weight.dtype), None, None
+
+
+class _Slice:
+    """This rank's rows of the output layer, without those that pad the vocabulary."""
+
+    def __init__(self, weight: torch.Tensor, vocab_size: int) -> None:
+        self.is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
+        self.first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+        self.size = min(max(vocab_size - self.first, 0), weight.shape[0])
+        self.weight = weight.detach()[: self.size]
+
+    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [n] -> (ids in this slice, 0 for those outside; fp32, 1 for those inside)."""
+        ids = ids - self.first
+        here = (ids >= 0) & (ids < self.size)
+        return ids * here, here.float()
+
+    def logits(self, rows: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+        """fp32 logits of chunks of rows, each valid until the next. There must be at least one row of weights."""
+        step = max(1, _CHUNK_BYTES // (4 * self.size))
+        buffer = rows.new_empty(min(step, rows.shape[0]), self.size)
+        for start in range(0, rows.shape[0], step):
+            part = slice(start, min(start + step, rows.shape[0]))
+            logits = torch.mm(rows[part], self.weight.t(), out=buffer[: part.stop - part.start]).float()
+            yield part, logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _logsumexp_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise log of the sum of exponentials over the tensor-parallel group."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    peak = values.clone()
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    total = (values - peak).exp_()
+    dist.all_reduce(total, group=group)
+    return peak + total.log_()

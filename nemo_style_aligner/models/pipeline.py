@@ -1,7 +1,8 @@
 """Runs batches through megatron-core's pipeline schedules: one training step, or a forward pass.
 
 A batch is a dataclass of tensors that share their first dimension (one row per sequence), with a field
-``tokens`` int64 [n, s]. Every rank of a model-parallel group passes the same rows.
+``tokens`` int64 [n, s]. Every rank of a model-parallel group passes the same rows. Models compute packed rows without
+padding (`models.packing`); losses and results have the shapes of the batch again, zero where nothing was wanted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.logprobs import Prediction
+from nemo_style_aligner.models.packing import (
+    MicroBatching,
+    PackedRow,
+    micro_batches,
+    pack_row,
+    shares,
+    used_lengths,
+)
 from nemo_style_aligner.parallel.groups import (
     all_gather_rows,
     all_reduce_sums,
@@ -26,10 +36,14 @@ from nemo_style_aligner.parallel.groups import (
 B = TypeVar("B", bound=Any)
 
 LossFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-"""(model output, micro batch) -> (loss summed over items, number of items, named sums to report)."""
+"""(outputs, micro batch) -> (loss summed over items, number of items, named sums to report)."""
 
 OutputFunction = Callable[[torch.Tensor, Any], torch.Tensor]
-"""(model output, micro batch) -> one row of results per sequence."""
+"""(outputs, micro batch) -> one row of results per sequence.
+
+Outputs, here and in `LossFunction`: log-probs [b, s-1] of a language model (with entropies [b, s-1, 2]), or a reward
+head's outputs [b, w, attributes]; zero where they were not wanted.
+"""
 
 
 @dataclasses.dataclass
@@ -57,82 +71,117 @@ def to_device(batch: B, target: torch.device) -> B:
     return type(batch)(**fields)
 
 
-def _pad_rows(batch: B, count: int) -> B:
-    """Append ``count`` copies of the last row, so that micro batches are of equal size."""
-    if count == 0:
-        return batch
-    n = batch.tokens.shape[0]
-    return rows(batch, torch.cat([torch.arange(n), torch.full((count,), n - 1)]))
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What a language model reports of each token: log-probs at a temperature and, if wanted, entropies."""
+
+    temperature: float = 1.0
+    entropy: bool = False
 
 
-def _micro_batches(batch: B, size: int) -> Iterator[B]:
-    for start in range(0, batch.tokens.shape[0], size):
-        yield rows(batch, slice(start, start + size))
+@dataclasses.dataclass
+class _MicroBatch:
+    """Some rows of a batch, and the packed row the model computes for them."""
+
+    batch: Any
+    packed: PackedRow
+    prediction: Prediction | None
 
 
-def pad_sequence_length(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Zeros appended to int64 [n, s] until s is a multiple; causal models never look at them."""
-    return torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % multiple))
+def _micro_batches(
+    model: MegatronModel, batch: Any, wanted: torch.Tensor, parts: list[list[int]], scoring: Scoring | None
+) -> Iterator[_MicroBatch]:
+    """Pack the rows of each part, on this rank's device."""
+    multiple = model.layout.tp_size if model.config.sequence_parallel else 1
+    for part in parts:
+        index = torch.tensor(part, dtype=torch.int64)
+        chosen, where = to_device(rows(batch, index), device()), wanted[index].to(device())
+        packed = pack_row(chosen.tokens, where, multiple)
+        prediction = None
+        if scoring is not None:
+            targets = chosen.tokens[:, 1:][where]
+            prediction = Prediction(packed.outputs, targets, scoring.temperature, scoring.entropy)
+        yield _MicroBatch(chosen, packed, prediction)
 
 
-def _call_model(model: MegatronModel, module: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Call the stage's module; its output on the last stage is cut back to the tokens' true length."""
-    length = tokens.shape[1]
-    padded = pad_sequence_length(tokens, _sequence_multiple(model))
-    positions = torch.arange(padded.shape[1], device=tokens.device).expand_as(padded)
-    output = module(padded, positions, None)
-    return output[:, :length] if model.layout.is_last_stage else output
-
-
-def _sequence_multiple(model: MegatronModel) -> int:
-    return model.layout.tp_size if model.config.sequence_parallel else 1
+def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:
+    """Call the stage's module; on the last stage, its outputs at the wanted positions [k, ...]."""
+    packed, prediction = micro_batch.packed, micro_batch.prediction
+    positions = packed.sequences.positions
+    assert positions is not None
+    output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
+    if not model.layout.is_last_stage or prediction is not None:
+        return output
+    return output[0].index_select(0, packed.outputs)
 
 
 def _run_schedule(
-    model: MegatronModel, batch: Any, micro_batch_size: int, forward_step: Callable[..., Any], **options: Any
+    model: MegatronModel,
+    micro_batches: Iterator[_MicroBatch],
+    count: int,
+    forward_step: Callable[..., Any],
+    **options: Any,
 ) -> list[Any]:
-    n, length = batch.tokens.shape
-    length += -length % _sequence_multiple(model)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=_micro_batches(batch, micro_batch_size),
+        data_iterator=micro_batches,
         model=[model.module],
-        num_microbatches=n // micro_batch_size,
-        seq_length=length,
-        micro_batch_size=micro_batch_size,
+        num_microbatches=count,
+        seq_length=1,  # rows differ in length: pipeline stages tell each other (variable_seq_lengths)
+        micro_batch_size=1,
         **options,
     )
 
 
 def train_step(
-    model: MegatronModel, batch: Any, micro_batch_size: int, loss_function: LossFunction, *, forward_only: bool = False
+    model: MegatronModel,
+    batch: Any,
+    wanted: torch.Tensor,
+    batching: MicroBatching,
+    loss_function: LossFunction,
+    *,
+    scoring: Scoring | None = None,
+    is_whole: bool = True,
+    forward_only: bool = False,
 ) -> dict[str, float]:
-    """Forward and backward of this data-parallel rank's rows; gradients are left finalised in the buffers.
+    """Forward and backward of a batch; gradients are left finalised in the buffers.
 
     The gradient is that of (sum of losses over all ranks) / (number of items over all ranks), whatever the
     micro batch and data-parallel sizes.
 
     Args:
-        batch: this rank's rows; the number of rows must be a multiple of ``micro_batch_size``.
+        batch: the rows.
+        wanted: bool [n, w], positions whose outputs the loss depends on: predictions of the token after them [n, s-1]
+            for a language model, else [n, s]. Rows without any are left out.
+        batching: how rows are divided into micro batches.
         loss_function: see `LossFunction`; called on the last stage only.
+        scoring: what a language model reports; None for a model with a reward head.
+        is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as many
+            tokens; otherwise these are this rank's rows.
         forward_only: evaluate without gradients.
 
     Returns:
-        ``loss`` and each named sum, divided by the global number of items, plus ``num_items``; the same on
-        every rank. All zero when there is no item.
+        ``loss`` and each named sum, divided by the global number of items (all zero when there is none), ``num_items``,
+        ``padding_efficiency``: the share of the computed tokens that the loss depends on, and ``dp_balance``: mean over
+        largest number of tokens of a data-parallel rank. The same on every rank.
     """
-    n = batch.tokens.shape[0]
-    if n % micro_batch_size:
-        raise ValueError(f"{n} sequences on this rank are not a multiple of micro_batch_size={micro_batch_size}")
-    batch = to_device(batch, device())
+    wanted = wanted.cpu()
+    used = used_lengths(wanted)
+    mine = list(range(len(used)))
+    if is_whole:
+        mine = shares(used, model.layout.dp_size, batching.group)[model.layout.dp_rank]
+    parts = [[mine[i] for i in part] for part in micro_batches([used[i] for i in mine], batching)]
     totals: dict[str, float] = {}
+    num_computed = 0
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        nonlocal num_computed
         micro_batch = next(iterator)
-        output = _call_model(model, module, micro_batch.tokens)
+        num_computed += micro_batch.packed.tokens.shape[1]
+        output = _call_model(model, module, micro_batch)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            loss_sum, count, sums = loss_function(output, micro_batch)
+            loss_sum, count, sums = loss_function(micro_batch.packed.unpack(output), micro_batch.batch)
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
             report |= {name: value.detach() for name, value in sums.items()}
@@ -140,11 +189,25 @@ def train_step(
 
         return output, loss
 
-    reports = _run_schedule(model, batch, micro_batch_size, forward_step, forward_only=forward_only)
+    packed = _micro_batches(model, batch, wanted, parts, scoring)
+    reports = _run_schedule(model, packed, len(parts), forward_step, forward_only=forward_only)
     for report in reports:
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
-    return _global_means(totals)
+    return _global_means(totals) | _packing_metrics(model, sum(used[i] for i in mine), num_computed)
+
+
+def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int) -> dict[str, float]:
+    """``padding_efficiency`` and ``dp_balance`` from this data-parallel rank's numbers of tokens. Collective."""
+    by_rank = torch.zeros(2, model.layout.dp_size, dtype=torch.float64, device=device())
+    by_rank[:, model.layout.dp_rank] = torch.tensor([num_used, num_computed], dtype=torch.float64)
+    if model.layout.dp_size > 1:
+        torch.distributed.all_reduce(by_rank, group=data_parallel_group())
+    used, computed = by_rank
+    return {
+        "padding_efficiency": (used.sum() / computed.sum().clamp(min=1)).item(),
+        "dp_balance": (computed.mean() / computed.max().clamp(min=1)).item(),
+    }
 
 
 def _global_means(totals: dict[str, float]) -> dict[str, float]:
@@ -168,59 +231,52 @@ def _global_means(totals: dict[str, float]) -> dict[str, float]:
 def forward(
     model: MegatronModel,
     batch: Any,
-    micro_batch_size: int,
+    wanted: torch.Tensor,
+    batching: MicroBatching,
     output_function: OutputFunction,
     row_shape: tuple[int, ...],
+    scoring: Scoring | None = None,
 ) -> torch.Tensor:
-    """Forward pass of this data-parallel rank's rows, without gradients.
+    """Forward pass, without gradients, of a batch that every rank holds whole; data-parallel ranks share the work.
 
     Args:
         batch: any number of rows.
+        wanted, batching, scoring: see `train_step`.
         output_function: called on the last stage; returns fp32 [micro batch, *row_shape].
         row_shape: shape of one row of results.
 
     Returns:
-        fp32 [n, *row_shape], the same on every rank of the model-parallel group.
+        fp32 [n, *row_shape], the same on every rank; zero in rows that nothing is wanted of.
     """
-    n = batch.tokens.shape[0]
-    if n == 0:
-        return torch.empty((0, *row_shape), dtype=torch.float32, device=device())
-    micro_batch_size = min(micro_batch_size, n)
-    padded = _pad_rows(to_device(batch, device()), -n % micro_batch_size)
+    wanted = wanted.cpu()
+    used = used_lengths(wanted)
+    results = torch.zeros(len(used), *row_shape, dtype=torch.float32, device=device())
+    if not any(used):
+        return results
+    by_rank = shares(used, model.layout.dp_size, batching.group)
+    mine = by_rank[model.layout.dp_rank]
+    parts = [[mine[i] for i in part] for part in micro_batches([used[i] for i in mine], batching)]
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        output = _call_model(model, module, micro_batch.tokens)
-        return output, lambda output, non_loss_data: output_function(output, micro_batch)
+        output = _call_model(model, module, micro_batch)
+        return output, lambda output, non_loss_data: output_function(
+            micro_batch.packed.unpack(output), micro_batch.batch
+        )
 
     was_training = model.module.training
     model.module.eval()
-    results = _run_schedule(
-        model, padded, micro_batch_size, forward_step, forward_only=True, collect_non_loss_data=True
-    )
+    packed = _micro_batches(model, batch, wanted, parts, scoring)
+    outputs = _run_schedule(model, packed, len(parts), forward_step, forward_only=True, collect_non_loss_data=True)
     model.module.train(was_training)
-    local = torch.cat(results).float() if results else None
-    return broadcast_from_last_stage(local, (padded.tokens.shape[0], *row_shape), torch.float32)[:n]
+    local = torch.cat(outputs).float() if outputs else None
+    local = broadcast_from_last_stage(local, (len(mine), *row_shape), torch.float32)
+    gathered = all_gather_rows(local, data_parallel_group())
+    order = [row for rank in by_rank for row in _in_order_of(rank, used, batching)]
+    results[torch.tensor(order, device=results.device)] = gathered
+    return results
 
 
-def forward_global(
-    model: MegatronModel,
-    batch: Any,
-    micro_batch_size: int,
-    output_function: OutputFunction,
-    row_shape: tuple[int, ...],
-) -> torch.Tensor:
-    """As `forward`, of a batch that every rank holds whole: each data-parallel rank computes a share.
-
-    Returns:
-        fp32 [n, *row_shape], all rows, the same on every rank.
-    """
-    n = batch.tokens.shape[0]
-    dp_size, dp_rank = model.layout.dp_size, model.layout.dp_rank
-    bounds = [n * r // dp_size for r in range(dp_size + 1)]
-    # Every rank must run the same number of pipeline passes, so give each the same number of rows.
-    longest = max(bounds[r + 1] - bounds[r] for r in range(dp_size))
-    share = torch.arange(bounds[dp_rank], bounds[dp_rank + 1])
-    index = torch.cat([share, torch.zeros(longest - len(share), dtype=torch.int64)])
-    local = forward(model, rows(batch, index), micro_batch_size, output_function, row_shape)[: len(share)]
-    return all_gather_rows(local, data_parallel_group())
+def _in_order_of(rank: list[int], used: list[int], batching: MicroBatching) -> list[int]:
+    """A rank's rows in the order of its micro batches."""
+    return [rank[i] for part in micro_batches([used[i] for i in rank], batching) for i in part]

@@ -1,16 +1,16 @@
-"""Losses of the supervised jobs, as `LossFunction`s for the pipeline."""
+"""What the supervised jobs minimise."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from nemo_style_aligner import functional
-from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.heads import RewardHeadConfig, pool_rewards
-from nemo_style_aligner.models.logprobs import next_token_logprobs
-from nemo_style_aligner.models.pipeline import LossFunction
+from nemo_style_aligner.models.heads import RewardHeadConfig, pool_rewards, pooled_positions
+from nemo_style_aligner.models.pipeline import LossFunction, Scoring
 
 LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -44,18 +44,31 @@ class LabelledBatch:
     labels: torch.Tensor
 
 
-def language_model_loss(model: MegatronModel) -> LossFunction:
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a supervised job minimises.
+
+    Attributes:
+        loss: the loss of a batch.
+        wanted: batch -> bool [n, w], the positions whose outputs the loss depends on.
+        scoring: what a language model reports; None for a reward head.
+    """
+
+    loss: LossFunction
+    wanted: Callable[[Any], torch.Tensor]
+    scoring: Scoring | None = None
+
+
+def language_model_objective() -> Objective:
     """Cross-entropy of the tokens that count; items are tokens."""
-    vocab_size = model.architecture.vocab_size
-
-    def loss(logits: torch.Tensor, batch: LanguageModelBatch) -> LossResult:
-        logprobs = next_token_logprobs(logits, batch.tokens, vocab_size)
-        return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
-
-    return loss
+    return Objective(_language_model_loss, lambda batch: batch.loss_mask != 0, Scoring())
 
 
-def ranking_loss(head: RewardHeadConfig) -> LossFunction:
+def _language_model_loss(logprobs: torch.Tensor, batch: LanguageModelBatch) -> LossResult:
+    return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
+
+
+def ranking_objective(head: RewardHeadConfig) -> Objective:
     """Bradley-Terry loss; items are pairs. Reports ``accuracy`` and the two rewards."""
 
     def loss(outputs: torch.Tensor, batch: PairBatch) -> LossResult:
@@ -69,10 +82,13 @@ def ranking_loss(head: RewardHeadConfig) -> LossFunction:
         }
         return (per_pair * weights).sum(), weights.sum(), sums
 
-    return loss
+    def wanted(batch: PairBatch) -> torch.Tensor:
+        return pooled_positions(batch.lengths, batch.tokens.shape[1], head) & (batch.weights != 0)[:, None]
+
+    return Objective(loss, wanted)
 
 
-def attribute_regression_loss(head: RewardHeadConfig, ignore_value: float) -> LossFunction:
+def attribute_regression_objective(head: RewardHeadConfig, ignore_value: float) -> Objective:
     """Squared error of the labelled attributes; items are labels."""
     unmerged = dataclasses.replace(head, merge_attributes=False)
 
@@ -81,4 +97,8 @@ def attribute_regression_loss(head: RewardHeadConfig, ignore_value: float) -> Lo
         error, count = functional.regression_loss(predictions, batch.labels, ignore_value)
         return error, count, {}
 
-    return loss
+    def wanted(batch: LabelledBatch) -> torch.Tensor:
+        is_labelled = (batch.labels != ignore_value).any(1)
+        return pooled_positions(batch.lengths, batch.tokens.shape[1], head) & is_labelled[:, None]
+
+    return Objective(loss, wanted)

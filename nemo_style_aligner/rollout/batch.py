@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from nemo_style_aligner import functional
+
 
 @dataclasses.dataclass
 class RolloutBatch:
@@ -35,6 +37,10 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def response_mask(self) -> torch.Tensor:
+        """fp32 [n, s-1], 1 at the predictions of the responses' tokens."""
+        return functional.response_mask(self.prompt_lengths, self.lengths, self.tokens.shape[1] - 1)
 
 
 @dataclasses.dataclass

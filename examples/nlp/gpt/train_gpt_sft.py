@@ -4,7 +4,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
-from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_loss, sft_task
+from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_objective, sft_task
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
 
@@ -16,7 +16,7 @@ def main(cfg: DictConfig) -> int:
     describe(cfg, run, base)
     task = sft_task(cfg, base.tokenizer)
     model = base.load()
-    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, sft_loss(model))
+    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, sft_objective())
     trainer.fit()
     return run.close()
 

@@ -4,7 +4,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
-from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, reward_loss, reward_task
+from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, reward_objective, reward_task
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> int:
     head = RewardHeadConfig.from_model_config(cfg.model)
     task = reward_task(cfg, base.tokenizer, head)
     model = base.load(head=head)
-    trainer = build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_loss(cfg, head))
+    trainer = build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_objective(cfg, head))
     trainer.fit()
     return run.close()
 

@@ -1,0 +1,130 @@
+"""Self-attention in plain torch, of padded batches and of packed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_style_aligner.models.packing import PackedSequences
+
+
+class TorchSelfAttention(SelfAttention):
+    """megatron-core's, with rotary positions of packed rows computed once for all layers."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
+        if packed_seq_params is None:
+            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        if rotary_pos_emb is not None:
+            if packed_seq_params.rotary is None:
+                angles = rotary_pos_emb[packed_seq_params.positions, 0]
+                packed_seq_params.rotary = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+            query = _Rotation.apply(query, *packed_seq_params.rotary)
+            key = _Rotation.apply(key, *packed_seq_params.rotary)
+        if self.checkpoint_core_attention and self.training:
+            out = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
+        else:
+            out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+        return self.linear_proj(out)
+
+
+class CausalAttention(MegatronModule):
+    """Core attention on `scaled_dot_product_attention`: causal, with grouped queries.
+
+    Padded batches are padded on the right, so causality already hides the padding from every real token and no
+    other mask is wanted. In packed rows each sequence is computed by itself.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """``query`` [s, b, heads, d], ``key``/``value`` [s, b, groups, d] -> [s, b, heads * d].
+
+        Of a packed row [t, heads, d] and [t, groups, d] -> [t, 1, heads * d].
+        """
+        if attention_bias is not None:
+            raise NotImplementedError("attention biases need Transformer Engine")
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.lengths
+            parts = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+            outputs = [self._attend(*part) for part in parts]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if query.shape[0] not in (1, key.shape[0]):
+            raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
+        return self._attend(query, key, value)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        s, b, heads, _ = query.shape
+        out = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=s > 1,  # a single new token sees all that went before
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=heads != key.shape[2],
+        )
+        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+class _Rotation(torch.autograd.Function):
+    """x [t, heads, d] turned by angles whose cosines and sines are [t, 1, r], r up to d (arXiv:2104.09864)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1.0), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
+    """Component i is paired with component i + r / 2; those from r on stay as they are."""
+    r = cos.shape[-1]
+    half = r // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x[..., :half], x[..., half:r]
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-direction)
+    torch.mul(second, cos[..., :half], out=out[..., half:r]).addcmul_(first, sin[..., :half], value=direction)
+    if r < x.shape[-1]:
+        out[..., r:] = x[..., r:]
+    return out

@@ -1,0 +1,191 @@
+"""Which sequences are computed together: shares of data-parallel ranks, micro batches, packed rows.
+
+A model computes a micro batch as one row of tokens, sequence after sequence, without padding; attention stays inside
+each sequence. What is computed of a sequence ends with its last position whose output is wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatching:
+    """How many sequences go through the model at a time.
+
+    Attributes:
+        num_rows: rows per micro batch, where there is no token budget.
+        max_tokens: tokens per micro batch, at most; a longer sequence has one to itself. None: ``num_rows`` counts.
+        group: rows that stay together (2 for pairs that are compared).
+    """
+
+    num_rows: int
+    max_tokens: int | None = None
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or (self.max_tokens is not None and self.max_tokens < 1):
+            raise ValueError(
+                f"micro batches of {self.num_rows} sequences and {self.max_tokens} tokens: model.micro_batch_size and "
+                "model.max_tokens_per_micro_batch must be positive (the latter may be null)"
+            )
+
+
+@dataclasses.dataclass
+class PackedSequences(PackedSeqParams):
+    """What attention has to know about a packed row, for Transformer Engine and for our own layers.
+
+    Attributes:
+        lengths: tokens of each sequence, in order; they add up to the row's length.
+        positions: int64 [t], each token's place in its sequence.
+        rotary: cosines and sines of the row's positions, kept by the first layer that computes them.
+    """
+
+    lengths: tuple[int, ...] = ()
+    positions: torch.Tensor | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclasses.dataclass
+class PackedRow:
+    """A micro batch of b sequences of s positions, as one row of t tokens.
+
+    Attributes:
+        tokens: int64 [1, t].
+        sequences: where each sequence begins and ends.
+        outputs: int64 [k], places in the row whose outputs are wanted.
+        places: int64 [k], the same places in the unpacked b * w outputs.
+        shape: (b, w) of the unpacked outputs.
+        num_tokens: tokens of the row that belong to a sequence; the rest fills the row up.
+    """
+
+    tokens: torch.Tensor
+    sequences: PackedSequences
+    outputs: torch.Tensor
+    places: torch.Tensor
+    shape: tuple[int, int]
+    num_tokens: int
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [k, ...] at the wanted places -> [b, w, ...], zero elsewhere. Differentiable."""
+        b, w = self.shape
+        unpacked = outputs.new_zeros(b * w, *outputs.shape[1:]).index_copy(0, self.places, outputs)
+        return unpacked.view(b, w, *outputs.shape[1:])
+
+
+def used_lengths(wanted: torch.Tensor) -> list[int]:
+    """bool [n, w], the positions whose outputs are wanted -> how many tokens of each sequence these depend on."""
+    positions = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)
+    return (wanted * positions).amax(1).tolist() if wanted.numel() else [0] * wanted.shape[0]
+
+
+def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> PackedRow:
+    """Pack the rows of a micro batch.
+
+    Args:
+        tokens: int64 [b, s].
+        wanted: bool [b, w], w up to s: the positions whose outputs are wanted.
+        multiple: the row is filled up with zeros to a multiple of it (sequence parallelism), and to one token at least.
+    """
+    lengths = used_lengths(wanted)
+    limits = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
+    present = torch.arange(wanted.shape[1], device=tokens.device)[None, :] < limits[:, None]
+    num_tokens = sum(lengths)
+    filling = -num_tokens % multiple if num_tokens else multiple
+    row = torch.nn.functional.pad(tokens[:, : wanted.shape[1]][present], (0, filling))
+    # The filling is a sequence of its own: nobody sees it.
+    lengths = [length for length in (*lengths, filling) if length]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
+    boundaries = ends.to(device=tokens.device, dtype=torch.int32)
+    longest = max(lengths)
+    sequences = PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=tuple(lengths),
+        positions=positions,
+    )
+    return PackedRow(
+        tokens=row[None],
+        sequences=sequences,
+        outputs=wanted[present].nonzero()[:, 0],
+        places=wanted.reshape(-1).nonzero()[:, 0],
+        shape=(wanted.shape[0], wanted.shape[1]),
+        num_tokens=num_tokens,
+    )
+
+
+# ---- who computes what --------------------------------------------------------------------------
+
+
+def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Divide items over parts so that the parts' sums of weights are close: Karmarkar and Karp's largest differencing.
+
+    Depends on nothing but its arguments. Returns each part's items, in order; parts may be empty.
+    """
+    # A state is (sums, largest first; their items). The two states whose sums differ most are merged, the large sums of
+    # one with the small sums of the other, so that their differences cancel.
+    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
+    heap = [(-weight, index, [(weight, [index]), *empty]) for index, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    if not heap:
+        return [[] for _ in range(num_parts)]
+    while len(heap) > 1:
+        _, tie, first = heapq.heappop(heap)
+        _, other_tie, second = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(tie, other_tie), merged))
+    return [sorted(items) for _, items in heap[0][2]]
+
+
+def shares(used: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
+    """The rows of each data-parallel rank: about as many tokens for each. Rows that nothing is wanted of are left out.
+
+    Args:
+        used: tokens of each row (`used_lengths`).
+        group: rows that stay together.
+    """
+    sums = _group_sums(used, group)
+    present = [index for index, tokens in enumerate(sums) if tokens]
+    parts = divide_evenly([sums[index] for index in present], num_ranks)
+    return [[present[i] * group + row for i in part for row in range(group)] for part in parts]
+
+
+def micro_batches(used: Sequence[int], batching: MicroBatching) -> list[list[int]]:
+    """Divide rows into micro batches; at least one, which may be empty. Rows that nothing is wanted of are left out.
+
+    Under a token budget by first fit, longest first; otherwise in their order.
+    """
+    group = batching.group
+    sums = _group_sums(used, group)
+    present = [index for index, tokens in enumerate(sums) if tokens]
+    bins: list[list[int]] = []
+    if batching.max_tokens is None:
+        per_bin = max(1, batching.num_rows // group)
+        bins = [present[start : start + per_bin] for start in range(0, len(present), per_bin)]
+    else:
+        room: list[int] = []
+        for index in sorted(present, key=lambda i: (-sums[i], i)):
+            place = next((b for b, free in enumerate(room) if free >= sums[index]), None)
+            if place is None:
+                place = len(bins)
+                bins.append([])
+                room.append(batching.max_tokens)
+            bins[place].append(index)
+            room[place] -= sums[index]
+    return [[index * group + row for index in sorted(part) for row in range(group)] for part in bins] or [[]]
+
+
+def _group_sums(used: Sequence[int], group: int) -> list[int]:
+    if len(used) % group:
+        raise ValueError(f"{len(used)} rows cannot be divided into groups of {group}")
+    return [sum(used[start : start + group]) for start in range(0, len(used), group)]
