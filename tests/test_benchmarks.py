@@ -34,6 +34,10 @@ ARGUMENTS = {
         *("--shape", "tiny", "--length", "16", "--batch-rows", "4", "--clients", "1", "8", "--seconds", "3"),
         *("--threads", "1"),
     ],
+    "training_pass.py": [
+        *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
+        *("--rounds", "1", "--threads", "1"),
+    ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "ppo_step.py": [
         *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
@@ -138,3 +142,15 @@ def test_service(reports: dict[str, Report]) -> None:
         assert entry["requests"] > 0 and entry["requests_per_second"] > 0 and 0 <= entry["pauses"] < 1
         latency = entry["latency_seconds"]
         assert 0 < latency["p50"] <= latency["p95"] <= latency["p99"]
+
+
+def test_training_pass(reports: dict[str, Report]) -> None:
+    output, report = reports["training_pass.py"]
+    packed, padded = report["passes"]["packed"], report["passes"]["padded"]
+    assert packed["padding_efficiency"] == 1 > padded["padding_efficiency"], output
+    assert padded["computed_tokens"] > packed["computed_tokens"] == report["tokens"] - 6  # no last token is an input
+    for result in (packed, padded):
+        for kind in ("training", "logprobs"):
+            assert result[kind]["seconds"].keys() == result[kind]["fraction_of_gemm_rate"].keys() == SPREAD
+            assert result[kind]["tokens_per_second"] > 0
+    assert report["head_memory_bytes"]["logits"] == 4 * report["scored_tokens"] * 512

@@ -29,7 +29,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, 
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -230,6 +230,29 @@ def test_packed_sequences_do_not_see_each_other(name: str, max_tokens: int | Non
         expected = functional.logprobs_from_logits(logits[0, :-1, :VOCAB], alone[0, 1:], 0.7)
         expected = torch.nn.functional.pad(expected, (0, 12 - length)) * mask[row]
         torch.testing.assert_close(found[row], expected, atol=5e-6, rtol=0)
+
+
+def test_activations_need_the_memory_that_the_documentation_says() -> None:
+    """Bytes saved for the backward pass, per token and layer: docs/architecture.md, "Training passes"."""
+    sizes = []
+    for num_layers in (1, 3):
+        model = build_model(ModelArchitecture(**(SHAPE | {"num_layers": num_layers})), {"optim": OPTIM}, torch.float32)
+        weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def keep(x: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+            storage = x.untyped_storage()  # held, so that no address is used twice
+            saved[storage.data_ptr()] = storage
+            return x
+
+        ids = tokens(rows=1, width=64)
+        packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
+        sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
+    h, f, a, g, d = 32, 48, 4, 2, 8
+    per_token_and_layer = (sizes[1] - sizes[0]) / 2 / 64
+    assert per_token_and_layer == pytest.approx(4 * (4 * h + 3 * (a + g) * d + 3 * f), rel=0.05)
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -253,7 +253,7 @@ def build_model(
         if layout.is_last_stage and head is not None:
             gpt.rm_head.to(head.dtype)  # Float16Module casts everything; the head has a dtype of its own
     if trainable:
-        module = _wrap_for_training(module, config, model_cfg)
+        module = _wrap_for_training(module, config, model_cfg, layout)
     else:
         module.eval().requires_grad_(False)
     return MegatronModel(module=module, gpt=gpt, config=config, architecture=architecture, layout=layout)
@@ -266,16 +266,24 @@ def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
 
 
 def _wrap_for_training(
-    module: torch.nn.Module, config: TransformerConfig, model_cfg: Mapping[str, Any]
+    module: torch.nn.Module, config: TransformerConfig, model_cfg: Mapping[str, Any], layout: ParallelLayout
 ) -> DistributedDataParallel:
     optim: Mapping[str, Any] = model_cfg.get("optim") or DictConfig({})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)),
+        overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)) and layout.dp_size > 1,
         use_distributed_optimizer=uses_distributed_optimizer(model_cfg),
         check_for_nan_in_grad=False,
     )
     ddp = DistributedDataParallel(config, ddp_config, module)
     ddp.broadcast_params()
+    if layout.dp_size == 1:
+        # There is nobody to exchange with; megatron-core would copy whole buffers all the same.
+        for group in ddp.bucket_groups:
+            group.start_grad_sync = group.start_param_sync = _exchange_nothing
     config.no_sync_func = ddp.no_sync
     return ddp
+
+
+def _exchange_nothing(**_: bool) -> None:
+    """What a group of one rank has to do to sum gradients or to gather parameters."""

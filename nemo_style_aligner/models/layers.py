@@ -17,13 +17,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
+from nemo_style_aligner.models.fused import RMSNorm, TorchMLP
 
 
 def has_transformer_engine() -> bool:
@@ -55,7 +56,7 @@ class Norm(torch.nn.Module):
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         shape = (x.shape[-1],)
         if self.bias is None:
-            return F.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
+            return RMSNorm.apply(x, weight, self.eps)
         return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
 
 
@@ -84,7 +85,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(
-                module=MLP,
+                module=TorchMLP,
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
             mlp_bda=get_bias_dropout_add,

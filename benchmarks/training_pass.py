@@ -1,0 +1,248 @@
+"""How fast a model is trained and scored: forward + backward and log-prob passes on sequences of many lengths.
+
+    python benchmarks/training_pass.py [--shape smollm2-135m] [--sequences 16] [--rounds 2] [--json FILE]
+
+Sequences in packed rows against rows padded to the longest, and log-probs in chunks against logits of all positions;
+each against what the machine's rate of matrix products allows. docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import (
+    SHAPES,
+    available_cores,
+    computes_in_bf16,
+    long_tailed,
+    measure_rates,
+    print_table,
+    spread,
+    write_json,
+)
+from refit import peak_extra_bytes
+
+from nemo_style_aligner import functional
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.logprobs import Prediction, predict
+from nemo_style_aligner.models.nonfinite import STOP
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.parallel.groups import single_process
+
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Sequences: a prompt and a response each. ``batch.mask`` is 1 at the predictions of the responses' tokens."""
+
+    batch: PolicyBatch
+    lengths: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and responses."""
+        return int(self.lengths.sum())
+
+    def operations(self, architecture: ModelArchitecture) -> float:
+        """Floating-point operations of a forward pass over what the responses' log-probs depend on."""
+        a = architecture
+        head = a.vocab_size * a.hidden_size
+        body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
+        used = torch.tensor(used_lengths(self.batch.mask != 0), dtype=torch.float64)
+        attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels * (used * (used + 1) / 2).sum()
+        return float(2 * body * used.sum() + 2 * head * self.batch.mask.sum() + attention)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
+    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--skip-padded", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    precision = args.precision or ("bf16" if torch.cuda.is_available() or computes_in_bf16() else "32")
+    dtype = parse_precision(precision)
+    architecture = SHAPES[args.shape]
+    with single_process():
+        model = build_model(architecture, {"optim": OPTIM}, dtype)
+        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-6, name="constant"), 1.0, STOP)
+        batching = MicroBatching(args.padded_rows, args.max_tokens)
+        actor = Actor(
+            model,
+            optimizer,
+            None,
+            training_batching=batching,
+            forward_batching=batching,
+            temperature=1.0,
+            ratio_eps=0.2,
+            entropy_bonus=0.0,
+        )
+        workload = make_workload(args, architecture)
+        results = {"packed": measure(actor, workload, batching, False, args.rounds, dtype)}
+        if not args.skip_padded:
+            padded = MicroBatching(args.padded_rows)
+            results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
+        memory = head_memory(actor, workload)
+        seconds = {"optimizer": spread([timed(lambda: optimizer.step(0.0, "a benchmark")) for _ in range(args.rounds)])}
+    report(results, memory, seconds, workload)
+    write_json(
+        args.json,
+        {
+            "settings": {k: str(v) for k, v in vars(args).items()} | {"precision": precision},
+            "parameters": architecture.num_parameters,
+            "tokens": workload.num_tokens,
+            "scored_tokens": int(workload.batch.mask.sum()),
+            "passes": results,
+            "head_memory_bytes": memory,
+            "seconds": seconds,
+        },
+    )
+
+
+def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> Workload:
+    """Random tokens; prompts of uniform lengths, responses of long-tailed ones."""
+    draw = random.Random(1)
+    prompts = torch.tensor([draw.randint(*args.prompts) for _ in range(args.sequences)])
+    lengths = prompts + torch.tensor(long_tailed(args.sequences, args.responses, draw))
+    generator = torch.Generator().manual_seed(1)
+    width = int(lengths.max())
+    tokens = torch.randint(0, architecture.vocab_size, (args.sequences, width), generator=generator)
+    mask = functional.response_mask(prompts, lengths, width - 1)
+    old_logprobs = torch.full_like(mask, -10.0)
+    advantages = torch.randn(mask.shape, generator=generator)
+    return Workload(PolicyBatch(tokens, mask, old_logprobs, advantages, torch.ones_like(mask)), lengths)
+
+
+# ---- passes -------------------------------------------------------------------------------------
+
+
+def measure(
+    actor: Actor, workload: Workload, batching: MicroBatching, is_padded: bool, rounds: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Training and log-prob passes, with the rate of matrix products measured between them.
+
+    ``is_padded``: every row as long as the longest, with outputs everywhere, as without packing.
+    """
+    batch = workload.batch
+    wanted = torch.ones_like(batch.mask, dtype=torch.bool) if is_padded else batch.mask != 0
+    model, scoring = actor.model, Scoring(actor.temperature)
+
+    def train() -> None:
+        model.module.train()
+        actor.optimizer.zero_grad()
+        train_step(model, batch, wanted, batching, actor._loss, scoring=scoring)
+
+    def score() -> None:
+        width = wanted.shape[1]
+        forward(model, Tokens(batch.tokens), wanted, batching, lambda logprobs, _: logprobs, (width,), scoring)
+
+    seconds: dict[str, list[float]] = {"training": [], "logprobs": []}
+    fractions: dict[str, list[float]] = {"training": [], "logprobs": []}
+    passes = {"training": (train, 3.0), "logprobs": (score, 1.0)}
+    operations = workload.operations(model.architecture)
+    for round_ in range(rounds + 1):  # the first warms up
+        for name, (action, factor) in passes.items():
+            rate = measure_rates(batch.tokens.device, 2**20).gemm[str(dtype).removeprefix("torch.")]
+            taken = timed(action)
+            if round_:
+                seconds[name].append(taken)
+                fractions[name].append(factor * operations / taken / rate)
+    used = used_lengths(wanted)
+    return {
+        "micro_batches": len(micro_batches(used, batching)),
+        "computed_tokens": sum(used),
+        "padding_efficiency": sum(used_lengths(batch.mask != 0)) / sum(used),
+        **{
+            name: {
+                "seconds": spread(seconds[name]),
+                "tokens_per_second": workload.num_tokens / spread(seconds[name])["median"],
+                "fraction_of_gemm_rate": spread(fractions[name]),
+            }
+            for name in passes
+        },
+    }
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+# ---- memory of the output layer -----------------------------------------------------------------
+
+
+def head_memory(actor: Actor, workload: Workload) -> dict[str, int]:
+    """The most memory that log-probs of all responses at once need beyond their inputs, forward and backward."""
+    count = int(workload.batch.mask.sum())
+    weight = actor.model.gpt.shared_embedding_or_output_weight().detach().requires_grad_()
+    hidden = torch.randn(count, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).requires_grad_()
+    targets = torch.zeros(count, dtype=torch.int64, device=weight.device)
+    vocab_size = actor.model.architecture.vocab_size
+
+    def chunked() -> None:
+        wanted = Prediction(torch.arange(count, device=weight.device), targets)
+        predict(hidden, weight, vocab_size, wanted, sequence_parallel=False).sum().backward()
+
+    def full() -> None:
+        F.cross_entropy(F.linear(hidden[:, 0], weight).float(), targets, reduction="sum").backward()
+
+    sizes = {}
+    for name, action in {"chunked": chunked, "full": full}.items():
+        hidden.grad = weight.grad = None
+        sizes[name] = peak_extra_bytes(action)
+    return {"positions": count, "logits": 4 * count * weight.shape[0], **sizes}
+
+
+def report(
+    results: dict[str, Any], memory: dict[str, int], seconds: dict[str, dict[str, float]], workload: Workload
+) -> None:
+    rows = []
+    for name, result in results.items():
+        for kind in ("training", "logprobs"):
+            measured = result[kind]
+            rows.append(
+                (
+                    f"{name}, {kind}",
+                    f"{measured['seconds']['median']:.2f}",
+                    f"{measured['tokens_per_second']:.0f}",
+                    f"{100 * measured['fraction_of_gemm_rate']['median']:.0f}%",
+                    f"{100 * result['padding_efficiency']:.0f}%",
+                    str(result["micro_batches"]),
+                )
+            )
+    print(f"{workload.num_tokens} tokens, {int(workload.batch.mask.sum())} of them in responses\n")
+    print_table(("", "seconds", "tokens/s", "of GEMM rate", "padding efficiency", "micro batches"), rows)
+    print_table(
+        ("output layer, forward + backward", "extra memory"),
+        [(name, f"{memory[name] / 1e6:.0f} MB") for name in ("chunked", "full", "logits")],
+    )
+    print(f"optimizer: {seconds['optimizer']['median']:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Parts of a layer with a backward pass of their own: fewer passes over memory and fewer saved tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last dimension, computed in fp32 (arXiv:1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., h] of any dtype, weight fp32 [h] -> x's shape and dtype."""
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        h = x.shape[-1]
+        normed, grad = x.float().mul(scale).view(-1, h), grad.float().reshape(-1, h)
+        product = grad * normed
+        grad_weight = product.sum(0)
+        # The part of the gradient along x changes nothing: x is divided by its own length.
+        along = torch.mv(product, weight).div_(h)[:, None]
+        grad_x = (grad * weight).addcmul_(normed, along, value=-1).mul_(scale.view(-1, 1))
+        return grad_x.view(x.shape).to(x.dtype), grad_weight, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(first half) * second half of the last dimension (arXiv:2002.05202); saves its input and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """[..., 2 f] -> [..., f]."""
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+class TorchMLP(MLP):
+    """megatron-core's, with `SwiGLU`."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias yet to be added."""
+        if self.activation_func is not F.silu or not self.config.gated_linear_unit or per_token_scale is not None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        x, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(SwiGLU.apply(x if bias is None else x + bias))
