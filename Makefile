@@ -67,6 +67,7 @@ demo-smollm2: $(SMOLLM2_STAMP)
 bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
 	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
+	$(BIN)/python benchmarks/training_pass.py --json results/benchmarks/training_pass.json
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
 	$(BIN)/python benchmarks/service.py --json results/benchmarks/service.json
 	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
