@@ -181,7 +181,10 @@ def test_split_vocabulary_equals_dense(tmp_path: Path) -> None:
     split = load_file(tmp_path / "split.safetensors")
     for name, expected in dense_reference(torch.float32).items():
         for way in ("whole", "sequence parallel"):
-            torch.testing.assert_close(split[f"{way} {name}"], expected, atol=5e-6, rtol=1e-5, msg=f"{way} {name}")
+            # Logits are as large as 50 here.
+            torch.testing.assert_close(
+                split[f"{way} {name}"], expected, atol=2e-5, rtol=1e-5, msg=lambda m, n=name, w=way: f"{w} {n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 0.05)])
@@ -260,7 +263,7 @@ def test_activations_need_the_memory_that_the_documentation_says() -> None:
 def test_every_sequence_is_computed_once_within_the_budget(group: int, max_tokens: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 200, (64,), generator=generator).tolist()
-    lengths[:3] = [500, 0, 0]
+    lengths[:4] = [500, 3, 0, 0]
     parts = micro_batches(lengths, MicroBatching(4, max_tokens, group))
     rows = sorted(row for part in parts for row in part)
     computed = [row for row in range(64) if any(lengths[row // group * group : row // group * group + group])]
@@ -458,8 +461,16 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, NonFinitePolicy("skip", 9))
-    sizes = {"micro_batch_size": 2, "global_batch_size": 2, "forward_micro_batch_size": 2}
-    critic = Critic(model, optimizer, head, loss_clip=0.2, **sizes)
+    batching = MicroBatching(2)
+    critic = Critic(
+        model,
+        optimizer,
+        head,
+        training_batching=batching,
+        global_batch_size=2,
+        forward_batching=batching,
+        loss_clip=0.2,
+    )
     missing: Any = None
     service = CriticService(critic, None, TrainingLedger(), missing, MetricsLogger(tmp_path, 0), reset=lambda: None)
 

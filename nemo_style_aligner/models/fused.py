@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 
 
 class RMSNorm(torch.autograd.Function):
@@ -33,12 +33,19 @@ class RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape).to(x.dtype), grad_weight, None
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(first half) * second half of the last dimension (arXiv:2002.05202); saves its input and nothing else."""
+class SwiGLU(MegatronModule):
+    """silu(first half) * second half of the last dimension (arXiv:2002.05202): [..., 2 f] -> [..., f]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What `MLP` calls between its two linear layers."""
+        return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Saves its input and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """[..., 2 f] -> [..., f]."""
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -52,16 +59,3 @@ class SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_x
-
-
-class TorchMLP(MLP):
-    """megatron-core's, with `SwiGLU`."""
-
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias yet to be added."""
-        if self.activation_func is not F.silu or not self.config.gated_linear_unit or per_token_scale is not None:
-            return super().forward(hidden_states, per_token_scale, **kwargs)
-        x, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(SwiGLU.apply(x if bias is None else x + bias))

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
-from nemo_style_aligner.models.layers import block_spec
+from nemo_style_aligner.models.layers import block_spec, has_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
 
@@ -167,6 +167,10 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_softmax_in_fp32=True,
         bias_activation_fusion=False,
+        # An activation module of ours, see `block_spec`.
+        use_te_activation_func=architecture.gated
+        and architecture.activation == "silu"
+        and not has_transformer_engine(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

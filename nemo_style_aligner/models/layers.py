@@ -17,14 +17,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
-from nemo_style_aligner.models.fused import RMSNorm, TorchMLP
+from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
 
 
 def has_transformer_engine() -> bool:
@@ -85,8 +85,12 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(
-                module=TorchMLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear,
+                    activation_func=SwiGLU if config.use_te_activation_func else None,
+                    linear_fc2=RowParallelLinear,
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={

@@ -79,8 +79,8 @@ class _Predictions(torch.autograd.Function):
     ) -> torch.Tensor:
         vocabulary = _Slice(weight, vocab_size)
         k = rows.shape[0]
-        # Of this rank's slice alone: log of the sum of exponentials, the target's logit, the mean logit.
-        normalizer, target_logit, mean_logit = rows.new_zeros(3, k, dtype=torch.float32)
+        # Of this rank's slice alone: log of the sum of exponentials, the target's logit, the entropy.
+        normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
         else:
@@ -91,14 +91,14 @@ class _Predictions(torch.autograd.Function):
                 torch.log_softmax(logits, -1, out=logits)
                 normalizer[part] = picked - logits.gather(1, ids[:, None])[:, 0]
                 if wanted.entropy:
-                    mean_logit[part] = normalizer[part] + (logits.exp() * logits).sum(-1)
-        own = normalizer
+                    entropy[part] = -(logits.exp() * logits).sum(-1)
         if vocabulary.is_split:
-            normalizer = _logsumexp_over_ranks(own)
-            sums = torch.stack([target_logit, (own - normalizer).exp() * mean_logit])
+            own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
+            # A slice with the share q of the probability and the entropy H adds q (H - log q).
+            log_share = own - normalizer
+            sums = torch.stack([target_logit, log_share.exp() * (entropy - log_share)])
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
-            target_logit, mean_logit = sums
-        entropy = normalizer - mean_logit
+            target_logit, entropy = sums
         ctx.save_for_backward(rows, weight, normalizer, entropy)
         ctx.vocab_size, ctx.wanted = vocab_size, wanted
         logprobs = target_logit - normalizer
