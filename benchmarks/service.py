@@ -30,6 +30,7 @@ from common import SHAPES, available_cores, print_table, write_json
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
@@ -72,14 +73,15 @@ class Timed:
     def __init__(self, args: argparse.Namespace) -> None:
         head = RewardHeadConfig()
         model = build_model(SHAPES[args.shape], {}, parse_precision(args.precision), head=head, trainable=False)
-        self._rewards = RewardModel(model, head, args.batch_rows)
+        batching = MicroBatching(args.batch_rows)
+        self._rewards = RewardModel(model, head, batching)
         self._critic = Critic(
             model,
             cast(Any, None),  # the optimizer of a critic that is not trained here
             head,
-            micro_batch_size=1,
+            training_batching=MicroBatching(1),
             global_batch_size=1,
-            forward_micro_batch_size=args.batch_rows,
+            forward_batching=batching,
             loss_clip=0.0,
         )
         self.passes: list[tuple[float, float, int]] = []
