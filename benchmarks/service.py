@@ -88,7 +88,7 @@ class Timed:
 
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         began = time.monotonic()
-        answer = {"rewards": self._rewards.rewards(tokens, lengths), "values": self._critic.values(tokens)}
+        answer = {"rewards": self._rewards.rewards(tokens, lengths), "values": self._critic.values(tokens, lengths)}
         self.passes.append((began, time.monotonic(), len(tokens)))
         return answer
 
