@@ -7,8 +7,12 @@ Needs ``<folder>/sft.nemo`` and a critic service on 127.0.0.1:<port>. Each way l
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from multirank_ppo import fork_ranks
@@ -18,8 +22,11 @@ from safetensors.torch import save_file
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.rollout.prompts import build_prompt_sources
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -114,7 +121,37 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     if dist.get_rank() == 0:
         tensors = dataclasses.asdict(pending.rollouts) | dataclasses.asdict(scores)
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"rollouts_{way.name}.safetensors")
+    if way.flask and way.ranks == 2:
+        stop_in_the_middle(collector, train_prompts.batch(0))
     collector.close()
+
+
+def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -> None:
+    """One rank gets a stop signal: the round ends on all of them, and nobody waits for that rank's samples."""
+    stop_signals.install()
+    stop_signals.hold()
+    engine = collector.engine
+    if dist.get_rank() == 1:
+
+        class Stopping:
+            num_slots = engine.num_slots
+            statistics = engine.statistics
+
+            def generate(self, requests: Any, sampling: Any) -> Iterator[Any]:
+                for result in engine.generate(requests, sampling):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    yield result
+
+        collector.engine = Stopping()  # type: ignore[assignment]
+    try:
+        collector.collect(prompts, SEED)
+    except StopEarlyError as reason:
+        assert "SIGUSR1" in str(reason)
+    else:
+        raise AssertionError("the round went on")
+    finally:
+        collector.engine = engine
+        stop_signals._received.clear()
 
 
 def main() -> None:

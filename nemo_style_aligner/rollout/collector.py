@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
-from nemo_style_aligner.parallel import stop_points
+from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
 from nemo_style_aligner.rollout.generation_totals import GenerationTotals
@@ -95,7 +95,7 @@ class RolloutCollector:
         supply = RequestSupply(self.work, self.group, self.engine.num_slots, prompts, seed)
         totals = GenerationTotals()
         # Ranks that share an engine compute together: they can only take no more.
-        with stop_points.local_work(can_be_interrupted=self.group.group is None):
+        with stop_signals.interruptible(self.group.group is None):
             while supply.wait():  # until the round is complete, ids of lost workers included
                 started = time.monotonic()
                 for result in self.engine.generate(supply, self.sampling):
@@ -105,9 +105,18 @@ class RolloutCollector:
                         intake.add(result)
                 totals.add(self.engine, time.monotonic() - started)
                 intake.flush()
+        if stop_signals.received() and self.group.is_leader:
+            self._release_others(len(prompts))
+        stop_points.check()
         rollouts = self._gather(intake.results, prompts)
         metrics = totals.metrics(self.engine, self.group.is_leader)
         return PendingRollouts(rollouts, metrics, lambda width: _gather_scores(intake, width))
+
+    def _release_others(self, num_samples: int) -> None:
+        """The round is abandoned: let no rank wait for this one's samples, or begin others."""
+        while self.work.lease(num_samples):
+            pass
+        self.work.complete(range(num_samples))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
