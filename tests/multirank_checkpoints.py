@@ -707,9 +707,12 @@ def nonfinite(folder: Path) -> dict[str, Any]:
                 return output.float().square().sum() * factor, torch.tensor(batch.tokens.numel()), {}
 
             optimizer.zero_grad()
-            optimizer.step(train_step(model, Tokens(TOKENS[:4]), 2, loss)["loss"], "a batch")  # loss and gradients
+            batch, batching = Tokens(TOKENS[:4]), MicroBatching(2)
+            means = train_step(model, batch, EVERYWHERE[:4], batching, loss, scoring=Scoring())
+            optimizer.step(means["loss"], "a batch")  # loss and gradients
             optimizer.zero_grad()
-            train_step(model, Tokens(TOKENS[:4]), 2, lambda output, batch: (output.sum(), torch.tensor(8), {}))
+            harmless: Any = lambda output, batch: (output.sum(), torch.tensor(8), {})  # noqa: E731
+            train_step(model, batch, EVERYWHERE[:4], batching, harmless, scoring=Scoring())
             for parameter in model.gpt.parameters() if dist.get_rank() == bad_rank else ():
                 parameter.main_grad.fill_(math.inf)  # gradients of one rank only, after their reduction
             optimizer.step(1.0, "a batch")

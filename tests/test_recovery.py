@@ -87,7 +87,7 @@ class ToyCritic:
         self.trained: list[float] = []
         self.dies_at: float | None = None
 
-    def values(self, tokens: torch.Tensor) -> torch.Tensor:
+    def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return torch.full((tokens.shape[0], tokens.shape[1] - 1), self.model.weight)
 
     def train(self, batch, origin: str) -> list[dict[str, float]]:

@@ -40,6 +40,7 @@ from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.servers.secret import find_secret
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -157,7 +158,9 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         texts = [lines[0]["text"], lines[1]["text"]]
         body = {"inputs": [{"name": "sentences", "shape": [2, 1], "datatype": "BYTES", "data": texts}]}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v2/models/reward_model/infer", json.dumps(body).encode()
+            f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
+            json.dumps(body).encode(),
+            {"Authorization": f"Bearer {find_secret().value}"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             output = json.load(answer)["outputs"][0]
