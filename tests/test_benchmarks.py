@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,22 @@ ARGUMENTS = {
     ],
 }
 
+TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """All of them, side by side: their figures do not matter here, and most of their time is start-up."""
-    folders = [tmp_path_factory.mktemp("benchmark") for _ in ARGUMENTS]
-    with concurrent.futures.ThreadPoolExecutor(len(ARGUMENTS)) as pool:
-        return dict(zip(ARGUMENTS, pool.map(benchmark, ARGUMENTS, folders, ARGUMENTS.values()), strict=True))
+    chosen = {name: arguments for name, arguments in ARGUMENTS.items() if name != "ppo_step.py" or TEST_PPO_STEP}
+    folders = [tmp_path_factory.mktemp("benchmark") for _ in chosen]
+    with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool:
+        return dict(zip(chosen, pool.map(benchmark, chosen, folders, chosen.values()), strict=True))
 
 
 def benchmark(name: str, folder: Path, arguments: list[str]) -> Report:
     report = folder / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments, "--json", str(report)]
-    output = run(command, folder / "output.log", timeout=170)
+    output = run(command, folder / "output.log", timeout=400)
     content = json.loads(report.read_text())
     assert content["machine"]["cores"] >= 1 and content["machine"]["versions"]["torch"]
     return output, content
@@ -114,6 +118,7 @@ def test_work_queue(reports: dict[str, Report]) -> None:
         assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]
 
 
+@pytest.mark.skipif(not TEST_PPO_STEP, reason="starts two jobs of its own: TEST_PPO_STEP=1 runs it")
 def test_ppo_step(reports: dict[str, Report]) -> None:
     output, report = reports["ppo_step.py"]
     assert "skipped trl" in output and list(report["workloads"]) == ["ragged"]

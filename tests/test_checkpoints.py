@@ -254,7 +254,6 @@ def test_a_save_killed_at_random_instants_loses_nothing(multirank: dict[str, Any
     for step, fingerprint, left, names in result["outcomes"]:
         assert fingerprint == whole[step], (step, left)
         assert not any(name.endswith((".unfinished", ".damaged")) for name in names), names
-    assert any(len(left) > 1 for _, _, left, _ in result["outcomes"])  # the save had begun
 
 
 def test_older_checkpoints_stay_until_the_new_one_was_read_back(multirank: dict[str, Any]) -> None:

@@ -22,7 +22,24 @@ from job_processes import ROOT, stored_weights
 from nemo_style_aligner.telemetry.logger import read_metrics
 
 TIMEOUT = 600.0
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+
+
+def why_not() -> str | None:
+    """The reason for which there can be no cluster here; None when it can be tried."""
+    if not os.environ.get("TEST_SLURM"):
+        return "it installs Slurm and takes minutes: run make test-slurm"
+    if os.geteuid() != 0:
+        return "a Slurm cluster on one machine needs root"
+    if shutil.which("apt-get") is None:
+        return "Slurm's packages are installed with apt-get, which this system has not"
+    return None
+
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(why_not() is not None, reason=f"NOT TESTED: the scripts in slurm/ on a real Slurm: {why_not()}"),
+]
 
 # The critic has a node and a rank, the actor two nodes with a rank each.
 PPO_OPTIONS = ("--nodes=1", "--ntasks-per-node=1", ":", "--nodes=2", "--ntasks-per-node=1")
@@ -55,23 +72,9 @@ PPO_OVERRIDES = (
 )
 
 
-def why_not() -> str | None:
-    """The reason for which there can be no cluster here; None when it can be tried."""
-    if not os.environ.get("TEST_SLURM"):
-        return "it installs Slurm and takes minutes: run make test-slurm"
-    if os.geteuid() != 0:
-        return "a Slurm cluster on one machine needs root"
-    if shutil.which("apt-get") is None:
-        return "Slurm's packages are installed with apt-get, which this system has not"
-    return None
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes, for all tests here; and when they cannot be, a loud skip."""
-    reason = why_not()
-    if reason:
-        pytest.skip(f"NOT TESTED: the scripts in slurm/ on a real Slurm: {reason}")
+    """Three nodes, for all tests here."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # UNIX sockets in it: a short name
     try:
         subprocess.run(["bash", str(TESTBED), "up", str(folder), "3", "4"], check=True, timeout=600)
