@@ -48,7 +48,9 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
     """Every term of the loss is at work, and both models move by far more than the tolerance below."""
     tensors, metrics = result("reference")
     assert metrics["init_policy_kl"] > 0.05
-    assert metrics["actor/train_optim/ppo_ratio/0"] == 1.0 and metrics["actor/train_optim/ppo_ratio/1"] != 1.0
+    # Log-probs and updates divide the samples into other micro batches: the first ratio is 1 up to rounding.
+    first, second = (metrics[f"actor/train_optim/ppo_ratio/{update}"] for update in (0, 1))
+    assert abs(first - 1) < 1e-6 < abs(second - 1)
     assert metrics["actor/train_optim/clip_fraction/1"] > 0
     assert metrics["actor/train_optim/scaled_entropy/0"] > 0
     assert metrics["actor/train_optim/grad_norm/0"] > 1.0  # it is clipped

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_style_aligner.models.packing import PackedSequences
+from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
 
 
 class TorchSelfAttention(SelfAttention):
@@ -47,7 +47,7 @@ class CausalAttention(MegatronModule):
     """Core attention on `scaled_dot_product_attention`: causal, with grouped queries.
 
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
-    other mask is wanted. In packed rows each sequence is computed by itself.
+    other mask is wanted. Of packed rows sequences of about the same length are computed side by side.
     """
 
     def __init__(
@@ -81,13 +81,23 @@ class CausalAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("attention biases need Transformer Engine")
         if packed_seq_params is not None:
-            lengths = packed_seq_params.lengths
-            parts = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
-            outputs = [self._attend(*part) for part in parts]
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            return self._attend_packed(query, key, value, packed_seq_params)
         if query.shape[0] not in (1, key.shape[0]):
             raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
         return self._attend(query, key, value)
+
+    def _attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        if len(packed.lengths) == 1:
+            return self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
+        if packed.blocks is None:
+            packed.blocks = AttentionBlocks.of(packed.lengths, query.device)
+        outputs = []
+        for index in packed.blocks.tokens:
+            parts = (x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]) for x in (query, key, value))
+            outputs.append(self._attend(*parts).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, packed.blocks.outputs)[:, None]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         s, b, heads, _ = query.shape

@@ -44,11 +44,65 @@ class PackedSequences(PackedSeqParams):
         lengths: tokens of each sequence, in order; they add up to the row's length.
         positions: int64 [t], each token's place in its sequence.
         rotary: cosines and sines of the row's positions, kept by the first layer that computes them.
+        blocks: what attention computes together, kept by the first layer (plain torch's layers only).
     """
 
     lengths: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    blocks: AttentionBlocks | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBlocks:
+    """Sequences of about the same length side by side, so that many short ones cost few calls.
+
+    Attributes:
+        tokens: of each block int64 [s, b], places in the row; behind a sequence's end stands its last token again,
+            which causality hides from the others.
+        outputs: int64 [t], where each of the row's tokens is among the s * b outputs of block after block.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    outputs: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> AttentionBlocks:
+        """Divide the sequences of a row, given by their lengths in its order."""
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        outputs = torch.empty(int(starts[-1]), dtype=torch.int64)
+        tokens, offset = [], 0
+        for block in _similar(lengths):
+            s, b = lengths[block[0]], len(block)
+            sizes = torch.tensor([lengths[i] for i in block])
+            positions = torch.arange(s)[:, None]
+            index = starts[block] + torch.minimum(positions, sizes - 1)
+            tokens.append(index.to(device))
+            real = positions < sizes
+            outputs[index[real]] = offset + torch.arange(s * b).view(s, b)[real]
+            offset += s * b
+        return cls(tuple(tokens), outputs.to(device))
+
+
+_SHORT = 128  # tokens; up to here attention is so little of the work that padding it costs less than another call
+_PADDING = 1.25  # computed positions per real one in blocks of longer sequences, at most
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences in groups, the longest first in each."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups:
+            longest = lengths[groups[-1][0]]
+            padded = longest * (len(groups[-1]) + 1)
+            if longest <= _SHORT or padded <= _PADDING * (tokens + lengths[i]):
+                groups[-1].append(i)
+                tokens += lengths[i]
+                continue
+        groups.append([i])
+        tokens = lengths[i]
+    return groups
 
 
 @dataclasses.dataclass
