@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish, sync_file
+from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 
 logger = logging.getLogger(__name__)
@@ -129,17 +129,15 @@ class CriticJournal:
             return
         for path in self.directory.glob(f"*{UNFINISHED}"):
             path.unlink()
-        unused = {path: _read_entry(path) for path in self.directory.glob(f"*{_SUFFIX}")}
-        by_number = {entry.position.next_number: entry for entry in unused.values() if entry is not None}
-        wanted = position
-        while (entry := by_number.get(wanted.next_number - 1)) is not None:
-            if entry.position.after(entry.digest) != wanted:
-                break
-            self._entries[entry.position.next_number] = entry
-            del unused[entry.path]
-            wanted = entry.position
-        for path in unused:
-            path.unlink()
+        batches = list(self.directory.glob(f"*{_SUFFIX}"))
+        entries = [entry for path in batches if (entry := _read_entry(path)) is not None]
+        self._entries = {entry.position.next_number: entry for entry in entries}
+        leading_there = {point.next_number for point in self.positions(position)[:-1]}
+        self._entries = {number: entry for number, entry in self._entries.items() if number in leading_there}
+        kept = {entry.path for entry in self._entries.values()}
+        for path in batches:
+            if path not in kept:
+                path.unlink()
         logger.info("critic journal %s: the run goes on at %d, with %s", self.directory, position.next_number, self)
 
     def prune(self, first_needed: int) -> None:
@@ -183,7 +181,6 @@ class CriticJournal:
                 file.flush()
                 os.fsync(file.fileno())
             publish(staging, path)
-            sync_file(self.directory)
         except OSError as error:
             if staging.exists():
                 staging.unlink()  # give a full disk its room back
