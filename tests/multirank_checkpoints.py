@@ -556,7 +556,7 @@ def killed_at_random(folder: Path) -> dict[str, Any]:
     for trial in range(4):
         directories.append(shutil.copytree(before, folder / f"trial_{trial}"))
         job.run(save_and_die, directories[-1], (trial + draw.random()) / 4 * seconds, expect_death=True)
-    return {"first": first, "second": second, "seconds": seconds, "outcomes": job.run(look, directories)}
+    return {"first": first, "second": second, "outcomes": job.run(look, directories)}
 
 
 def not_trusted(folder: Path) -> dict[str, Any]:

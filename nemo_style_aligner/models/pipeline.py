@@ -170,7 +170,7 @@ def train_step(
     mine = list(range(len(used)))
     if is_whole:
         mine = shares(used, model.layout.dp_size, batching.group)[model.layout.dp_rank]
-    parts = [[mine[i] for i in part] for part in micro_batches([used[i] for i in mine], batching)]
+    parts = _micro_batches_of(mine, used, batching)
     totals: dict[str, float] = {}
     num_computed = 0
 
@@ -254,8 +254,8 @@ def forward(
     if not any(used):
         return results
     by_rank = shares(used, model.layout.dp_size, batching.group)
-    mine = by_rank[model.layout.dp_rank]
-    parts = [[mine[i] for i in part] for part in micro_batches([used[i] for i in mine], batching)]
+    parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
+    parts = parts_by_rank[model.layout.dp_rank]
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
@@ -270,13 +270,13 @@ def forward(
     outputs = _run_schedule(model, packed, len(parts), forward_step, forward_only=True, collect_non_loss_data=True)
     model.module.train(was_training)
     local = torch.cat(outputs).float() if outputs else None
-    local = broadcast_from_last_stage(local, (len(mine), *row_shape), torch.float32)
+    local = broadcast_from_last_stage(local, (sum(map(len, parts)), *row_shape), torch.float32)
     gathered = all_gather_rows(local, data_parallel_group())
-    order = [row for rank in by_rank for row in _in_order_of(rank, used, batching)]
+    order = [row for rank in parts_by_rank for part in rank for row in part]
     results[torch.tensor(order, device=results.device)] = gathered
     return results
 
 
-def _in_order_of(rank: list[int], used: list[int], batching: MicroBatching) -> list[int]:
-    """A rank's rows in the order of its micro batches."""
-    return [rank[i] for part in micro_batches([used[i] for i in rank], batching) for i in part]
+def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:
+    """Some rows of a batch, divided into micro batches; ``used`` is of all its rows."""
+    return [[chosen[i] for i in part] for part in micro_batches([used[i] for i in chosen], batching)]
