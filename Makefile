@@ -74,7 +74,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/ppo_step.py --json results/benchmarks/ppo_step.json
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=15 $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)
 
 # More: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it fills disks, too (small ones, mounted for it).
 faults: $(STAMP)

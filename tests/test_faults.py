@@ -78,8 +78,8 @@ class Pair:
                 "model.encoder_seq_length=64",
                 "model.global_batch_size=8",
                 "model.micro_batch_size=4",
-                "model.forward_micro_batch_size=1",  # every pass of the same shape
-                "trainer.ppo.strip_sequence_length_to_multiple=48",
+                "model.forward_micro_batch_size=1",  # what a sequence is computed with depends on timing otherwise
+                "trainer.ppo.inference_micro_batch_size=4",
                 "model.optim.lr=1e-3",
                 "model.optim.sched.warmup_steps=2",
                 "model.hidden_dropout=0.1",  # random streams matter, too
