@@ -1,9 +1,9 @@
 """The actor job of `ppo_step.py`: train_gpt_ppo_actor.py itself, with forced response lengths, one step at a time.
 
-    python ppo_actor.py DESCRIPTOR LENGTHS.json OVERRIDES...
+    python ppo_actor.py ADDRESS LENGTHS.json OVERRIDES...
 
 Both additions stand around the trainer: its engine is asked for responses of given lengths, which no config key can say
-for each prompt, and after each step it waits for its turn. What is timed is untouched.
+for each prompt, and after each step rank 0 waits for its turn, and the others for rank 0. What is timed is untouched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ForcedLengths:
 
 
 def main() -> None:
-    turns = Turns(int(sys.argv[1]))
+    address = sys.argv[1]
     lengths = {tuple(prompt): length for prompt, length in json.loads(Path(sys.argv[2]).read_text())}
     del sys.argv[1:3]
     build_ppo_trainer = job.build_ppo_trainer
@@ -58,7 +58,9 @@ def main() -> None:
     def build(*args: Any) -> Any:
         trainer = build_ppo_trainer(*args)
         trainer.collector.engine = ForcedLengths(trainer.collector.engine, lengths)
-        log_step = trainer.log_step
+        if trainer.metrics.rank != 0:
+            return trainer
+        turns, log_step = Turns(address), trainer.log_step
 
         def take_turns(*args: Any) -> None:
             log_step(*args)

@@ -11,12 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ppo_models import Models, Workload
 
@@ -28,6 +29,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 SCRIPTS = BENCHMARKS.parent / "examples" / "nlp" / "gpt"
 INSTALL_TRL = "pip install -e '.[bench-trl]'"
 START_SECONDS = 600.0
+STEP_SECONDS = 3600.0
 MAX_STEPS = 1000
 KL_COEF, LEARNING_RATE = 0.02, 1e-6
 
@@ -45,35 +47,47 @@ BESIDE = ("score", "train_critic")  # phases of ours that run in the critic job 
 
 
 @dataclasses.dataclass(frozen=True)
+class TrlSetting:
+    """What concerns TRL alone.
+
+    Attributes:
+        threads: ours choose theirs as they do for users.
+        micro_batch: sequences per forward-backward pass.
+        rollout_batch: sequences at a time in generation and scoring.
+        stop_id, pad_id: the pad token is in no prompt.
+        environment: of its process.
+        python: interpreter of the environment that has it.
+    """
+
+    threads: int
+    micro_batch: int
+    rollout_batch: int
+    stop_id: int
+    pad_id: int
+    environment: dict[str, str]
+    python: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
-    """What both sides are run with.
+    """What the contenders are run with.
 
     Attributes:
         models: policy, and critic and reward model.
         dtype: "bfloat16" or "float32".
-        threads: of TRL; ours choose as they do for users.
         micro_batch: sequences per forward-backward pass of ours.
-        trl_micro_batch, trl_rollout_batch: of TRL; the second in generation and scoring.
-        stop_id, pad_id: of TRL; the pad token is in no prompt.
         actor, critic: more config overrides of ours.
         environment: of our processes.
-        trl_environment: of TRL's.
-        trl_python: interpreter of the environment that has TRL.
+        trl: None where TRL takes no part.
     """
 
     models: Models
     dtype: str
-    threads: int
     micro_batch: int
-    trl_micro_batch: int
-    trl_rollout_batch: int
-    stop_id: int
-    pad_id: int
     actor: Sequence[str]
     critic: Sequence[str]
     environment: dict[str, str]
-    trl_environment: dict[str, str]
-    trl_python: str
+    trl: TrlSetting | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,31 +115,57 @@ class Step:
 
 
 class Player:
-    """A process that makes a step when it is its turn (`ppo_turns.Turns`)."""
+    """A process that makes a step when it is its turn (`ppo_turns.Turns`).
+
+    Args:
+        command: what to run; the word ADDRESS becomes that of the socket where it must report.
+        log: what the process says goes there.
+    """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-        ours, theirs = socket.socketpair()
         self.name = name
         self._log = log
-        # The descriptor's number stays the same in the child.
-        words = [str(theirs.fileno()) if word == "DESCRIPTOR" else word for word in command]
-        self._process = start(words, log, environment, (theirs.fileno(),))
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        # Addresses of sockets are short, and where logs go the path may be long.
+        self._folder = tempfile.TemporaryDirectory(prefix="turns_")
+        address = f"{self._folder.name}/socket"
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(address)
+        self._listening.listen()
+        self._process = start([address if word == "ADDRESS" else word for word in command], log, environment)
+        self._connection: Connection | None = None
+
+    def is_ready(self, seconds: float) -> bool:
+        """Whether the first step may be asked for; waits for that at most so long.
+
+        SystemExit with the end of the process's output when it has ended.
+        """
+        self._listening.settimeout(seconds)
+        try:
+            accepted, _ = self._listening.accept()
+        except TimeoutError:
+            if self._process.poll() is not None:
+                self._fail("the process ended")
+            return False
+        self._connection = Connection(accepted.detach())
+        self._receive()
+        return True
 
     def step(self) -> Any:
         """Give the turn, wait, and return what the process reports."""
+        assert self._connection is not None, "not ready"
         self._connection.send(True)
-        return self.receive(None)
+        return self._receive()
 
-    def receive(self, seconds: float | None) -> Any:
-        """The next report; SystemExit with the end of the process's output when there is none."""
+    def _receive(self) -> Any:
+        assert self._connection is not None
         try:
-            if self._connection.poll(seconds):
+            if self._connection.poll(STEP_SECONDS):
                 return self._connection.recv()
-            reason = f"no answer within {seconds:.0f} s"
-        except EOFError:
-            reason = "the process ended"
+            self._fail(f"no answer within {STEP_SECONDS:.0f} s")
+        except (EOFError, ConnectionError):
+            self._fail("the process ended")
+
+    def _fail(self, reason: str) -> NoReturn:
         raise SystemExit(f"{self.name}: {reason}; the end of its output:\n{tail(self._log)}")
 
     def peak_bytes(self) -> int:
@@ -135,6 +175,8 @@ class Player:
     def stop(self) -> None:
         """End the process."""
         stop(self._process)
+        self._listening.close()
+        self._folder.cleanup()
 
 
 class OwnJobs:
@@ -155,7 +197,7 @@ class OwnJobs:
             folder / "critic.log",
             setting.environment,
         )
-        command = [sys.executable, str(BENCHMARKS / "ppo_actor.py"), "DESCRIPTOR", str(lengths)]
+        command = [sys.executable, str(BENCHMARKS / "ppo_actor.py"), "ADDRESS", str(lengths)]
         self._actor = Player(
             "actor", [*command, *self.actor_overrides(prompts)], folder / "actor.log", setting.environment
         )
@@ -204,12 +246,11 @@ class OwnJobs:
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
         deadline = time.monotonic() + START_SECONDS
-        while not self._actor._connection.poll(0.5):
+        while not self._actor.is_ready(0.5):
             if self._critic.poll() is not None:
                 raise SystemExit(f"the critic job ended:\n{tail(self._folder / 'critic.log')}")
             if time.monotonic() > deadline:
-                break
-        self._actor.receive(1.0)
+                raise SystemExit(f"the actor job was not ready within {START_SECONDS:.0f} s")
         self._critic_before = self._critic_seconds()
 
     def step(self) -> Step:
@@ -272,16 +313,18 @@ class Trl:
     name = "trl"
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
+        trl = setting.trl
+        assert trl is not None, "TRL takes no part"
         settings = {
             "policy": str(setting.models.policy),
             "reward_model": str(setting.models.reward_model),
             "output": str(folder / "trl"),
             "dtype": setting.dtype,
-            "threads": setting.threads,
-            "micro_batch": setting.trl_micro_batch,
-            "rollout_batch": setting.trl_rollout_batch,
-            "stop_id": setting.stop_id,
-            "pad_id": setting.pad_id,
+            "threads": trl.threads,
+            "micro_batch": trl.micro_batch,
+            "rollout_batch": trl.rollout_batch,
+            "stop_id": trl.stop_id,
+            "pad_id": trl.pad_id,
             "kl_coef": KL_COEF,
             "lr": LEARNING_RATE,
             "max_steps": MAX_STEPS,
@@ -289,12 +332,13 @@ class Trl:
         }
         file = folder / "trl.json"
         file.write_text(json.dumps(settings))
-        command = [setting.trl_python, str(BENCHMARKS / "ppo_trl.py"), "DESCRIPTOR", str(file)]
-        self._process = Player("TRL", command, folder / "trl.log", setting.trl_environment)
+        command = [trl.python, str(BENCHMARKS / "ppo_trl.py"), "ADDRESS", str(file)]
+        self._process = Player("TRL", command, folder / "trl.log", trl.environment)
 
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
-        self._process.receive(START_SECONDS)
+        if not self._process.is_ready(START_SECONDS):
+            raise SystemExit(f"TRL was not ready within {START_SECONDS:.0f} s")
 
     def step(self) -> Step:
         """One PPO step."""
@@ -336,12 +380,10 @@ def busy_core() -> Iterator[None]:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def start(words: Sequence[str], log: Path, environment: dict[str, str], keep: tuple[int, ...] = ()) -> subprocess.Popen:
-    """A process in a session of its own, with what it says in ``log`` and the descriptors ``keep``."""
+def start(words: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """A process in a session of its own, with what it says in ``log``."""
     with log.open("wb") as output:
-        return subprocess.Popen(
-            words, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=keep, start_new_session=True
-        )
+        return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -31,7 +31,7 @@ from common import (
     measure_rates,
     write_json,
 )
-from ppo_contenders import OwnJobs, Setting, Step, Trl, busy_core, trl_obstacle
+from ppo_contenders import OwnJobs, Setting, Step, Trl, TrlSetting, busy_core, trl_obstacle
 from ppo_models import Models, Workload, documentation, make_models, make_workloads
 from ppo_report import Figures, phase_floors, print_workload, summarise
 
@@ -132,20 +132,23 @@ def make_setting(args: argparse.Namespace, models: Models) -> Setting:
     policy = {"OMP_WAIT_POLICY": args.trl_wait_policy} if args.trl_wait_policy else {}
     # TRL needs a pad token that is in no prompt and that no response holds: the first one that is not in our texts.
     used = {models.tokenizer.eos_id, *models.tokenizer.text_to_ids(documentation())}
+    trl = TrlSetting(
+        threads=args.threads,
+        micro_batch=args.trl_micro_batch,
+        rollout_batch=args.trl_rollout_batch,
+        stop_id=models.tokenizer.eos_id,
+        pad_id=next(i for i in itertools.count() if i not in used),
+        environment=environment | policy,
+        python=args.trl_python,
+    )
     return Setting(
         models=models,
         dtype=args.dtype,
-        threads=args.threads,
         micro_batch=args.micro_batch,
-        trl_micro_batch=args.trl_micro_batch,
-        trl_rollout_batch=args.trl_rollout_batch,
-        stop_id=models.tokenizer.eos_id,
-        pad_id=next(i for i in itertools.count() if i not in used),
         actor=args.actor,
         critic=args.critic,
         environment=environment | {TOKEN_VARIABLE: secrets.token_hex(16)},
-        trl_environment=environment | policy,
-        trl_python=args.trl_python,
+        trl=trl,
     )
 
 

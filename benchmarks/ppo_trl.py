@@ -127,7 +127,7 @@ def force_lengths(policy: Any, settings: dict[str, Any], counts: dict[str, int])
 
 
 def main() -> None:
-    turns, settings = Turns(int(sys.argv[1])), json.loads(Path(sys.argv[2]).read_text())
+    turns, settings = Turns(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     torch.set_num_threads(settings["threads"])
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, settings["dtype"])

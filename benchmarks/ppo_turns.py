@@ -5,15 +5,18 @@ Imports nothing of this project: TRL may live in an environment of its own.
 
 from __future__ import annotations
 
+import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
 
 class Turns:
-    """A contender's end of the connection, over the inherited file ``descriptor``."""
+    """A contender's end of the connection; the other listens at the Unix socket ``address``."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor)
+    def __init__(self, address: str) -> None:
+        with socket.socket(socket.AF_UNIX) as connecting:
+            connecting.connect(address)
+            self._connection = Connection(connecting.detach())
 
     def wait(self) -> None:
         """Sleep until the next step is wanted; SystemExit when there is none."""

@@ -40,19 +40,30 @@ ARGUMENTS = {
         *("--rounds", "1", "--threads", "1"),
     ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
+    "growth.py": [
+        *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
+        *("--rounds", "1", "--micro-batch", "2"),
+    ],
+    "learning.py": [
+        *("--variants", "default", "unpacked", "--seeds", "1", "2", "--max-operand", "29"),
+        *("--base-steps", "3", "--sft-steps", "3", "--rm-steps", "4", "--ppo-steps", "2"),
+    ],
     "ppo_step.py": [
         *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
         *("--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12", "--rounds", "1", "--floor-megabytes", "16"),
     ],
 }
 
+# They start jobs of their own, which takes minutes.
+WITH_JOBS = ("ppo_step.py", "growth.py", "learning.py")
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
+with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """All of them, side by side: their figures do not matter here, and most of their time is start-up."""
-    chosen = {name: arguments for name, arguments in ARGUMENTS.items() if name != "ppo_step.py" or TEST_PPO_STEP}
+    chosen = {name: arguments for name, arguments in ARGUMENTS.items() if name not in WITH_JOBS or TEST_PPO_STEP}
     folders = [tmp_path_factory.mktemp("benchmark") for _ in chosen]
     with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool:
         return dict(zip(chosen, pool.map(benchmark, chosen, folders, chosen.values()), strict=True))
@@ -61,6 +72,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 def benchmark(name: str, folder: Path, arguments: list[str]) -> Report:
     report = folder / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments, "--json", str(report)]
+    if name == "learning.py":
+        command += ["--output", str(folder / "learning")]
     output = run(command, folder / "output.log", timeout=400)
     content = json.loads(report.read_text())
     assert content["machine"]["cores"] >= 1 and content["machine"]["versions"]["torch"]
@@ -118,7 +131,29 @@ def test_work_queue(reports: dict[str, Report]) -> None:
         assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]
 
 
-@pytest.mark.skipif(not TEST_PPO_STEP, reason="starts two jobs of its own: TEST_PPO_STEP=1 runs it")
+@with_jobs
+def test_growth(reports: dict[str, Report]) -> None:
+    output, report = reports["growth.py"]
+    points = {(point["series"], point["rollouts"], point["ranks"]): point for point in report["points"]}
+    assert points.keys() == {("rollouts", 4, 1), ("rollouts", 8, 1), ("length", 8, 1), ("model", 8, 1),
+                             ("ranks", 8, 1), ("ranks", 8, 2)}, output  # fmt: skip
+    for point in points.values():
+        assert point["seconds"].keys() == SPREAD and point["phases"]["train_policy"] > 0 < point["phases"]["generate"]
+        seconds = point["seconds"]["median"]
+        assert point["tokens_per_second"] == pytest.approx(point["rollouts"] * (32 + 4) / seconds)
+
+
+@with_jobs
+def test_learning(reports: dict[str, Report]) -> None:
+    output, report = reports["learning.py"]
+    for runs in report["variants"].values():
+        assert [len(one["rewards"]) for one in runs] == [2, 2], output
+        assert all(0 <= one["accuracy"] <= 1 for one in runs)
+    first, second = report["variants"]["default"]
+    assert first["rewards"] != second["rewards"], "two seeds and the same run"
+
+
+@with_jobs
 def test_ppo_step(reports: dict[str, Report]) -> None:
     output, report = reports["ppo_step.py"]
     assert "skipped trl" in output and list(report["workloads"]) == ["ragged"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, free_port, mpirun, print_table, python
@@ -28,6 +29,21 @@ COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_log
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
+    add_options(parser)
+    args = parser.parse_args()
+    demo = Demo(args.output.resolve(), num_stages=6)
+    sft = train_sft(demo, args, make_base_model(demo, args))
+    reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
+    with demo.stage("ppo", "PPO, 2 ranks under mpirun, critic over HTTP") as results:
+        policy = run_ppo(demo, args, sft, reward_model)
+        rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
+        results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
+    report = evaluate(demo, args, sft, policy, reward_model)
+    write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How much of everything; the defaults are the demo's."""
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--max-operand", type=int, default=99)
     parser.add_argument("--base-steps", type=int, default=800)
@@ -35,13 +51,6 @@ def main() -> None:
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
     parser.add_argument("--rm-steps", type=int, default=800)
     parser.add_argument("--ppo-steps", type=int, default=10)
-    args = parser.parse_args()
-    demo = Demo(args.output.resolve(), num_stages=6)
-    sft = train_sft(demo, args, make_base_model(demo, args))
-    reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
-    policy = run_ppo(demo, args, sft, reward_model)
-    report = evaluate(demo, args, sft, policy, reward_model)
-    write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
 
 
 def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
@@ -108,15 +117,28 @@ def train_reward_model(demo: Demo, args: argparse.Namespace, sft: Path) -> tuple
     return log_dir / "checkpoints" / "megatron_gpt.nemo", accuracy
 
 
-def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path) -> Path:
+def run_ppo(
+    demo: Demo,
+    args: argparse.Namespace,
+    sft: Path,
+    reward_model: Path,
+    folder: str = ".",
+    more_actor: Sequence[str] = (),
+    more_critic: Sequence[str] = (),
+) -> Path:
+    """Run the critic service and the PPO actor, logs in ``actor`` and ``critic`` of the folder; the .nemo left there.
+
+    Args:
+        more_actor, more_critic: further overrides of their configs.
+    """
     data, port = demo.directory / "data", free_port()
-    log_dir = demo.directory / "actor"
+    log_dir = demo.directory / folder / "actor"
     critic = [
         *python("serve_ppo_critic.py"), *COMMON, f"pretrained_checkpoint.restore_from_path={reward_model}",
         f"trainer.ppo.port={port}", "trainer.ppo.combine_rm_and_critic_server=True",
         "trainer.ppo.inference_micro_batch_size=64", "model.forward_micro_batch_size=64",
         "model.micro_batch_size=64", "model.global_batch_size=64", "model.optim.lr=5e-4",
-        "model.optim.sched.min_lr=5e-4", f"exp_manager.explicit_log_dir={demo.directory / 'critic'}",
+        "model.optim.sched.min_lr=5e-4", f"exp_manager.explicit_log_dir={log_dir.with_name('critic')}", *more_critic,
     ]  # fmt: skip
     actor = [
         *mpirun(2), *python("train_gpt_ppo_actor.py"), *COMMON, "trainer.devices=2",
@@ -129,34 +151,37 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
         "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=1.0",
         "trainer.ppo.critic_warmup_steps=2", "model.optim.lr=1e-4", "model.optim.sched.min_lr=5e-5",
         "model.optim.sched.constant_steps=0", "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
-        f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}",
+        f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}", *more_actor,
     ]  # fmt: skip
-    with demo.stage("ppo", "PPO, 2 ranks under mpirun, critic over HTTP") as results:
-        with demo.service("critic", port, *critic):
-            demo.run("actor", *actor)
-        first, final = read_metrics(log_dir)["train_rollouts/rewards"][0][1], last(log_dir, "train_rollouts/rewards")
-        results.append(f"reward {first:.2f} -> {final:.2f}")
+    with demo.service("critic", port, *critic):
+        demo.run("actor", *actor)
     return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
 
 
 def evaluate(demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, reward_model: Path) -> dict[str, float]:
     report: dict[str, float] = {}
-    prompts = demo.directory / "data" / "test_prompts.jsonl"
     for name, model in (("sft", sft), ("ppo", policy)):
         with demo.stage(f"evaluation_{name}", f"Held-out questions, {name.upper()} model") as results:
             for mode, flags in (("", []), ("_greedy", ["--greedy"])):
                 output = demo.directory / f"evaluation_{name}{mode}.json"
-                demo.run(
-                    f"evaluation_{name}", python("evaluate_gpt.py"), "--model", model, "--prompts", prompts,
-                    "--output", output, "--reward-model", reward_model, "--precision", 32, "--max-length", 12,
-                    "--num-slots", 64, "--seed", args.seed, *flags,
-                )  # fmt: skip
-                summary = json.loads(output.read_text())["summary"]
+                summary = evaluate_model(demo, args, model, reward_model, output, flags)
                 report[f"accuracy_{name}{mode}"] = summary["accuracy"]
                 report[f"reward_{name}{mode}"] = summary["reward"]
             results.append(f"accuracy {report[f'accuracy_{name}']:.1%}")
             results.append(f"greedy {report[f'accuracy_{name}_greedy']:.1%}")
     return report
+
+
+def evaluate_model(
+    demo: Demo, args: argparse.Namespace, model: Path, reward_model: Path, output: Path, flags: Sequence[str] = ()
+) -> dict[str, float]:
+    """Accuracy and reward of a model's answers to the held-out questions."""
+    demo.run(
+        output.stem, python("evaluate_gpt.py"), "--model", model, "--prompts",
+        demo.directory / "data" / "test_prompts.jsonl", "--output", output, "--reward-model", reward_model,
+        "--precision", 32, "--max-length", 12, "--num-slots", 64, "--seed", args.seed, *flags,
+    )  # fmt: skip
+    return json.loads(output.read_text())["summary"]
 
 
 def write_results(demo: Demo, report: dict[str, float]) -> None:

@@ -27,11 +27,15 @@ class StageFailed(SystemExit):
 
 
 class Demo:
-    """Stages with their logs and times. ``seconds`` maps each stage to its wall-clock time."""
+    """Stages with their logs and times. ``seconds`` maps each stage to its wall-clock time.
 
-    def __init__(self, directory: Path, num_stages: int) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        (directory / "logs").mkdir(parents=True)
+    What was in ``directory`` is deleted unless ``keep`` is set.
+    """
+
+    def __init__(self, directory: Path, num_stages: int, keep: bool = False) -> None:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.seconds: dict[str, float] = {}
         self._num_stages = num_stages

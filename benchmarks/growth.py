@@ -1,0 +1,210 @@
+"""How a PPO step grows with its samples, the length of responses, the size of the model and the number of ranks.
+
+    python benchmarks/growth.py [--model 30m] [--rounds 3] [--plot FILE.svg] [--json FILE]
+
+One setting changes at a time. Ours alone: the critic job and the actor job that users start, as in `ppo_step.py`.
+docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import SHAPES, available_cores, computes_in_bf16, print_table, spread, write_json
+from ppo_contenders import OwnJobs, Setting
+from ppo_models import Models, Workload, cut_prompts, make_models
+
+from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+
+PROMPT_TOKENS = 32
+# Shown; what is left of a step is little.
+PHASES = ("generate", "logprobs", "init_logprobs", "wait_for_scores", "train_policy", "wait_for_critic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What one measured step consists of.
+
+    Attributes:
+        rollouts: per step, one update of each model.
+        length: tokens of each response.
+        model: the name of a shape.
+        ranks: of the actor job, data-parallel.
+    """
+
+    rollouts: int
+    length: int
+    model: str
+    ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A point's figures: seconds of each round and of its phases, and the model's parameters."""
+
+    seconds: list[float]
+    phases: dict[str, float]
+    parameters: int
+
+
+def main() -> None:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the jobs would stay behind
+    series = {name: list(points) for name, points in make_series(args)}
+    results: dict[Point, Measured] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
+        for point in dict.fromkeys(point for points in series.values() for point in points):
+            folder = Path(name) / f"{point.model}_{point.rollouts}_{point.length}_{point.ranks}"
+            folder.mkdir()
+            models = make_models(point.model, Path(name) / point.model)
+            results[point] = measure(point, models, args, folder)
+            print(f"{point}: {results[point].seconds}", file=sys.stderr, flush=True)
+    report = [figures(name, point, results[point]) for name, points in series.items() for point in points]
+    print_report(series, report)
+    if args.plot:
+        plot(series, report, args.plot)
+    write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="30m", help="where the other settings change")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m"))
+    parser.add_argument("--rollouts", nargs="+", type=int, default=(8, 16, 32), help="the middle one is the base")
+    parser.add_argument("--lengths", nargs="+", type=int, default=(32, 64, 128), help="the middle one is the base")
+    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), help="the first one is the base")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each setting, after one that does not count")
+    parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
+    parser.add_argument("--plot", type=Path, help="write the curves here; the name's ending chooses the format")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def make_series(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[Point]]]:
+    """What grows, and the points measured for it."""
+    rollouts, lengths = (sorted(values)[len(values) // 2] for values in (args.rollouts, args.lengths))
+    base = Point(rollouts, lengths, args.model, args.ranks[0])
+    yield "rollouts", (dataclasses.replace(base, rollouts=value) for value in args.rollouts)
+    yield "length", (dataclasses.replace(base, length=value) for value in args.lengths)
+    yield "model", (dataclasses.replace(base, model=value) for value in args.models)
+    yield "ranks", (dataclasses.replace(base, ranks=value) for value in args.ranks)
+
+
+def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path) -> Measured:
+    """Some steps at one point."""
+    prompts, texts = cut_prompts(models.tokenizer, [PROMPT_TOKENS] * point.rollouts)
+    workload = Workload("growth", prompts, texts, [point.length] * point.rollouts)
+    setting = Setting(
+        models=models,
+        dtype="bfloat16" if computes_in_bf16() else "float32",
+        micro_batch=args.micro_batch,
+        actor=[f"trainer.devices={point.ranks}"],
+        critic=[],
+        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+    )
+    jobs = OwnJobs(workload, setting, folder)
+    try:
+        jobs.wait_until_ready()
+        steps = [jobs.step() for _ in range(1 + args.rounds)][1:]
+    finally:
+        jobs.stop()
+    for step in steps:
+        step.check_counts("ours", workload)
+    seconds = [step.seconds for step in steps]
+    typical = min(steps, key=lambda step: abs(step.seconds - spread(seconds)["median"]))
+    return Measured(seconds, typical.phases, models.architecture.num_parameters)
+
+
+def size(name: str, point: Point, measured: Measured) -> float:
+    """What the series ``name`` lets grow, as a number."""
+    return {
+        "rollouts": point.rollouts,
+        "length": point.length,
+        "model": measured.parameters,
+        "ranks": point.ranks,
+    }[name]
+
+
+def figures(name: str, point: Point, measured: Measured) -> dict[str, Any]:
+    """One line of the report."""
+    seconds = spread(measured.seconds)
+    return {
+        "series": name,
+        **dataclasses.asdict(point),
+        "size": size(name, point, measured),
+        "seconds": seconds,
+        "tokens_per_second": point.rollouts * (PROMPT_TOKENS + point.length) / seconds["median"],
+        "phases": measured.phases,
+    }
+
+
+def exponents(lines: Sequence[dict[str, Any]]) -> list[float | None]:
+    """Of each line after the first: e, where seconds grew like size ** e from the line before; 1 is linear growth."""
+    found: list[float | None] = [None]
+    for before, line in itertools.pairwise(lines):
+        growth = math.log(line["seconds"]["median"] / before["seconds"]["median"])
+        found.append(growth / math.log(line["size"] / before["size"]))
+    return found
+
+
+def print_report(series: dict[str, list[Point]], report: list[dict[str, Any]]) -> None:
+    print(f"one PPO step, {PROMPT_TOKENS} prompt tokens, {available_cores()} cores\n")
+    header = ("", "seconds", "rounds", "tokens/s", "exponent", *PHASES)
+    for name in series:
+        lines = [line for line in report if line["series"] == name]
+        rows = []
+        for line, exponent in zip(lines, exponents(lines), strict=True):
+            seconds = line["seconds"]
+            what = f"{line['model']} ({line['size'] / 1e6:.0f}M)" if name == "model" else str(line[name])
+            rows.append(
+                (
+                    f"{name} {what}",
+                    f"{seconds['median']:.2f}",
+                    f"{seconds['min']:.2f}-{seconds['max']:.2f}",
+                    f"{line['tokens_per_second']:.0f}",
+                    "" if exponent is None else f"{exponent:.2f}",
+                    *(f"{line['phases'].get(phase, 0.0):.2f}" for phase in PHASES),
+                )
+            )
+        print_table(header, rows)
+
+
+def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Path) -> None:
+    """One panel for each thing that grows, both axes logarithmic; the dotted line is growth in proportion."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(series), figsize=(3.2 * len(series), 2.8), sharey=True, squeeze=False)
+    for axis, name in zip(axes[0], series, strict=True):
+        lines = [line for line in report if line["series"] == name]
+        sizes, medians = [line["size"] for line in lines], [line["seconds"]["median"] for line in lines]
+        bars = [
+            [m - line["seconds"]["min"], line["seconds"]["max"] - m] for m, line in zip(medians, lines, strict=True)
+        ]
+        axis.errorbar(sizes, medians, yerr=list(zip(*bars, strict=True)), marker="o", capsize=3)
+        axis.plot(sizes, [medians[0] * s / sizes[0] for s in sizes], ":", color="grey")
+        axis.set(xscale="log", yscale="log", xlabel={"model": "parameters"}.get(name, name))
+        axis.set_xticks(sizes, [f"{s / 1e6:.0f}M" if name == "model" else str(s) for s in sizes])
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("seconds per step")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

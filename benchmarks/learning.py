@@ -1,0 +1,195 @@
+"""Whether what makes a step fast costs learning: the demo's PPO with single optimisations turned off or on, some seeds.
+
+    python benchmarks/learning.py [--variants default unpacked ...] [--seeds 1 2 3] [--plot FILE.svg] [--json FILE]
+
+Data, base model, SFT and reward model are made once, as `make demo` does, and kept in the output folder for the next
+run. Nothing here depends on how busy the machine is. docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import print_table, write_json
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
+
+import run_demo  # noqa: E402 (found by the line above)
+from stages import Demo  # noqa: E402
+
+from nemo_style_aligner.telemetry.logger import read_metrics  # noqa: E402
+
+LAST = 3  # steps that the reward at the end is averaged over
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Overrides of both jobs' configs, beside the demo's."""
+
+    what: str
+    actor: Sequence[str] = ()
+    critic: Sequence[str] = ()
+
+
+_ONE_BY_ONE = ("model.micro_batch_size=1", "model.forward_micro_batch_size=1")
+VARIANTS = {
+    "default": Variant("the demo as it is"),
+    "unpacked": Variant(
+        "each sequence in a pass of its own",
+        ("model.micro_batch_size=1", "model.ppo.forward_micro_batch_size=1"),
+        _ONE_BY_ONE,
+    ),
+    "token-budget": Variant(
+        "micro batches of at most 512 tokens",
+        ("model.max_tokens_per_micro_batch=512",),
+        ("model.max_tokens_per_micro_batch=512",),
+    ),
+    "no-queue": Variant("each rank generates its own share", ("trainer.ppo.batch_iterator.use_flask=False",)),
+    "torch-step": Variant("generation without the native step", ("trainer.ppo.generation.step=torch",)),
+    "megatron": Variant("generation by the training model", ("trainer.ppo.generation.engine=megatron",)),
+    "int8": Variant(
+        "generation with 8-bit weights, importance weights up to 2",
+        ("trainer.ppo.generation.weight_format=int8", "trainer.ppo.importance_weight_cap=2.0"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run learned.
+
+    Attributes:
+        rewards: mean reward of each step's rollouts.
+        accuracy: share of held-out questions answered right, sampled.
+        kl: KL penalty per token of the last step's rollouts.
+    """
+
+    rewards: list[float]
+    accuracy: float
+    kl: float
+
+    @property
+    def reward(self) -> float:
+        """At the end."""
+        return statistics.fmean(self.rewards[-LAST:])
+
+
+def main() -> None:
+    args = parse_arguments()
+    demo, sft, reward_model = prepare(args)
+    outcomes: dict[str, list[Outcome]] = {}
+    for name in args.variants:
+        outcomes[name] = [run(demo, args, name, seed, sft, reward_model) for seed in args.seeds]
+    print_report(outcomes)
+    if args.plot:
+        plot(outcomes, args.plot)
+    write_json(
+        args.json,
+        {
+            "settings": {key: str(value) for key, value in vars(args).items()},
+            "variants": {name: [dataclasses.asdict(run) for run in runs] for name, runs in outcomes.items()},
+        },
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3), help="of PPO")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "learning")
+    parser.add_argument("--plot", type=Path, help="write the reward curves here; the name's ending chooses the format")
+    parser.add_argument("--json", type=Path)
+    run_demo.add_options(parser)
+    return parser.parse_args()
+
+
+def prepare(args: argparse.Namespace) -> tuple[Demo, Path, Path]:
+    """Data and models that all runs start from: SFT model and reward model."""
+    output = args.output.resolve()
+    sft = output / "sft" / "checkpoints" / "megatron_gpt_sft.nemo"
+    reward_model = output / "reward_model" / "checkpoints" / "megatron_gpt.nemo"
+    if reward_model.exists():
+        return Demo(output, num_stages=0, keep=True), sft, reward_model
+    demo = Demo(output, num_stages=3)
+    run_demo.train_sft(demo, args, run_demo.make_base_model(demo, args))
+    run_demo.train_reward_model(demo, args, sft)
+    return demo, sft, reward_model
+
+
+def run(demo: Demo, args: argparse.Namespace, name: str, seed: int, sft: Path, reward_model: Path) -> Outcome:
+    """One PPO run and its evaluation, unless they are there; a run that was broken off goes on."""
+    folder, variant = f"{name}_{seed}", VARIANTS[name]
+    evaluation = demo.directory / folder / "evaluation.json"
+    if not evaluation.exists():
+        policy = run_demo.run_ppo(
+            demo,
+            argparse.Namespace(**{**vars(args), "seed": seed}),
+            sft,
+            reward_model,
+            folder,
+            variant.actor,
+            [*variant.critic, f"model.seed={seed}"],
+        )
+        run_demo.evaluate_model(demo, args, policy, reward_model, evaluation)
+    summary = json.loads(evaluation.read_text())["summary"]
+    curves = read_metrics(demo.directory / folder / "actor")
+    rewards = [value for _, value in curves["train_rollouts/rewards"]][-args.ppo_steps :]  # warm-up rounds come before
+    outcome = Outcome(rewards, summary["accuracy"], curves["train_rollouts/init_policy_kl"][-1][1])
+    print(
+        f"{name}, seed {seed}: reward {rewards[0]:.2f} -> {outcome.reward:.2f}, accuracy {outcome.accuracy:.1%}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return outcome
+
+
+def print_report(outcomes: dict[str, list[Outcome]]) -> None:
+    """Means and standard deviations over the seeds, and differences to the first variant, seed by seed."""
+    reference = next(iter(outcomes.values()))
+    rows = []
+    for name, runs in outcomes.items():
+        row = [name]
+        for figure in ("accuracy", "reward", "kl"):
+            values = [getattr(one, figure) for one in runs]
+            differences = [value - getattr(other, figure) for value, other in zip(values, reference, strict=True)]
+            row += [mean_and_deviation(values), mean_and_deviation(differences) if runs is not reference else ""]
+        rows.append([*row, VARIANTS[name].what])
+    header = ("", "accuracy", "difference", "reward", "difference", "KL", "difference", "what")
+    print_table(header, rows)
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    deviation = f" ±{statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{deviation}"
+
+
+def plot(outcomes: dict[str, list[Outcome]], path: Path) -> None:
+    """Each variant's reward by step: mean over the seeds, and the range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    for name, runs in outcomes.items():
+        steps: list[Any] = list(zip(*(one.rewards for one in runs), strict=True))
+        numbers = range(1, len(steps) + 1)
+        (line,) = axis.plot(numbers, [statistics.fmean(step) for step in steps], label=name)
+        axis.fill_between(numbers, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.15)
+    axis.set(xlabel="PPO step", ylabel="mean reward")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
