@@ -6,6 +6,7 @@ Prints one line per check; any rank that fails ends the run.
 
 from __future__ import annotations
 
+import functools
 import sys
 from datetime import timedelta
 
@@ -22,7 +23,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights
+from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights, lendable_weights
 
 BASE = {
     "num_layers": 4,
@@ -44,6 +45,8 @@ MODEL_CFG = {"make_vocab_size_divisible_by": 8}
 # Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
 ENGINE_SIZES = {
     (1, 1): {"llama": (2, 4), "tied": (4,), "qwen": (2,), "gpt": (2,)},
+    (2, 1): {"llama": (2,), "gpt": (2,)},
+    (4, 1): {"qwen": (4,)},
     (2, 2): {"llama": (2,), "tied": (2,)},
 }
 TOKENS = torch.arange(24).reshape(2, 12) * 5 % 101
@@ -100,7 +103,11 @@ def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[
 
 
 def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[GenerationResult]]) -> None:
-    """From this training layout to engines over ``sizes`` ranks: the same responses as on one."""
+    """From this training layout to engines over ``sizes`` ranks: the same responses as on one.
+
+    Engines cut as the model view its weights: all but the vocabulary, which is padded to other rows per rank, and q, k
+    and v where there are more ranks than key heads.
+    """
     architecture = ARCHITECTURES[name]
     model = build_model(architecture, MODEL_CFG, torch.float32, trainable=False)
     import_weights(model, TensorSource(random_weights(architecture)))
@@ -109,7 +116,9 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
         max_new_tokens=length, min_new_tokens=length, temperature=0.9, repetition_penalty=1.1, seed=5
     )
     requests = [GenerationRequest(i, [(7 * i + 3 * j) % 101 for j in range(1 + 9 * (i % 3))], i) for i in range(4)]
+    layout = model.layout
     for size in (1, *sizes):
+        rank, lends = dist.get_rank() % size, layout.tp_size > 1
         engine = EmbeddedEngine(
             architecture,
             dtype=torch.float32,
@@ -118,12 +127,20 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             eos_id=1,
             kv_cache_tokens=64,  # long sequences lose their memory, on all ranks alike
             prefill_chunk_tokens=8,
-            tensor_parallel=TensorParallel(dist.get_rank() % size, size, neighbour_group(size)),
+            tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
             step="torch",
             refit_check="full",
+            lent_weights=functools.partial(lendable_weights, model, rank, size) if lends else None,
         )
         engine.build()
-        engine.refit(export_weights(model, 4096), version=0)
+        viewed = engine.viewed_weights
+        if lends and size == layout.tp_size and layout.pp_size == 1:
+            copied = {key.split(".")[-2] for key in engine.weight_shapes}
+            more_ranks_than_groups = {"q_proj", "k_proj", "v_proj"} if size > architecture.num_query_groups else set()
+            check(copied == {"embed_tokens", "lm_head"} | more_ranks_than_groups, f"{name}: copies {copied}")
+        else:
+            check(not viewed, f"{name}: views {viewed}")
+        engine.refit(export_weights(model, 4096, without=viewed), version=0)
         results = sorted(engine.generate(requests, params), key=lambda result: result.request_id)
         check(bool(engine.statistics.preemptions) == (name == "llama"), f"{name}: {engine.statistics}")
         what = f"{name}: responses over {size} ranks differ"
@@ -131,7 +148,9 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             check(result.token_ids == other.token_ids, what)
             difference = max(abs(a - b) for a, b in zip(result.logprobs, other.logprobs, strict=True))
             check(difference < 2e-5, f"{what} by {difference}")
-        engine.refit(((key, tensor * torch.nan) for key, tensor in export_weights(model, 4096)), version=1)
+        engine.refit(
+            ((key, tensor * torch.nan) for key, tensor in export_weights(model, 4096, without=viewed)), version=1
+        )
         try:
             list(engine.generate(requests, params))
         except FloatingPointError as error:

@@ -15,6 +15,7 @@ from generation_models import EOS, architecture, engine_for, hf_model, ragged_re
 from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
@@ -174,7 +175,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(**options: Any) -> tuple[EmbeddedEngine, RememberingStep]:
         steps: list[RememberingStep] = []
 
-        def choose(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
+        def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
             steps.append(RememberingStep(shape))
             steps[0].build()
             steps[0].build()

@@ -22,6 +22,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.decode_graphs import bucket, page_buckets, row_buckets
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
@@ -58,8 +59,8 @@ def test_buckets() -> None:
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines decode in padded buckets, as on a GPU, only not from graphs."""
 
-    def choose(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
-        step = TorchStep(shape, device, graphs=True)
+    def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
+        step = TorchStep(shape, device, graphs=True, lent=lent)
         step.build()
         return step
 
@@ -242,8 +243,8 @@ def test_graphs_equal_eager_on_cuda(family: str, monkeypatch: pytest.MonkeyPatch
     captures = graphs.num_compilations
     assert captures > 1
 
-    def choose_eager(choice: str, shape: EngineShape, device: torch.device) -> ModelStep:
-        step = TorchStep(shape, device, graphs=False)
+    def choose_eager(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
+        step = TorchStep(shape, device, graphs=False, lent=lent)
         step.build()
         return step
 

@@ -245,7 +245,8 @@ class PPOTrainer:
         with self.timer("refit"):
             if self.settings.unload_engine:
                 engine.reload()
-            engine.refit(export_weights(self.actor.model), self.ppo_optimization_step)
+            weights = export_weights(self.actor.model, without=engine.viewed_weights)
+            engine.refit(weights, self.ppo_optimization_step)
 
     def train(self, experience: Experience) -> None:
         """Train policy and critic, side by side. Once the critic has its batch the step must be completed."""

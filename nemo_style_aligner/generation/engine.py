@@ -171,7 +171,8 @@ class GenerationEngine(abc.ABC):
 
         Raises:
             ValueError: a request is empty, too long or holds ids outside the vocabulary.
-            RuntimeError: the engine has no (whole) weights or is unloaded.
+            RuntimeError: the engine has no (whole) weights or is unloaded, or weights that it views have changed
+                since the refit.
             FloatingPointError: the model's logits are not finite.
         """
 
@@ -187,6 +188,14 @@ class GenerationEngine(abc.ABC):
     @abc.abstractmethod
     def weight_version(self) -> int:
         """Version of the last whole refit; -1 while there is none."""
+
+    @property
+    def viewed_weights(self) -> frozenset[str]:
+        """Tensors that the engine reads in the trainer's own memory: a refit's stream leaves them out.
+
+        Training changes them at once: `generate` after that, without a refit, is an error.
+        """
+        return frozenset()
 
     @property
     @abc.abstractmethod

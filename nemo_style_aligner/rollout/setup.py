@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import socket
 from typing import Any
@@ -29,6 +30,7 @@ from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
+from nemo_style_aligner.weights.stream import lendable_weights
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ def build_engine(
             tensor_parallel=tensor_parallel,
             step=section.step,
             refit_check=section.refit_check,
+            lent_weights=functools.partial(lendable_weights, model, tensor_parallel.rank, tensor_parallel.size),
             **options,
         )
     engine.build()

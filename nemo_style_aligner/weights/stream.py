@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,7 +71,9 @@ class TensorSource:
 # ---- export ------------------------------------------------------------------------------------
 
 
-def export_weights(model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(
+    model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, without: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (Hugging Face name, full tensor) in the table's order, the same on every rank of the model.
 
     Collective over the tensor- and pipeline-parallel group: every rank of it must run the iterator to its end.
@@ -83,10 +85,12 @@ def export_weights(model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES
         model: the model.
         bucket_bytes: size of what one round of communication gathers. Memory in use is about twice that, or
             twice the largest parameter if that is larger.
+        without: tensors to leave out, the same on every rank: parameters that consist of them alone are skipped.
     """
     layout = model.layout
     entries, head_dtype = _table(model)
     parameters = _local_parameters(model, entries)
+    entries = tuple(entry for entry in entries if not all(part.name in without for part in entry.parts))
     if layout.tp_size == layout.pp_size == 1:
         for entry in entries:
             if not entry.is_copy:
@@ -94,6 +98,25 @@ def export_weights(model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES
         return
     for stage, dtype, bucket in _buckets(model, entries, head_dtype, bucket_bytes):
         yield from _exchange(layout, stage, dtype, bucket, parameters)
+
+
+def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
+    """Live parameters that an engine on ``rank`` of ``size`` tensor-parallel ranks may compute with in place.
+
+    There are some where the model is cut alike: no pipeline stages, and this very rank of as many. Each is a
+    parameter's memory: this rank's parts, in Megatron's order, of the Hugging Face tensors that the key names. On one
+    rank the rows that pad the vocabulary are left out; on several they are not, so that the shape tells whether the
+    ranks' rows are those of an engine.
+    """
+    layout = model.layout
+    if layout.pp_size > 1 or (layout.tp_rank, layout.tp_size) != (rank, size):
+        return {}
+    entries, _ = _table(model)
+    found = {}
+    for entry, parameter in _local_parameters(model, entries).items():
+        length = entry.parts[0].shape[0] if entry.order == "vocabulary" and size == 1 else len(parameter)
+        found[tuple(part.name for part in entry.parts)] = parameter.detach()[:length]
+    return found
 
 
 def _buckets(

@@ -10,6 +10,7 @@ import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Offer
 from nemo_style_aligner.generation.embedded.packing import StepPacker
 from nemo_style_aligner.generation.embedded.sampler import SlotSampler
 from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
@@ -37,9 +38,9 @@ _IDLE_CHUNKS = 4  # prefill chunks' worth of prompt tokens in a pass that decode
 class EmbeddedEngine(GenerationEngine):
     """Generates inside the trainer's process, on any device torch supports.
 
-    Memory of a rank: its shard of the weights once, plus 2 * num_layers * kv_cache_tokens * key heads * kv_channels
-    values of KV pages. The ranks of a tensor-parallel group make the same calls with the same requests in the same
-    order, and all get the same results.
+    Memory of a rank: its shard of the weights once, less what the trainer lends, plus 2 * num_layers *
+    kv_cache_tokens * key heads * kv_channels values of KV pages. The ranks of a tensor-parallel group make the same
+    calls with the same requests in the same order, and all get the same results.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EmbeddedEngine(GenerationEngine):
         tensor_parallel: TensorParallel | None = None,
         step: StepChoice = "auto",
         refit_check: RefitCheck = "off",
+        lent_weights: Offer | None = None,
     ) -> None:
         """Describe the engine; `build` allocates.
 
@@ -85,6 +87,8 @@ class EmbeddedEngine(GenerationEngine):
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
             refit_check: compare the buffers with the stream after each refit: "off", "sampled"
                 (a few rows per tensor) or "full".
+            lent_weights: returns live parameters that may be computed with in place, see
+                `weights.stream.lendable_weights`; `viewed_weights` says which of them are.
 
         Raises:
             ValueError: a value is out of its range, or the model cannot be divided over the ranks.
@@ -129,6 +133,7 @@ class EmbeddedEngine(GenerationEngine):
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefill_share = prefill_share
         self._refit_check: RefitCheck = refit_check
+        self._lent = LentWeights(lent_weights)
         self._statistics = GenerationStatistics()
         self._weight_version = _NO_WEIGHTS
         self._built = False
@@ -141,19 +146,23 @@ class EmbeddedEngine(GenerationEngine):
         """Compile the step; allocate weights and KV pages. Once per engine."""
         if self._built:
             raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
-        self._step = choose_step(self._step_choice, self._shape, self._device)
+        self._step = choose_step(self._step_choice, self._shape, self._device, self._lent)
         logger.info("embedded engine: %s", self._step.description)
         self._built = self._loaded = True
 
     @torch.no_grad()
     def refit(self, weights: WeightStream, version: int) -> None:
-        """Copy the stream into the step's buffers; see `GenerationEngine.refit`."""
+        """Copy the stream into the step's buffers; see `GenerationEngine.refit`.
+
+        Raises RuntimeError also where lent weights are not where they were.
+        """
         self._require_loaded("refit")
         if version < 0:
             raise ValueError(f"weight version must not be negative, got {version}")
         self._weight_version = _NO_WEIGHTS  # until the whole stream is in
         self._blocks.reset()  # what other weights computed
         self._step.weights.copy_from(weights, self._refit_check)
+        self._lent.remember()
         self._weight_version = version
 
     def unload(self) -> None:
@@ -179,6 +188,11 @@ class EmbeddedEngine(GenerationEngine):
     def weight_version(self) -> int:
         """Version of the last whole refit; -1 while there is none."""
         return self._weight_version
+
+    @property
+    def viewed_weights(self) -> frozenset[str]:
+        """See `GenerationEngine.viewed_weights`; known from `build` on."""
+        return self._lent.names
 
     @property
     def num_compilations(self) -> int:
@@ -218,6 +232,7 @@ class EmbeddedEngine(GenerationEngine):
     ) -> Iterator[GenerationResult]:
         """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
         self._require_loaded("generate")  # again: time may have passed since generate() was called
+        self._lent.require_unchanged(self._weight_version)
         sampler = SlotSampler(self._step, self._shape, params, stop.stop_ids, self._vocab_limit, self._device)
         limits = SchedulerLimits(self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, params)
         scheduler = Scheduler(requests, self._blocks, limits, lambda request: self._admit(request, params))
@@ -228,6 +243,7 @@ class EmbeddedEngine(GenerationEngine):
                 for sequence in scheduler.refill():
                     sampler.enter(sequence)
                 if not scheduler.num_active:
+                    self._lent.require_unchanged(self._weight_version)
                     return
                 plan = scheduler.plan()
                 advanced = self._advance(plan, scheduler, sampler)

@@ -33,7 +33,7 @@ def rotary_tables(a: ModelArchitecture, length: int, device: torch.device) -> tu
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` channels of ``x`` [t, heads, d]; tables are [t, 1, r / 2].
+    """Rotate the first ``2 * cos.shape[-1]`` channels of ``x`` [t, ..., d]; tables are [t, 1..., r / 2].
 
     The two halves of the rotated part pair up (Hugging Face's order, not interleaved). Returns
     float32.

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native.library import NativeUnavailable
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
@@ -17,8 +18,12 @@ logger = logging.getLogger(__name__)
 StepChoice = Literal["auto", "native", "torch"]
 
 
-def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device) -> ModelStep:
+def choose_step(
+    choice: StepChoice, shape: EngineShape, device: torch.device, lent: LentWeights | None = None
+) -> ModelStep:
     """The step that ``choice`` asks for, built. "auto" on a CPU is the native step, or torch where that cannot be had.
+
+    The torch step takes of ``lent`` what it can compute with in place; the native step packs all.
 
     Collective over the tensor-parallel ranks.
 
@@ -40,7 +45,7 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device) ->
         if choice == "native":
             raise error
         logger.warning("generation falls back to the slower torch step: %s", error)
-    fallback = TorchStep(shape, device)
+    fallback = TorchStep(shape, device, lent=lent)
     fallback.build()
     return fallback
 

@@ -43,7 +43,7 @@ class _Shared:
     """What all layers of one pass share."""
 
     batch: Batch
-    cos: torch.Tensor  # float32 [t, 1, rotary size / 2]
+    cos: torch.Tensor  # float32 [t, 1, 1, rotary size / 2]
     sin: torch.Tensor
     tables: torch.Tensor  # [n * p], flat
     decode_mask: torch.Tensor  # additive [n, 1, heads per group, p * PAGE_TOKENS]
@@ -58,6 +58,7 @@ class TorchModel:
         self._a = shape.architecture
         self._dtype = shape.dtype
         self._shard = shape.shard
+        self._heads_per_group = self._shard.num_heads // self._shard.num_groups
         self._tensor_parallel = shape.tensor_parallel
         self._weights = weights
         self._pages = pages
@@ -69,8 +70,8 @@ class TorchModel:
         hidden = self._embed(batch.token_ids)
         shared = _Shared(
             batch=batch,
-            cos=self._cos[batch.positions].unsqueeze(1),
-            sin=self._sin[batch.positions].unsqueeze(1),
+            cos=self._cos[batch.positions][:, None, None],
+            sin=self._sin[batch.positions][:, None, None],
             tables=batch.tables.flatten(),
             decode_mask=self._decode_mask(batch),
             segment_masks=[_segment_mask(segment, hidden.device) for segment in batch.segments],
@@ -139,19 +140,20 @@ class TorchModel:
         self, layer: LayerWeights, pages: torch.Tensor, normed: torch.Tensor, shared: _Shared
     ) -> torch.Tensor:
         """Self-attention of all tokens, [t, heads * kv_channels], before the output projection."""
-        batch, heads, groups = shared.batch, self._shard.num_heads, self._shard.num_groups
+        batch, groups, heads = shared.batch, self._shard.num_groups, self._heads_per_group
         channels, epsilon = self._a.kv_channels, self._a.layernorm_epsilon
-        qkv = layer.qkv.product(normed, layer.qkv_bias).view(-1, heads + 2 * groups, channels)
-        turning = qkv[:, : heads + groups]
+        # Of each group its query heads, its key head, its value head.
+        qkv = layer.qkv.product(normed, layer.qkv_bias).view(-1, groups, heads + 2, channels)
+        turning = qkv[:, :, : heads + 1]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = turning.float().split([heads, groups], dim=1)
+            query, key = turning.float().split([heads, 1], dim=2)
             query = F.rms_norm(query, (channels,), layer.query_norm, epsilon)
             key = F.rms_norm(key, (channels,), layer.key_norm, epsilon)
-            turning.copy_(apply_rotary(torch.cat((query, key), dim=1), shared.cos, shared.sin))
+            turning.copy_(apply_rotary(torch.cat((query, key), dim=2), shared.cos, shared.sin))
         else:
             turning.copy_(apply_rotary(turning, shared.cos, shared.sin))
-        query, key_value = qkv[:, :heads], qkv[:, heads:]
-        pages.view(-1, 2 * groups, channels).index_copy_(0, batch.places, key_value)
+        query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
+        pages.view(-1, 2, groups, channels).index_copy_(0, batch.places, key_value)
         num_decode = len(batch.tables)
         attended = [self._decode_attention(pages, query[:num_decode], shared)] if num_decode else []
         attended += [
@@ -161,20 +163,14 @@ class TorchModel:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _decode_attention(self, pages: torch.Tensor, query: torch.Tensor, shared: _Shared) -> torch.Tensor:
-        """Attention of one token per sequence: ``query`` [n, heads, d] -> [n, heads * d].
+        """Attention of one token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d].
 
         The query heads that share a key head become the rows of one product with it, so keys are never expanded.
         """
-        heads, groups, channels = self._shard.num_heads, self._shard.num_groups, self._a.kv_channels
-        rows = len(query)
+        rows, groups, _, channels = query.shape
         seen = pages.index_select(0, shared.tables).view(rows, -1, 2 * groups, channels).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            query.reshape(rows, groups, heads // groups, channels),
-            seen[:, :groups],
-            seen[:, groups:],
-            attn_mask=shared.decode_mask,
-        )
-        return out.reshape(rows, heads * channels)
+        out = F.scaled_dot_product_attention(query, seen[:, :groups], seen[:, groups:], attn_mask=shared.decode_mask)
+        return out.reshape(rows, -1)
 
     def _chunk_attention(
         self,
@@ -186,19 +182,19 @@ class TorchModel:
     ) -> torch.Tensor:
         """Causal attention of one chunk over its sequence, [length, heads * d].
 
-        ``query`` [t, heads, d] and ``key_value`` [t, 2 * groups, d] are the whole pass's.
+        ``query`` [t, groups, heads per group, d] and ``key_value`` [t, 2, groups, d] are the whole pass's.
         """
-        groups = self._shard.num_groups
         tokens = slice(segment.first, segment.first + segment.length)
         if segment.pages is None:
             seen = key_value[tokens]
         else:
             seen = pages.index_select(0, segment.pages).flatten(0, 1)[: segment.start + segment.length]
-        keys, values = seen.transpose(0, 1)[None].split(groups, dim=1)
+            seen = seen.unflatten(1, (2, -1))
+        keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: a group is a batch of its own
         out = F.scaled_dot_product_attention(
-            query[tokens].transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            query[tokens].permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        return out[0].transpose(0, 1).flatten(1)
+        return out.permute(2, 0, 1, 3).flatten(1)
 
     def _decode_mask(self, batch: Batch) -> torch.Tensor:
         """Additive mask over the positions of ``batch.tables``: what comes after each token is hidden."""
@@ -206,7 +202,7 @@ class TorchModel:
         device = batch.tables.device
         hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, -torch.inf)
-        return mask[:, None, None, :].expand(-1, 1, self._shard.num_heads // self._shard.num_groups, -1)
+        return mask[:, None, None, :].expand(-1, 1, self._heads_per_group, -1)
 
 
 def _segment_mask(segment: ChunkSegment, device: torch.device) -> torch.Tensor | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
-from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights, destinations
+from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
+
+logger = logging.getLogger(__name__)
 
 _LENGTH_BUCKET_PAGES = 4  # without graphs, decoding attends to a multiple of 64 positions
 
@@ -62,10 +67,17 @@ class TorchStep(ModelStep):
     Graphs hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures them again.
     """
 
-    def __init__(self, shape: EngineShape, device: torch.device, graphs: bool | None = None) -> None:
-        """``graphs``: decode in padded buckets of fixed shape; None: on CUDA."""
+    def __init__(
+        self,
+        shape: EngineShape,
+        device: torch.device,
+        graphs: bool | None = None,
+        lent: LentWeights | None = None,
+    ) -> None:
+        """``graphs``: decode in padded buckets of fixed shape; None: on CUDA. ``lent``: to compute with in place."""
         self._shape = shape
         self._device = device
+        self._lent = lent or LentWeights()
         self._use_graphs = device.type == "cuda" if graphs is None else graphs
         self._graphs: DecodeGraphs | None = None
         self._num_compilations = 0
@@ -75,9 +87,14 @@ class TorchStep(ModelStep):
         """See `ModelStep.build`."""
         with torch.inference_mode(False):  # buffers are written outside of it
             shape, shard = self._shape, self._shape.shard
-            weights = TorchWeights(shape, self._device)
-            self.weights = WeightTable(shard, destinations(weights, shape))
+            weights = TorchWeights(shape, self._device, self._lent)
+            self.weights = WeightTable(shard, weights.destinations, self._lent.names)
             self._buffers = weights.buffers
+            logger.info(
+                "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
+                self._lent.num_bytes / 1e6,
+                weights.num_bytes / 1e6,
+            )
             self._pages = _Pages(shape, self._device)
             self._model = TorchModel(shape, weights, self._pages.layers)
         self._num_compilations = 1

@@ -1,13 +1,17 @@
-"""Weight buffers of `TorchStep`: fused, preallocated, filled by name; in the engine's dtype or as int8 rows."""
+"""Weights of `TorchStep`: fused, preallocated, filled by name; in the engine's dtype or as int8 rows.
+
+Matrices are laid out as Megatron's (q, k and v by query groups; all of the gate, then the up projection), so that a
+trainer with the same tensor parallelism can lend its own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.weight_table import (
     Destination,
@@ -19,78 +23,69 @@ from nemo_style_aligner.generation.embedded.weight_table import (
 _QUANTIZED_ROWS = 4096  # at a time: bounds the temporary memory of a refit
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of a fused matrix a tensor's are, in order: ``count`` from ``start`` on in each of ``groups`` equal
+    runs of rows."""
+
+    start: int
+    count: int
+    groups: int = 1
+
+    def of(self, tensor: torch.Tensor) -> ViewDestination:
+        """These rows of ``tensor`` [rows, ...]."""
+        if self.groups == 1:
+            return ViewDestination(tensor.narrow(0, self.start, self.count))
+        return ViewDestination(tensor.unflatten(0, (self.groups, -1)).narrow(1, self.start, self.count), row_dims=2)
+
+    def numbers(self, num_rows: int) -> torch.Tensor:
+        """int64: these rows' numbers in a matrix of ``num_rows``."""
+        return torch.arange(num_rows).view(self.groups, -1).narrow(1, self.start, self.count).flatten()
+
+
 class Matrix:
     """A weight [out, in] in the engine's dtype."""
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._weight = torch.empty(rows, columns, dtype=dtype, device=device)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """All tensors it owns."""
-        return [self._weight]
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [t, in] times the transposed weight, plus ``bias`` [out], in the dtype of ``x``."""
         return F.linear(x, self._weight, bias)
 
-    def rows(self, start: int, count: int) -> Destination:
-        """Where ``count`` rows from ``start`` on go."""
-        return ViewDestination(self._weight.narrow(0, start, count))
-
-
-class TableMatrix(Matrix):
-    """An output layer whose weight [vocabulary, hidden] is the embedding's."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """None: the embedding owns the weight."""
-        return []
-
 
 class Int8Matrix(Matrix):
     """A weight [out, in] as int8 with one float32 scale per output row: weight = scale * integers."""
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._integers = torch.empty(rows, columns, dtype=torch.int8, device=device)
-        self._scale = torch.empty(rows, dtype=torch.float32, device=device)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """All tensors it owns."""
-        return [self._integers, self._scale]
+    def __init__(self, integers: torch.Tensor, scale: torch.Tensor) -> None:
+        self._integers = integers
+        self._scale = scale
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """As `Matrix.product`. The integers are exact in every dtype, so the scale can wait for the output."""
         out = F.linear(x, self._integers.to(x.dtype)) * self._scale
         return (out if bias is None else out + bias).to(x.dtype)
 
-    def rows(self, start: int, count: int) -> Destination:
-        """Where ``count`` rows from ``start`` on go."""
-        return Int8Destination(self._integers.narrow(0, start, count), self._scale.narrow(0, start, count))
-
 
 @dataclasses.dataclass(frozen=True)
 class Int8Destination:
-    """Rows of an `Int8Matrix`."""
+    """Some rows of an `Int8Matrix`."""
 
-    integers: torch.Tensor  # int8 [rows, in]
-    scale: torch.Tensor  # float32 [rows]
+    integers: torch.Tensor  # int8 [all rows, in]
+    scale: torch.Tensor  # float32 [all rows]
+    rows: torch.Tensor  # int64
 
     def write(self, part: torch.Tensor) -> None:
         """See `Destination.write`."""
         for start in range(0, len(part), _QUANTIZED_ROWS):
-            rows = slice(start, start + _QUANTIZED_ROWS)
-            integers, scale = quantize_rows(part[rows].to(self.scale.device))
-            self.integers[rows] = integers
-            self.scale[rows] = scale
+            chunk = slice(start, start + _QUANTIZED_ROWS)
+            integers, scale = quantize_rows(part[chunk].to(self.scale.device))
+            self.integers[self.rows[chunk]] = integers.to(torch.int8)
+            self.scale[self.rows[chunk]] = scale
 
     def read(self, rows: slice) -> torch.Tensor:
         """See `Destination.read`; float32."""
-        return self.integers[rows] * self.scale[rows, None]
+        return self.integers[self.rows[rows]] * self.scale[self.rows[rows], None]
 
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
         """See `Destination.as_stored`."""
@@ -98,121 +93,123 @@ class Int8Destination:
         return integers.to(torch.int8) * scale[:, None]
 
 
+class Shelf:
+    """Where weights come from: the trainer's own memory where that is just what is wanted, else new buffers.
+
+    Attributes:
+        buffers: those that are this engine's own.
+        destinations: Hugging Face name -> where a refit writes the tensor's part of this rank.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights) -> None:
+        self.shape = shape
+        self.buffers: list[torch.Tensor] = []
+        self.destinations: dict[str, Destination] = {}
+        self._device = device
+        self._lent = lent
+
+    def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[Matrix, torch.Tensor | None]:
+        """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
+        rows = sum(part.count * part.groups for part in parts.values())
+        weight = self.matrix({f"{name}.weight": part for name, part in parts.items()}, (rows, columns))
+        if not has_bias:
+            return weight, None
+        return weight, self.tensor({f"{name}.bias": part for name, part in parts.items()}, (rows,), self.shape.dtype)
+
+    def norm(self, name: str, size: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a norm. They work on the float32 residual stream, so they are float32 in every dtype."""
+        rows = Rows(0, size)
+        weight = self.tensor({f"{name}.weight": rows}, (size,), torch.float32)
+        return weight, self.tensor({f"{name}.bias": rows}, (size,), torch.float32) if has_bias else None
+
+    def matrix(self, parts: dict[str, Rows], size: tuple[int, int]) -> Matrix:
+        """A matrix in the engine's format; ``parts``: tensors and their rows."""
+        if self.shape.weight_format == "dtype":
+            return Matrix(self.tensor(parts, size, self.shape.dtype))
+        integers, scale = self.new(size, torch.int8), self.new(size[:1], torch.float32)
+        self.destinations |= {
+            name: Int8Destination(integers, scale, rows.numbers(size[0]).to(self._device))
+            for name, rows in parts.items()
+        }
+        return Int8Matrix(integers, scale)
+
+    def tensor(self, parts: dict[str, Rows], size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What ``parts`` together make up; they cover all rows but those that pad the vocabulary."""
+        lent = self._lent.take(tuple(parts), size, dtype, self._device)
+        if lent is not None:
+            return lent
+        tensor = self.new(size, dtype)
+        self.destinations |= {name: rows.of(tensor) for name, rows in parts.items()}
+        return tensor
+
+    def new(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A buffer without destinations yet."""
+        self.buffers.append(torch.empty(size, dtype=dtype, device=self._device))
+        return self.buffers[-1]
+
+
 class LayerWeights:
     """Weights of this rank's part of one layer; q, k, v are fused, so are gate and up."""
 
-    def __init__(self, shape: EngineShape, device: torch.device) -> None:
-        a, shard = shape.architecture, shape.shard
-        qkv_rows = shard.query_size + 2 * shard.group_size
-        fc1_rows = shard.ffn_size * (2 if a.gated else 1)
-
-        def vector(size: int, exists: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(size, dtype=dtype, device=device) if exists else None
-
-        has_norm_bias = a.normalization != "rmsnorm"
-        self.qkv = make_matrix(shape, qkv_rows, a.hidden_size, device)
-        self.qkv_bias = vector(qkv_rows, a.bias or a.qkv_bias, shape.dtype)
-        self.output = make_matrix(shape, a.hidden_size, shard.query_size, device)
-        self.output_bias = vector(a.hidden_size, a.bias, shape.dtype)
-        self.fc1 = make_matrix(shape, fc1_rows, a.hidden_size, device)
-        self.fc1_bias = vector(fc1_rows, a.bias, shape.dtype)
-        self.fc2 = make_matrix(shape, a.hidden_size, shard.ffn_size, device)
-        self.fc2_bias = vector(a.hidden_size, a.bias, shape.dtype)
-        # Norms work on the float32 residual stream, so their weights are float32 in every dtype.
-        self.input_norm = torch.empty(a.hidden_size, dtype=torch.float32, device=device)
-        self.input_norm_bias = vector(a.hidden_size, has_norm_bias)
-        self.mlp_norm = torch.empty(a.hidden_size, dtype=torch.float32, device=device)
-        self.mlp_norm_bias = vector(a.hidden_size, has_norm_bias)
-        self.query_norm = vector(a.kv_channels, a.qk_layernorm)
-        self.key_norm = vector(a.kv_channels, a.qk_layernorm)
+    def __init__(self, shelf: Shelf, prefix: str) -> None:
+        a, shard = shelf.shape.architecture, shelf.shape.shard
+        attention, mlp, hidden = f"{prefix}self_attn.", f"{prefix}mlp.", Rows(0, a.hidden_size)
+        groups, d = shard.num_groups, a.kv_channels
+        query = shard.query_size // groups  # rows of a group
+        fc1 = {f"{mlp}up_proj": Rows(0, shard.ffn_size)}
+        if a.gated:
+            fc1 = {f"{mlp}gate_proj": Rows(0, shard.ffn_size), f"{mlp}up_proj": Rows(shard.ffn_size, shard.ffn_size)}
+        self.qkv, self.qkv_bias = shelf.linear(
+            {
+                f"{attention}q_proj": Rows(0, query, groups),
+                f"{attention}k_proj": Rows(query, d, groups),
+                f"{attention}v_proj": Rows(query + d, d, groups),
+            },
+            a.hidden_size,
+            a.bias or a.qkv_bias,
+        )
+        self.output, self.output_bias = shelf.linear({f"{attention}o_proj": hidden}, shard.query_size, a.bias)
+        self.fc1, self.fc1_bias = shelf.linear(fc1, a.hidden_size, a.bias)
+        self.fc2, self.fc2_bias = shelf.linear({f"{mlp}down_proj": hidden}, shard.ffn_size, a.bias)
+        biased = a.normalization != "rmsnorm"
+        self.input_norm, self.input_norm_bias = shelf.norm(f"{prefix}input_layernorm", a.hidden_size, biased)
+        self.mlp_norm, self.mlp_norm_bias = shelf.norm(f"{prefix}post_attention_layernorm", a.hidden_size, biased)
+        self.query_norm: torch.Tensor | None = None
+        self.key_norm: torch.Tensor | None = None
+        if a.qk_layernorm:
+            self.query_norm, _ = shelf.norm(f"{attention}q_norm", d, has_bias=False)
+            self.key_norm, _ = shelf.norm(f"{attention}k_norm", d, has_bias=False)
 
 
 class TorchWeights:
-    """All weights of this rank's shard."""
+    """All weights of this rank's shard.
 
-    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+    Attributes:
+        buffers, destinations: see `Shelf`.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights) -> None:
         a, shard = shape.architecture, shape.shard
-        self.layers = [LayerWeights(shape, device) for _ in range(a.num_layers)]
-        self.embedding = torch.empty(shard.vocab_rows, a.hidden_size, dtype=shape.dtype, device=device)
-        self.shares_embedding = a.tied_embeddings and shape.weight_format == "dtype"
-        self.head = (
-            TableMatrix(self.embedding)
-            if self.shares_embedding
-            else make_matrix(shape, shard.vocab_rows, a.hidden_size, device)
+        shelf = Shelf(shape, device, lent)
+        self.buffers, self.destinations = shelf.buffers, shelf.destinations
+        # The last ranks' parts of the vocabulary may be shorter than their buffers.
+        vocab = Rows(0, max(0, min(shard.vocab_rows, a.vocab_size - shard.vocab_start)))
+        size = (shard.vocab_rows, a.hidden_size)
+        name = "model.embed_tokens.weight"
+        if a.tied_embeddings and shape.weight_format != "dtype":
+            # Looked up as it is and multiplied with in another format: a refit must bring it, so it cannot be lent.
+            self.embedding = shelf.new(size, shape.dtype)
+            self.head = shelf.matrix({name: vocab}, size)
+            shelf.destinations[name] = TiedDestination(vocab.of(self.embedding), shelf.destinations[name])
+        else:
+            self.embedding = shelf.tensor({name: vocab}, size, shape.dtype)
+            self.head = Matrix(self.embedding) if a.tied_embeddings else shelf.matrix({"lm_head.weight": vocab}, size)
+        self.layers = [LayerWeights(shelf, f"model.layers.{index}.") for index in range(a.num_layers)]
+        self.final_norm, self.final_norm_bias = shelf.norm(
+            "model.norm", a.hidden_size, has_bias=a.normalization != "rmsnorm"
         )
-        self.final_norm = torch.empty(a.hidden_size, dtype=torch.float32, device=device)
-        self.final_norm_bias = torch.empty_like(self.final_norm) if a.normalization != "rmsnorm" else None
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Every tensor once."""
-        owners = [*(value for layer in self.layers for value in vars(layer).values()), *vars(self).values()]
-        found: list[torch.Tensor] = []
-        for owner in owners:
-            if isinstance(owner, Matrix):
-                found += owner.buffers
-            elif isinstance(owner, torch.Tensor):
-                found.append(owner)
-        return found
-
-
-def make_matrix(shape: EngineShape, rows: int, columns: int, device: torch.device) -> Matrix:
-    """An unfilled weight in the engine's format."""
-    if shape.weight_format == "int8":
-        return Int8Matrix(rows, columns, device)
-    return Matrix(rows, columns, shape.dtype, device)
-
-
-def destinations(weights: TorchWeights, shape: EngineShape) -> dict[str, Destination]:
-    """Hugging Face name -> where this rank's part of the tensor goes."""
-    a, shard = shape.architecture, shape.shard
-    # The last ranks' parts of the vocabulary may be shorter than their buffers.
-    vocab_rows = max(0, min(shard.vocab_rows, a.vocab_size - shard.vocab_start))
-    embedding: Destination = ViewDestination(weights.embedding.narrow(0, 0, vocab_rows))
-    head = weights.head.rows(0, vocab_rows)
-    found: dict[str, Destination] = {}
-    if a.tied_embeddings:
-        found["model.embed_tokens.weight"] = embedding if weights.shares_embedding else TiedDestination(embedding, head)
-    else:
-        found |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    for index, layer in enumerate(weights.layers):
-        found |= dict(_layer_destinations(layer, f"model.layers.{index}.", shape))
-    found["model.norm.weight"] = ViewDestination(weights.final_norm)
-    if weights.final_norm_bias is not None:
-        found["model.norm.bias"] = ViewDestination(weights.final_norm_bias)
-    return found
-
-
-def _layer_destinations(layer: LayerWeights, prefix: str, shape: EngineShape) -> Iterator[tuple[str, Destination]]:
-    a, shard = shape.architecture, shape.shard
-    fc1_names = ["gate_proj", "up_proj"] if a.gated else ["up_proj"]
-    fused = (
-        (
-            "self_attn.",
-            ["q_proj", "k_proj", "v_proj"],
-            [shard.query_size, shard.group_size, shard.group_size],
-            layer.qkv,
-            layer.qkv_bias,
-        ),
-        ("self_attn.", ["o_proj"], [a.hidden_size], layer.output, layer.output_bias),
-        ("mlp.", fc1_names, [shard.ffn_size] * len(fc1_names), layer.fc1, layer.fc1_bias),
-        ("mlp.", ["down_proj"], [a.hidden_size], layer.fc2, layer.fc2_bias),
-    )
-    for module, names, sizes, matrix, bias in fused:
-        start = 0
-        for name, size in zip(names, sizes, strict=True):
-            yield f"{prefix}{module}{name}.weight", matrix.rows(start, size)
-            if bias is not None:
-                yield f"{prefix}{module}{name}.bias", ViewDestination(bias.narrow(0, start, size))
-            start += size
-    vectors = {
-        "self_attn.q_norm.weight": layer.query_norm,
-        "self_attn.k_norm.weight": layer.key_norm,
-        "input_layernorm.weight": layer.input_norm,
-        "input_layernorm.bias": layer.input_norm_bias,
-        "post_attention_layernorm.weight": layer.mlp_norm,
-        "post_attention_layernorm.bias": layer.mlp_norm_bias,
-    }
-    for name, vector in vectors.items():
-        if vector is not None:
-            yield prefix + name, ViewDestination(vector)
+    def num_bytes(self) -> int:
+        """Of the buffers that are this engine's own."""
+        return sum(buffer.nbytes for buffer in self.buffers)

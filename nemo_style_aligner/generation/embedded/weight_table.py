@@ -6,6 +6,7 @@ The places belong to a `ModelStep`, which lays weights out as its kernels want t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -37,17 +38,21 @@ class Destination(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ViewDestination:
-    """A view into a buffer of the step."""
+    """A view into a buffer of the step; its leading ``row_dims`` dimensions together are the rows of the part."""
 
     view: torch.Tensor
+    row_dims: int = 1
 
     def write(self, part: torch.Tensor) -> None:
         """See `Destination.write`."""
-        self.view.copy_(part)
+        self.view.copy_(part.reshape(self.view.shape))
 
     def read(self, rows: slice) -> torch.Tensor:
         """See `Destination.read`."""
-        return self.view[rows]
+        if self.row_dims == 1:
+            return self.view[rows]
+        sizes = self.view.shape[: self.row_dims]
+        return self.view[torch.unravel_index(torch.arange(math.prod(sizes), device=self.view.device)[rows], sizes)]
 
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
         """See `Destination.as_stored`."""
@@ -84,23 +89,26 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WeightTable:
-    """Every tensor a refit must bring, and its destination on this rank.
+    """Every tensor a refit must bring, and its destination on this rank; and those that need none.
 
     Attributes:
-        shapes: name and full shape of every tensor, in the stream's order.
+        shapes: name and full shape of every tensor to bring, in the stream's order.
         destinations: where each one's part goes.
+        viewed: tensors that the step reads in the trainer's memory: a stream must leave them out.
     """
 
-    def __init__(self, shard: ModelShard, destinations: Mapping[str, Destination]) -> None:
-        """Raises ValueError unless ``destinations`` are exactly the architecture's tensors."""
+    def __init__(
+        self, shard: ModelShard, destinations: Mapping[str, Destination], viewed: frozenset[str] = frozenset()
+    ) -> None:
+        """Raises ValueError unless ``destinations`` and ``viewed`` are exactly the architecture's tensors."""
         self._shard = shard
         self.destinations = destinations
+        self.viewed = viewed
         tensors = hf_tensors(weight_layout(shard.architecture))
-        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if self.shapes.keys() != destinations.keys():
-            raise ValueError(
-                f"a step and the layout table disagree on {sorted(self.shapes.keys() ^ destinations.keys())[:5]}"
-            )
+        known = destinations.keys() | viewed
+        if tensors.keys() != known or destinations.keys() & viewed:
+            raise ValueError(f"a step and the layout table disagree on {sorted(tensors.keys() ^ known)[:5]}")
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name in destinations}
 
     def copy_from(self, stream: WeightStream, check: RefitCheck) -> None:
         """Write the whole stream to its destinations.
@@ -118,7 +126,7 @@ class WeightTable:
         for name, tensor in stream:
             shape = self.shapes.get(name)
             if shape is None:
-                raise ValueError(f"refit: unexpected tensor {name!r}; {_nearest(name, self.shapes)}")
+                raise ValueError(f"refit: unexpected tensor {name!r}; {self._why_unexpected(name)}")
             if name in seen:
                 raise ValueError(f"refit: tensor {name!r} comes twice in the stream")
             if tuple(tensor.shape) != tuple(shape):
@@ -140,14 +148,15 @@ class WeightTable:
             if _fingerprint(self.destinations[name].read(rows[name])) != value:
                 raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")
 
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    """A hint on why ``name`` is not ``known``."""
-    if name == "lm_head.weight":
-        return "the engine was built with tied embeddings, so the stream must not bring an output layer"
-    if name.endswith(".bias") and name.removesuffix("bias") + "weight" in known:
-        return "the engine was built for an architecture without this bias"
-    return "the engine was built for another architecture"
+    def _why_unexpected(self, name: str) -> str:
+        """A hint on why there is no destination for ``name``."""
+        if name in self.viewed:
+            return "the engine reads it in the trainer's memory: export without the engine's viewed_weights"
+        if name == "lm_head.weight":
+            return "the engine was built with tied embeddings, so the stream must not bring an output layer"
+        if name.endswith(".bias") and name.removesuffix("bias") + "weight" in self.destinations:
+            return "the engine was built for an architecture without this bias"
+        return "the engine was built for another architecture"
 
 
 def _checked_rows(num_rows: int, check: RefitCheck) -> slice:

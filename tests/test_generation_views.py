@@ -1,0 +1,171 @@
+"""An engine that computes with the trainer's own weights: the same responses, never with weights of a later step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.weights.stream import export_weights, lendable_weights
+
+VOCAB = 53
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "init_method_std": 0.2,
+}
+ARCHITECTURES = {
+    "llama": ModelArchitecture(**SHAPE),
+    "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),
+    "qk-norm": ModelArchitecture(**SHAPE, qk_layernorm=True, kv_channels=16),
+    "layernorm1p": ModelArchitecture(
+        **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True
+    ),
+}
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2}
+SAMPLED = SamplingParams(max_new_tokens=12, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    initialize_single_process()
+    initialize_model_parallel(1, 1, seed=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def trained_model(name: str, dtype: torch.dtype, optim: str = "distributed_fused_adam") -> tuple[MegatronModel, Actor]:
+    """A policy in a vocabulary padded to 64 rows, and what updates it."""
+    torch.manual_seed(11)
+    cfg = {"make_vocab_size_divisible_by": 64, "optim": OPTIM | {"name": optim}}
+    model = build_model(ARCHITECTURES[name], cfg, dtype)
+    optimizer = Optimizer(model, cfg["optim"], Schedule(lr=1e-2, name="constant"), clip_grad=1.0)
+    batching = MicroBatching(num_rows=4)
+    actor = Actor(model, optimizer, None, training_batching=batching, forward_batching=batching,
+                  temperature=1.0, ratio_eps=0.2, entropy_bonus=0.0)  # fmt: skip
+    return model, actor
+
+
+def update(actor: Actor) -> None:
+    tokens = torch.arange(4 * 10).view(4, 10) * 7 % VOCAB
+    ones = torch.ones(4, 9)
+    actor.update(PolicyBatch(tokens, ones, torch.full((4, 9), -3.0), torch.linspace(-1, 1, 36).view(4, 9), ones))
+
+
+def engine_of(model: MegatronModel, *, lends: bool, **options: Any) -> EmbeddedEngine:
+    """Built, on the torch step; `refit` it."""
+    engine = EmbeddedEngine(
+        model.architecture,
+        dtype=model.config.params_dtype,
+        num_slots=3,
+        max_sequence_length=48,
+        eos_id=1,
+        step="torch",
+        lent_weights=functools.partial(lendable_weights, model, 0, 1) if lends else None,
+        **options,
+    )
+    engine.build()
+    return engine
+
+
+def refit(engine: EmbeddedEngine, model: MegatronModel, version: int) -> None:
+    engine.refit(export_weights(model, without=engine.viewed_weights), version)
+
+
+def responses(engine: EmbeddedEngine) -> list[GenerationResult]:
+    requests = [GenerationRequest(i, [(7 * i + 3 * j) % VOCAB for j in range(1 + 9 * (i % 3))], i) for i in range(6)]
+    return sorted(engine.generate(requests, SAMPLED), key=lambda result: result.request_id)
+
+
+def own_bytes(engine: EmbeddedEngine) -> int:
+    return sum(buffer.nbytes for buffer in engine._step._buffers)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_tensor_is_viewed_and_every_update_seen(name: str) -> None:
+    """Responses equal, through updates and unloading, those of an engine with copies; to the last bit."""
+    model, actor = trained_model(name, torch.float32)
+    viewing, copying = engine_of(model, lends=True), engine_of(model, lends=False)
+    assert viewing.weight_shapes == {} and own_bytes(viewing) == 0
+    assert viewing.viewed_weights == copying.weight_shapes.keys()
+    for version in range(3):
+        if version == 1:
+            viewing.unload()
+            viewing.reload()
+        for engine in (viewing, copying):
+            refit(engine, model, version)
+        assert responses(viewing) == responses(copying)
+        update(actor)
+    assert viewing.num_compilations == 1
+
+
+@pytest.mark.parametrize("optim", ["distributed_fused_adam", "fused_adam"])
+def test_training_without_a_refit_is_an_error(optim: str) -> None:
+    model, actor = trained_model("llama", torch.bfloat16, optim)
+    engine = engine_of(model, lends=True)
+    refit(engine, model, 4)
+    before = responses(engine)
+    results = engine.generate([GenerationRequest(0, [2, 3]), GenerationRequest(1, [4])], SAMPLED)
+    next(results)
+    update(actor)
+    for generate in (lambda: list(results), lambda: responses(engine)):
+        with pytest.raises(RuntimeError, match=r"version 4.*refit after training"):
+            generate()
+    refit(engine, model, 5)
+    after = responses(engine)
+    assert {result.weight_version for result in after} == {5}
+    assert [result.logprobs for result in after] != [result.logprobs for result in before]
+
+
+def test_what_differs_is_copied() -> None:
+    """bf16 norms, which the engine keeps in fp32; int8 weights, and the tied table that they are made of."""
+    model, _ = trained_model("llama", torch.bfloat16)
+    engine = engine_of(model, lends=True, refit_check="full")
+    assert {name.split(".")[-2] for name in engine.weight_shapes} == {
+        "input_layernorm", "post_attention_layernorm", "norm",
+    }  # fmt: skip
+    refit(engine, model, 0)
+    copying = engine_of(model, lends=False)
+    refit(copying, model, 0)
+    assert responses(engine) == responses(copying)
+    model, _ = trained_model("tied", torch.float32)
+    rounding = engine_of(model, lends=True, weight_format="int8", refit_check="full")
+    assert all(name.endswith(("norm.weight", ".bias")) for name in rounding.viewed_weights)
+    refit(rounding, model, 0)
+    copying = engine_of(model, lends=False, weight_format="int8")
+    refit(copying, model, 0)
+    assert responses(rounding) == responses(copying)
+
+
+def test_what_is_lent_is_neither_brought_nor_moved() -> None:
+    model, _ = trained_model("llama", torch.float32)
+    engine = engine_of(model, lends=True)
+    with pytest.raises(ValueError, match=r"embed_tokens.*viewed_weights"):
+        engine.refit(export_weights(model), 0)
+    refit(engine, model, 0)
+    parameter = model.gpt.decoder.layers[1].mlp.linear_fc2.weight
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp\.down_proj.* has moved"):
+        refit(engine, model, 1)
+    with pytest.raises(RuntimeError, match="refit"):
+        responses(engine)
