@@ -135,12 +135,9 @@ class Worker:
 
     async def run(self) -> None:
         """Until there are no ids any more."""
-        number = 0
-        while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number}):
-            accepted = (await self._put("/complete", {"ids": ids}))["accepted"]
-            if accepted != ids:
-                raise SystemExit(f"of ids {ids} only {accepted} were accepted")
-            number += 1
+        number, done = 0, []
+        while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number, "completed": done}):
+            number, done = number + 1, ids
         self._writer.close()
 
     async def _put(self, path: str, content: dict[str, Any]) -> Any:
@@ -155,8 +152,8 @@ class Worker:
         length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length"))
         answer = await self._reader.readexactly(length)
         self.latencies.append(time.perf_counter() - started)
-        if " 200 " not in lines[0]:
-            raise SystemExit(f"{path}: {lines[0]}: {answer.decode()}")
+        if " 200 " not in lines[0] or any(line.startswith("X-Work-Queue-Refused") for line in lines):
+            raise SystemExit(f"{path}: {lines}: {answer.decode()}")
         return json.loads(answer)
 
 

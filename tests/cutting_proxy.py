@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 import threading
 import time
@@ -17,7 +18,8 @@ class CuttingProxy:
         seed: of delays and of where answers are truncated.
 
     Attributes:
-        counts: faults that met data: ``cut`` connections, ``delayed`` chunks, ``truncated`` answers.
+        counts: faults that met data: ``cut`` connections, ``delayed`` chunks, ``truncated`` answers, and answers whose
+            head was whole and whose ``body`` was not.
     """
 
     def __init__(self, target: int, seed: int) -> None:
@@ -25,9 +27,9 @@ class CuttingProxy:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._live: set[socket.socket] = set()
-        self._to_truncate = 0
+        self._to_truncate = {"truncated": 0, "body": 0}  # by the name of the count
         self._delay_until = 0.0
-        self.counts = {"cut": 0, "delayed": 0, "truncated": 0}
+        self.counts = {"cut": 0, "delayed": 0, "truncated": 0, "body": 0}
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -48,7 +50,12 @@ class CuttingProxy:
     def truncate(self, answers: int) -> None:
         """Break off the next answers somewhere."""
         with self._lock:
-            self._to_truncate += answers
+            self._to_truncate["truncated"] += answers
+
+    def truncate_bodies(self, answers: int) -> None:
+        """Let the next answers that have a body arrive with their whole head and a part of the body."""
+        with self._lock:
+            self._to_truncate["body"] += answers
 
     def close(self) -> None:
         """Stop, and close everything."""
@@ -77,9 +84,19 @@ class CuttingProxy:
                 if time.monotonic() < self._delay_until:
                     self.counts["delayed"] += 1
                     time.sleep(self._random.uniform(0.0, 0.5))
-                if is_answer and self._take_truncation():
+                if is_answer and self._take("truncated"):
                     sink.sendall(data[: self._random.randrange(len(data))])
                     break
+                if is_answer and data.startswith(b"HTTP/1.") and self._to_truncate["body"]:
+                    while not (head := re.match(rb"(?s).*?\r\n\r\n", data)):
+                        data += source.recv(65536) or b"\r\n\r\n"
+                    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head[0])
+                    if length and int(length[1]) and self._take("body"):
+                        size = head.end() + self._random.randrange(int(length[1]))
+                        while len(data) < size and (more := source.recv(65536)):
+                            data += more
+                        sink.sendall(data[:size])
+                        break
                 sink.sendall(data)
         for connection in (source, sink):
             with self._lock:
@@ -88,10 +105,11 @@ class CuttingProxy:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _take_truncation(self) -> bool:
+    def _take(self, kind: str) -> bool:
+        """Whether this answer shall be truncated so."""
         with self._lock:
-            if not self._to_truncate:
+            if not self._to_truncate[kind]:
                 return False
-            self._to_truncate -= 1
-            self.counts["truncated"] += 1
+            self._to_truncate[kind] -= 1
+            self.counts[kind] += 1
             return True

@@ -9,11 +9,13 @@ several faults at random instants and is started again as a user would, with the
 - the weights of policy and critic are, bit for bit.
 
 ``make faults`` runs 20 trials, ``FAULT_TRIALS=50`` so many, ``FAULT_SEED`` chooses others, ``FAULT_CRITIC_RANKS=2``
-gives the critic job two ranks. A trial takes a minute or two: without ``FAULT_TRIALS`` none is made.
+gives the critic job two ranks, ``FAULT_KINDS="critic,connections: cut"`` does these in every trial. A trial takes a
+minute or two: without ``FAULT_TRIALS`` none is made.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -36,6 +38,7 @@ from job_processes import Job, ranks_of, script, stored_weights
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics
 
+ONLY = [kind.strip() for kind in os.environ.get("FAULT_KINDS", "").split(",") if kind.strip()]
 TRIALS = int(os.environ.get("FAULT_TRIALS", "0"))
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 CRITIC_RANKS = int(os.environ.get("FAULT_CRITIC_RANKS", "1"))
@@ -208,15 +211,17 @@ class Campaign:
     def _inject(self, kind: str, deadline: float) -> None:
         jobs = self.pair.jobs
         self.injected.append(kind)
-        if kind == "connections":
-            fault = self.random.choice(["cut", "delay", "truncate"])
+        if kind.startswith("connections"):
+            fault = kind.partition(": ")[2] or self.random.choice(["cut", "delay", "truncate", "truncate bodies"])
             self.injected[-1] = f"connections: {fault}"
             if fault == "cut":
                 self.pair.proxy.cut()
             elif fault == "delay":
                 self.pair.proxy.delay(3.0)
-            else:
+            elif fault == "truncate":
                 self.pair.proxy.truncate(self.random.randrange(1, 8))
+            else:
+                self.pair.proxy.truncate_bodies(self.random.randrange(1, 8))
         elif kind.endswith("disk"):
             self._fill_disk(kind.removesuffix("'s disk"), deadline)
         elif kind == "everything":
@@ -313,6 +318,7 @@ def reference(artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Artefacts, tmp_path: Path) -> None:
     injected: dict[str, int] = {}
+    met: collections.Counter[str] = collections.Counter()
     lost: list[str] = []
     started = time.monotonic()
     for trial in range(SEED, SEED + TRIALS):
@@ -322,7 +328,9 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
             pair = Pair(artefacts, folder, seed=trial)
             choice = random.Random(trial)
             possible = [kind for kind in KINDS if disks or not kind.endswith("disk")]
-            if TRIALS == 1:  # one of each sort
+            if ONLY:
+                kinds = ONLY
+            elif TRIALS == 1:  # one of each sort
                 kinds = ["connections", "critic", choice.choice(["rank 1", "queue's rank"])]
             else:
                 kinds = choice.choices(possible, k=choice.randrange(1, 6))
@@ -336,6 +344,7 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
                 pair.close()
             if wrong:
                 lost.append(f"trial {trial}, {campaign.injected}: {'; '.join(wrong[:10])}\n{pair.output()}")
+        met.update(pair.proxy.counts)
         for kind in campaign.injected:
             injected[kind] = injected.get(kind, 0) + 1
         print(
@@ -347,6 +356,6 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
         print("SKIPPED: full disks; they need root, to mount small file systems")
     print(
         f"{TRIALS} trials in {time.monotonic() - started:.0f} s: {sum(injected.values())} faults injected {injected}, "
-        f"{TRIALS - len(lost)} runs survived, {len(lost)} lost"
+        f"{TRIALS - len(lost)} runs survived, {len(lost)} lost; at the proxy: {dict(met)}"
     )
     assert not lost, "\n\n".join(lost)

@@ -266,6 +266,9 @@ def test_the_token_is_needed() -> None:
         ("/get_idx", {"batch_size": 10**9}),
         ("/get_idx", {"batch_size": 1, "worker": 7}),
         ("/get_idx", {"batch_size": 1, "round": "x"}),
+        ("/get_idx", {"batch_size": 1, "completed": [1]}),
+        ("/get_idx", {"batch_size": 1, "worker": "w", "completed": [True]}),
+        ("/get_idx", {"batch_size": 1, "worker": "w", "completed": list(range(513))}),
         ("/complete", {"ids": [1]}),
         ("/complete", {"ids": ["1"], "worker": "w"}),
         ("/complete", {"ids": 1, "worker": "w"}),
@@ -279,6 +282,43 @@ def test_malformed_requests_are_refused(path: str, body) -> None:
         response = put(server, path, body)
         assert response.status_code == 400 and "error" in response.json()
         assert queue.status()["pending"] == 1
+
+
+def test_a_lease_takes_completions_along() -> None:
+    queue = WorkQueue(lease_seconds=0.4)
+    with serve(queue) as server:
+        queue.start_round(0, list(range(4)))
+        assert put(server, "/get_idx", {"batch_size": 2, "worker": "slow", "round": 0}).json() == [0, 1]
+        time.sleep(0.5)
+        body = {"batch_size": 2, "worker": "fast", "round": 0}
+        assert put(server, "/get_idx", body).json() == [0, 1]
+        response = put(server, "/get_idx", {**body, "worker": "slow", "completed": [0, 1], "request": 1})
+        assert response.json() == [2, 3] and response.headers["X-Work-Queue-Refused"] == "0,1"
+        for _ in range(2):  # an answer that was lost on its way
+            response = put(server, "/get_idx", {**body, "completed": [0, 1], "request": 1})
+            assert response.json() == [] and "X-Work-Queue-Refused" not in response.headers
+        assert queue.status()["total"]["completed"] == 2
+        assert put(server, "/get_idx", {**body, "worker": "slow", "completed": [2, 3]}).json() == []
+        assert queue.status()["state"] == DRAINED
+
+
+def test_a_busy_client_reports_what_is_done_with_its_next_lease() -> None:
+    queue = WorkQueue()
+    with serve(queue) as server:
+        queue.start_round(0, list(range(8)))
+        worker = client(server)
+        ids = worker.lease(4)
+        answered, hold = threading.Event(), threading.Event()
+        worker._sender.submit(lambda: (answered.set(), hold.wait(10)))  # the thread that sends is at work
+        answered.wait(10)
+        lease = worker._sender.submit(worker._ask, 0, 4)
+        done = [worker.complete_async([item_id]) for item_id in ids]
+        sent = server.queue.status()["total"]["completed"]
+        hold.set()
+        assert sent == 0 and lease.result(10) == [4, 5, 6, 7]
+        assert [future.result(10) for future in done] == [[item_id] for item_id in ids]
+        assert queue.status()["total"]["completed"] == 4
+        worker.close()
 
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:
@@ -301,14 +341,14 @@ def test_clients_of_a_future_round_are_told() -> None:
 
 
 def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer() -> None:
-    queue, steps, ended = WorkQueue(lease_seconds=0.8), [0], threading.Event()
-    limits = WorkerLimits(lease_seconds=0.8, stall_seconds=0.8)
+    queue, steps, ended = WorkQueue(lease_seconds=1.5), [0], threading.Event()
+    limits = WorkerLimits(lease_seconds=1.5, stall_seconds=0.8)
     others = set(threading.enumerate())
     with serve(queue) as server:
         queue.start_round(0, [1, 2])
         worker = client(server, worker="w", limits=limits, progress=lambda: steps[0])
         assert worker.lease(2) == [1, 2]
-        for _ in range(12):  # longer than a lease
+        for _ in range(20):  # longer than a lease
             assert not ended.wait(0.1)
             steps[0] += 1
         assert queue.status()["leased"] == 2

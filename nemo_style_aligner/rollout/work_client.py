@@ -7,16 +7,24 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nemo_style_aligner.rollout.work_queue import DRAINED
-from nemo_style_aligner.rollout.work_server import SHARE_HEADER, STATE_HEADER, UNFINISHED_HEADER, WorkQueueServer
+from nemo_style_aligner.rollout.work_server import (
+    MAX_IDS_WITH_LEASE,
+    REFUSED_HEADER,
+    SHARE_HEADER,
+    STATE_HEADER,
+    UNFINISHED_HEADER,
+    WorkQueueServer,
+)
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpAnswer,
@@ -60,9 +68,9 @@ class _Completion:
 class WorkQueueClient:
     """A worker's side of the queue (a `WorkSource`), for one thread of the caller's.
 
-    Leases and completions go out one after the other on a thread and a connection of their own. While ids are
-    held, a second thread tells the queue every quarter of ``lease_seconds`` that the worker lives, as long as it
-    gets on: it leases, completes, or ``progress()`` changes.
+    Leases and completions go out one after the other on a thread and a connection of their own; a lease takes the
+    completions that wait along. While ids are held, a second thread tells the queue every quarter of ``lease_seconds``
+    that the worker lives, as long as it gets on: it leases, completes, or ``progress()`` changes.
 
     ``slots``: ids that the worker works on at the same time. A quarter as many are leased ahead, while others will
     find enough to fill their slots all the same. 0: nothing ahead.
@@ -187,7 +195,13 @@ class WorkQueueClient:
 
     def _ask(self, round_number: int | None, n: int) -> list[int]:
         self._request_number += 1
-        response = self._put("/get_idx", round_number, {"batch_size": n, "request": self._request_number})
+        content: dict[str, Any] = {"batch_size": n, "request": self._request_number}
+        done = self._waiting(round_number, MAX_IDS_WITH_LEASE)
+        if done:
+            content["completed"] = [item_id for completion in done for item_id in completion.ids]
+        response = self._put("/get_idx", round_number, content)
+        if done:
+            self._note_completed(done, map(int, filter(None, response.headers.get(REFUSED_HEADER, "").split(","))))
         ids: list[int] = response.json()
         self._drained = not ids and response.headers.get(STATE_HEADER) == DRAINED
         self._share = int(response.headers.get(SHARE_HEADER, 0))
@@ -198,19 +212,28 @@ class WorkQueueClient:
     def _complete(self, completion: _Completion) -> list[int]:
         """Report it, and all others that wait: the slower the queue, the fewer requests it gets."""
         if completion.accepted is None:
-            waiting = [other for other in tuple(self._completed) if other.round_number == completion.round_number]
-            ids = [item_id for other in waiting for item_id in other.ids]
-            answer = self._put("/complete", completion.round_number, {"ids": ids}).json()
-            self._heartbeat.let_go(ids)
-            if answer["refused"]:
-                logger.warning(
-                    "worker %s was too late: its answers to ids %s are refused", self.worker, answer["refused"]
-                )
-            accepted = set(answer["accepted"])
-            for other in waiting:
-                other.accepted = [item_id for item_id in other.ids if item_id in accepted]
-                self._completed.remove(other)
+            done = self._waiting(completion.round_number)
+            ids = [item_id for other in done for item_id in other.ids]
+            self._note_completed(done, self._put("/complete", completion.round_number, {"ids": ids}).json()["refused"])
         return completion.accepted or []
+
+    def _waiting(self, round_number: int | None, limit: float = math.inf) -> list[_Completion]:
+        """The round's completions that were not reported yet, as many as have ``limit`` ids together."""
+        waiting: list[_Completion] = []
+        for completion in tuple(self._completed):
+            if completion.round_number == round_number and len(completion.ids) <= limit:
+                limit -= len(completion.ids)
+                waiting.append(completion)
+        return waiting
+
+    def _note_completed(self, done: list[_Completion], refused: Iterable[int]) -> None:
+        refused = set(refused)
+        for completion in done:
+            completion.accepted = [item_id for item_id in completion.ids if item_id not in refused]
+            self._heartbeat.let_go(completion.ids)
+            self._completed.remove(completion)
+        if refused:
+            logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(refused))
 
     def _renew(self) -> None:
         self._put("/renew", self._round, {})

@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 STATE_HEADER = "X-Work-Queue-State"
 SHARE_HEADER = "X-Work-Queue-Share"  # ids that nobody has yet, per worker
 UNFINISHED_HEADER = "X-Work-Queue-Unfinished"  # ids not completed
+REFUSED_HEADER = "X-Work-Queue-Refused"  # of "completed", ids that somebody else holds by now
 MAX_IDS_PER_REQUEST = 65536
+MAX_IDS_WITH_LEASE = 512  # in "completed": should all of them be refused, they fit into a header
 MAX_BODY_BYTES = 2**22
-HTTP_THREADS = 8
 
 
 class _BadRequestError(Exception):
@@ -31,7 +32,8 @@ def create_app(queue: WorkQueue, token: str | None = None) -> Flask:
 
     ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as
     NeMo-Aligner); optional ``worker``, ``round`` and ``request`` make it a lease. The headers are the other
-    fields of `Lease`: ``X-Work-Queue-State``, ``-Share`` and ``-Unfinished``.
+    fields of `Lease`: ``X-Work-Queue-State``, ``-Share`` and ``-Unfinished``. ``completed``, a list of ids, saves a
+    worker the request to ``/complete``; those refused are in ``X-Work-Queue-Refused``, with commas between them.
     ``PUT /complete {"ids": [...], "worker": w}`` answers ``{"accepted": [...], "refused": [...]}``.
     ``PUT /renew {"worker": w}``; ``GET /status``; ``GET /health``.
     """
@@ -46,24 +48,26 @@ def create_app(queue: WorkQueue, token: str | None = None) -> Flask:
 
     def get_idx() -> Response:
         body = _body()
-        lease = queue.lease(
-            _integer(body, "batch_size", 1, MAX_IDS_PER_REQUEST),
-            _worker(body, required=False),
-            round_number=_integer(body, "round", default=None),
-            request_number=_integer(body, "request", 0, default=None),
-        )
+        size = _integer(body, "batch_size", 1, MAX_IDS_PER_REQUEST)
+        round_number = _integer(body, "round", default=None)
+        request_number = _integer(body, "request", 0, default=None)
+        worker = _worker(body, required="completed" in body)
+        refused: list[int] = []
+        if worker is not None and "completed" in body:
+            _, refused = queue.complete(_ids(body, "completed", MAX_IDS_WITH_LEASE), worker, round_number=round_number)
+        lease = queue.lease(size, worker, round_number=round_number, request_number=request_number)
         headers = {
             STATE_HEADER: lease.state,
             SHARE_HEADER: str(lease.share),
             UNFINISHED_HEADER: str(lease.unfinished),
         }
+        if refused:
+            headers[REFUSED_HEADER] = ",".join(map(str, refused))
         return _answer(lease.ids, headers=headers)
 
     def complete() -> Response:
         body = _body()
-        ids = body.get("ids")
-        if not isinstance(ids, list) or len(ids) > MAX_IDS_PER_REQUEST or not all(map(_is_int, ids)):
-            raise _BadRequestError(f"'ids' must be a list of at most {MAX_IDS_PER_REQUEST} whole numbers")
+        ids = _ids(body, "ids", MAX_IDS_PER_REQUEST)
         worker = _worker(body, required=True)
         assert worker is not None
         accepted, refused = queue.complete(ids, worker, round_number=_integer(body, "round", default=None))
@@ -99,6 +103,13 @@ def _body() -> dict[str, Any]:
     if not isinstance(body, dict):
         raise _BadRequestError("the body must be a JSON object")
     return body
+
+
+def _ids(body: dict[str, Any], name: str, limit: int) -> list[int]:
+    ids = body.get(name)
+    if not isinstance(ids, list) or len(ids) > limit or not all(map(_is_int, ids)):
+        raise _BadRequestError(f"'{name}' must be a list of at most {limit} whole numbers")
+    return ids
 
 
 def _is_int(value: Any) -> bool:
@@ -140,7 +151,7 @@ class WorkQueueServer:
             create_app(queue, token),
             host,
             port,
-            threads=HTTP_THREADS,
+            threads=0,  # no request waits for anything
             max_body_bytes=2 * MAX_BODY_BYTES,
             name="rollout work queue",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hmac
 import logging
 import socket
@@ -26,10 +27,12 @@ logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
 logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
+_TOKEN_FIELDS = ("AUTHORIZATION", "TRITON_ACCESS_TOKEN")
 JSON_TYPE = "application/json"
 _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
+_TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
@@ -66,7 +69,7 @@ def require_token(
     has_token = token_check(token)
 
     def check() -> Response | None:
-        fields = {name.upper().replace("-", "_"): value for name, value in request.headers}
+        fields = {name: request.environ.get(f"HTTP_{name}", "") for name in _TOKEN_FIELDS}
         if is_open(request.path) or has_token(fields):
             return None
         body = error_body("authorization is needed: send the header 'Authorization: Bearer <token of this run>'")
@@ -80,7 +83,8 @@ class WsgiServer:
 
     ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
     address cannot be bound. ``may_send_body`` looks at a request's header before a large body is read
-    (`token_check` makes one).
+    (`token_check` makes one). ``threads`` work on requests; 0, for an application that never waits: the server's own
+    thread does, which saves handing requests over.
     """
 
     def __init__(
@@ -101,11 +105,13 @@ class WsgiServer:
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._map: dict[int, Any] = {}
+        self._own_thread = None if threads else _OwnThread()
         self._server = waitress.create_server(
             app,
             map=self._map,
+            _dispatcher=self._own_thread,
             sockets=[self._socket],
-            threads=threads,
+            threads=threads or 1,
             max_request_body_size=max_body_bytes,
             connection_limit=connections,
             channel_timeout=int(limits.idle_seconds),
@@ -115,6 +121,9 @@ class WsgiServer:
             asyncore_use_poll=True,
             ident=None,
         )
+        if self._own_thread is not None:
+            self._server.adj.send_bytes = _TOGETHER_BYTES
+            self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
         self._server.channel_class = channel_class(may_send_body, limits)
         self._watch = ConnectionWatch(limits, connections)
         self._next_sweep = 0.0
@@ -131,7 +140,7 @@ class WsgiServer:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            waitress.wasyncore.loop(timeout=_POLL_SECONDS, map=self._map, use_poll=True, count=1)
+            self._turn(_POLL_SECONDS)
             if time.monotonic() >= self._next_sweep:
                 self._watch.sweep(self._server.active_channels.values())
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
@@ -148,7 +157,13 @@ class WsgiServer:
 
     def _flush(self) -> None:
         while time.monotonic() < self._flush_deadline and self._busy():
-            waitress.wasyncore.loop(timeout=0.05, map=self._map, use_poll=True, count=1)
+            self._turn(0.05)
+
+    def _turn(self, timeout: float) -> None:
+        """Wait for sockets, at most ``timeout`` seconds, and do what they bring."""
+        waitress.wasyncore.loop(timeout=timeout, map=self._map, use_poll=True, count=1)
+        if self._own_thread is not None:
+            self._own_thread.work()
 
     def _accept_waiting(self) -> None:
         before = -1
@@ -158,6 +173,29 @@ class WsgiServer:
 
     def _busy(self) -> bool:
         return any(map(is_busy, list(self._server.active_channels.values())))
+
+
+class _OwnThread:
+    """In the place of waitress's pool of threads: requests wait here until the server's thread works on them."""
+
+    def __init__(self) -> None:
+        self._tasks: collections.deque[Any] = collections.deque()
+
+    def add_task(self, task: Any) -> None:
+        """A channel has a whole request. It holds a lock of its own meanwhile, so nothing is done here."""
+        self._tasks.append(task)
+
+    def work(self) -> None:
+        """Answer all requests that are there."""
+        while self._tasks:
+            channel = self._tasks.popleft()
+            channel.service()
+            channel.handle_write()
+
+    def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> None:
+        """waitress's pool has one, too."""
+        while self._tasks:
+            self._tasks.popleft().cancel()
 
 
 def _bind(host: str, port: int, name: str) -> socket.socket:
