@@ -36,6 +36,7 @@ ranks_per_node() {
 prepare() {
     [[ -f $REPO/examples/nlp/gpt/train_gpt_ppo_actor.py ]] ||
         die "REPO=$REPO is not this repository: submit from its folder, or set REPO"
+    check_mpi
     mkdir -p "$RESULTS_DIR"
     RESULTS_DIR=$(cd "$RESULTS_DIR" && pwd)
     CONTAINER=()
@@ -49,6 +50,16 @@ prepare() {
     fi
     # NCCL's and torch's warnings go to the component's log, in order.
     export PYTHONUNBUFFERED=1
+}
+
+# check_mpi: whether this cluster's srun has the plugin that MPI_TYPE names; without one, ranks would not start at all.
+check_mpi() {
+    local available
+    [[ -n $MPI_TYPE ]] || return 0
+    available=$(srun --mpi=list 2>&1) || true
+    grep -qwF -e "$MPI_TYPE" <<<"$available" ||
+        die "MPI_TYPE=$MPI_TYPE, but this cluster's srun has no such MPI plugin. Take one that it has, or MPI_TYPE= for" \
+            "Slurm's default: only TensorRT-LLM's engines need MPI. srun --mpi=list says: $available"
 }
 
 # in_step SRUN_ARGUMENTS... -- COMMAND...: srun, in the container if there is one, with this repository importable.

@@ -98,6 +98,45 @@ def test_arguments_and_container(srun: Path, tmp_path: Path) -> None:
     assert not any("--mpi" in line or "--het-group" in line for line in lines)
 
 
+# What `srun --mpi=list` prints: Slurm 22.05 of Debian, and one that was built without PMIx.
+WITH_PMIX = """MPI plugin types are...
+\tpmix
+\tnone
+\tcray_shasta
+\tpmi2
+specific pmix plugin versions available: pmix_v4
+"""
+WITHOUT_PMIX = "MPI plugin types are...\n\tnone\n\tcray_shasta\n\tpmi2\n"
+
+
+@pytest.mark.parametrize(
+    ("mpi_type", "listed", "has_it"),
+    [
+        ("pmix", WITH_PMIX, True),
+        ("pmix_v4", WITH_PMIX, True),
+        ("pmix_v3", WITH_PMIX, False),
+        ("pmix", WITHOUT_PMIX, False),
+        ("", WITHOUT_PMIX, True),
+    ],
+)
+def test_an_mpi_plugin_that_the_cluster_lacks(
+    mpi_type: str, listed: str, has_it: bool, srun: Path, tmp_path: Path
+) -> None:
+    """Said before anything starts, with what there is and what to set."""
+    (srun / "srun").write_text(f"#!/bin/bash\n[[ $* == --mpi=list ]] && echo '{listed}' >&2\n")
+    done = bash(
+        "prepare",
+        PATH=f"{srun}:/usr/bin:/bin",
+        RESULTS_DIR=str(tmp_path),
+        CONTAINER_IMAGE="",
+        CONTAINER_MOUNTS="",
+        MPI_TYPE=mpi_type,
+    )
+    assert done.returncode == (0 if has_it else 1), done.stderr
+    if not has_it:
+        assert f"MPI_TYPE={mpi_type}" in done.stderr and "pmi2" in done.stderr and "MPI_TYPE= for" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("status", "stopping", "has_file", "expected", "requeued"),
     [

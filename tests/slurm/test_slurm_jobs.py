@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=f"NOT TESTED: the scripts in slurm/ on a real Slurm: {why_not()}"),
 ]
 
+SFT_STEPS = 30  # over the four passes through 144 samples in batches of 16
 # The critic has a node and a rank, the actor two nodes with a rank each.
 PPO_OPTIONS = ("--nodes=1", "--ntasks-per-node=1", ":", "--nodes=2", "--ntasks-per-node=1")
 PPO_STEPS = 8
@@ -73,14 +74,16 @@ PPO_OVERRIDES = (
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Three nodes, for all tests here."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes, for all tests here. Slurm's logs stay in its folder when a test has failed."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # UNIX sockets in it: a short name
     try:
-        subprocess.run(["bash", str(TESTBED), "up", str(folder), "3", "4"], check=True, timeout=600)
+        subprocess.run(["bash", str(TESTBED), "up", str(folder), "3", "4", str(os.getpid())], check=True, timeout=600)
         yield Cluster(folder)
     finally:
         subprocess.run(["bash", str(TESTBED), "down", str(folder)], check=True, timeout=60)
+        if not request.session.testsfailed:
+            shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -145,43 +148,51 @@ def undisturbed(cluster: Cluster, artefacts: Artefacts, tmp_path_factory: pytest
 # ---- the supervised jobs ------------------------------------------------------------------------
 
 
+def submit_supervised(
+    cluster: Cluster, artefacts: Artefacts, options: Sequence[str], name: str, overrides: Sequence[str], results: Path
+) -> SlurmJob:
+    """slurm/``name``.sbatch, "sft" or "reward_model", with the model and the data that it starts from."""
+    model, data = {"sft": (artefacts.base, "sft"), "reward_model": (artefacts.sft, "comparisons")}[name]
+    return cluster.submit(
+        options,
+        f"{name}.sbatch",
+        ["trainer.precision=32", "model.encoder_seq_length=64", *overrides],
+        results,
+        PRETRAINED_CHECKPOINT_NEMO_FILE=str(model),
+        TRAIN_DATA_PATH=str(artefacts.data(f"train_{data}")),
+        VALID_DATA_PATH=str(artefacts.data(f"test_{data}")),
+    )
+
+
 def test_sft(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
     """Two nodes with two ranks each; SIGUSR1 to the batch script, as the time limit sends it, then to the end."""
-    job = cluster.submit(
-        ("--nodes=2", "--ntasks-per-node=2"),
-        "sft.sbatch",
-        [
-            *("trainer.precision=32", "trainer.sft.max_steps=40", "trainer.sft.val_check_interval=0"),
-            *("trainer.sft.save_interval=0", "model.encoder_seq_length=64", "model.data.chat=False"),
-            *("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=4"),
-        ],
-        tmp_path / "sft",
-        PRETRAINED_CHECKPOINT_NEMO_FILE=str(artefacts.base),
-        TRAIN_DATA_PATH=str(artefacts.data("train_sft")),
-        VALID_DATA_PATH=str(artefacts.data("test_sft")),
+    overrides = [
+        *("trainer.sft.max_epochs=4", f"trainer.sft.max_steps={SFT_STEPS}"),
+        *("trainer.sft.val_check_interval=0", "trainer.sft.save_interval=0"),
+        *("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=4"),
+        "model.data.chat=False",
+    ]
+    job = submit_supervised(
+        cluster, artefacts, ("--nodes=2", "--ntasks-per-node=2"), "sft", overrides, tmp_path / "sft"
     )
     log = job.results / "sft"
     job.wait_for(lambda: log.exists() and "train/loss" in read_metrics(log), TIMEOUT, "the first step")
     cluster.call("scancel", "--batch", "--signal=USR1", str(job.id))
     state = job.wait(TIMEOUT)
     assert (state.name, state.exit_code, state.restarts) == ("COMPLETED", 0, 1), job.describe()
-    assert [step for step, _ in read_metrics(log)["train/loss"]] == list(range(1, 41))
+    assert [step for step, _ in read_metrics(log)["train/loss"]] == list(range(1, SFT_STEPS + 1))
     assert (log / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
     assert "4 ranks, started by slurm" in job.output("sft")
 
 
 def test_reward_model(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
-    job = cluster.submit(
-        ("--nodes=1", "--ntasks-per-node=2"),
-        "reward_model.sbatch",
-        [
-            *("trainer.rm.max_steps=3", "trainer.rm.val_check_interval=3", "trainer.rm.limit_val_batches=2"),
-            *("trainer.precision=32", "model.encoder_seq_length=64", "model.global_batch_size=8"),
-        ],
-        tmp_path / "rm",
-        PRETRAINED_CHECKPOINT_NEMO_FILE=str(artefacts.sft),
-        TRAIN_DATA_PATH=str(artefacts.data("train_comparisons")),
-        VALID_DATA_PATH=str(artefacts.data("test_comparisons")),
+    """One node with two ranks, to the end."""
+    overrides = [
+        *("trainer.rm.max_steps=3", "trainer.rm.val_check_interval=3", "trainer.rm.limit_val_batches=2"),
+        "model.global_batch_size=8",
+    ]
+    job = submit_supervised(
+        cluster, artefacts, ("--nodes=1", "--ntasks-per-node=2"), "reward_model", overrides, tmp_path / "rm"
     )
     state = job.wait(TIMEOUT)
     assert (state.name, state.exit_code) == ("COMPLETED", 0), job.describe()
@@ -331,10 +342,10 @@ def test_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """Although its actor has ended with 75."""
     job = submit_standins(cluster, tmp_path, (), seconds=600, end_seconds=0)
-    job.wait_for(lambda: "the actor works" in job.output("actor"), TIMEOUT, "the actor")
+    job.wait_for(lambda: job.output("actor").count("the actor works") == 2, TIMEOUT, "both of the actor's ranks")
     job.cancel()
-    job.wait_for(lambda: "stopped early" in job.output(), TIMEOUT, "the script's end", while_running=False)
-    job.wait_for(lambda: not cluster.call("squeue", "--noheader"), TIMEOUT, "an empty queue", while_running=False)
+    job.wait_for(lambda: "stopped early" in job.output(), 60, "the script's end", while_running=False)
+    job.wait_for(lambda: not cluster.call("squeue", "--noheader"), 60, "an empty queue", while_running=False)
     assert job.state().name == "CANCELLED" and job.state().restarts == 0, job.describe()
 
 

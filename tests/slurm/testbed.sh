@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A Slurm cluster on this one machine, for the tests of slurm/*.sbatch. Needs root on Debian or Ubuntu.
 #
-#   testbed.sh up DIR [NODES] [CPUS]   install Slurm's packages if they are missing, start the cluster, write DIR/env.sh
-#   testbed.sh down DIR                end it, with every job that is left on it; logs stay in DIR/log
+#   testbed.sh up DIR [NODES] [CPUS] [PID]   install Slurm's packages if they are missing, start the cluster, write
+#                                            DIR/env.sh; the cluster goes down when process PID, if given, has ended
+#   testbed.sh down DIR                      end it, with every job that is left on it; logs stay in DIR/log
 #
 # A node is a slurmd in network, host name, mount and process namespaces of its own, joined to the others by a bridge:
 # it has its own address and its own localhost, and ends with all its processes when the first of them is killed. Only
@@ -131,20 +132,34 @@ up() {
     mkdir -p "$DIR/log"
     install_packages
     mkdir -p "$DIR"/{etc,pid,state}
+    chmod 755 "$DIR" # mktemp's 700 would not do: munged wants everybody to reach its socket
     NODES=${1:-3} CPUS=${2:-4}
     write_config
     # shellcheck source=/dev/null
     . "$DIR/env.sh"
     mungekey --create --keyfile="$DIR/etc/munge.key"
     munged --key-file="$DIR/etc/munge.key" --socket="$DIR/munge.sock" --seed-file="$DIR/etc/munge.seed" \
-        --pid-file="$DIR/pid/munged" --log-file="$DIR/log/munged.log" </dev/null >"$DIR/log/munged.out" 2>&1
+        --pid-file="$DIR/pid/munged" --log-file="$DIR/log/munged.log" </dev/null >"$DIR/log/munged.out" 2>&1 ||
+        die "munged does not start: $(cat "$DIR/log/munged.out")"
     ip link add "$BRIDGE" type bridge || die "network bridges are refused here, or another testbed runs"
     ip addr add "$SUBNET.254/24" dev "$BRIDGE"
     ip link set "$BRIDGE" up
-    slurmctld -i -f "$SLURM_CONF" </dev/null >"$DIR/log/slurmctld.out" 2>&1
+    slurmctld -i -f "$SLURM_CONF" </dev/null >"$DIR/log/slurmctld.out" 2>&1 ||
+        die "slurmctld does not start: $(cat "$DIR/log/slurmctld.out")"
     for ((i = 1; i <= NODES; i++)); do start_node "n$i"; done
     retry 60 all_idle || { sinfo -N -l; die "not all nodes came up, see $DIR/log"; }
+    if [[ -n ${3:-} ]]; then
+        # For a test run that is killed and does not come to `down`.
+        setsid bash "$0" down_after "$DIR" "$3" </dev/null >>"$DIR/log/down_after.out" 2>&1 &
+        echo $! >"$DIR/pid/down_after"
+    fi
     echo "testbed.sh: $(sinfo --version), $NODES nodes; now: . $DIR/env.sh"
+}
+
+down_after() {
+    while [[ -e /proc/$1 ]]; do sleep 1; done
+    rm -f "$DIR/pid/down_after"
+    down
 }
 
 down() {
@@ -162,7 +177,7 @@ down() {
     done
 }
 
-[[ $# -ge 2 && $1 =~ ^(up|down|node)$ ]] || { sed -n '2,5s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[[ $# -ge 2 && $1 =~ ^(up|down|down_after|node)$ ]] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [[ $(id -u) == 0 ]] || die "must run as root"
 DIR=$(readlink -m "$2")
 ((${#DIR} <= 60)) || die "$DIR is too long for the UNIX sockets in it"
