@@ -175,7 +175,7 @@ class CriticJournal:
     def _write_file(self, path: Path, content: bytes) -> None:
         staging = path.with_name(path.name + UNFINISHED)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # prompts and responses are nobody else's
             with staging.open("wb") as file:
                 file.write(content)
                 file.flush()
