@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, first_host, tasks_per_node
+from nemo_style_aligner.parallel.detection import (
+    LaunchError,
+    LaunchInfo,
+    detect_launch,
+    first_host,
+    slurm_step,
+    tasks_per_node,
+)
 from nemo_style_aligner.parallel.launch import bind_address, check_world_size
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
@@ -102,6 +109,21 @@ def test_incomplete_variables_are_named() -> None:
 def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
     other = detect_launch(STEP | {"SLURM_JOB_ID": "101"})
     assert other.master_port != SLURM_INFO.master_port
+
+
+def test_the_step_to_cancel_is_that_of_the_own_component() -> None:
+    """The variables as Slurm 22.05 sets them in a heterogeneous job's second component."""
+    assert slurm_step(STEP) == "100.2"
+    groups = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST": "node[2-3]",
+        "SLURM_JOB_ID_HET_GROUP_0": "100",
+        "SLURM_JOB_ID_HET_GROUP_1": "101",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]",
+    }
+    assert slurm_step(STEP | groups) == "101.2"
+    assert slurm_step(STEP | groups | {"SLURM_JOB_NODELIST": "node1"}) == "100.2"
 
 
 @pytest.mark.parametrize(

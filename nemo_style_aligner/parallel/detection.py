@@ -103,6 +103,19 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     return integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and integer(env, "SLURM_STEP_NUM_TASKS") > 1
 
 
+def slurm_step(env: Mapping[str, str]) -> str:
+    """``JOB.STEP`` of this process's step, for scancel.
+
+    In a heterogeneous job ``SLURM_JOB_ID`` is the first component's everywhere, and each component is a job of its own.
+    Components share no nodes, so this one is known by its nodes.
+    """
+    job, nodes = env["SLURM_JOB_ID"], env.get("SLURM_JOB_NODELIST")
+    for group in range(int(env.get("SLURM_HET_SIZE", "0"))):
+        if nodes is not None and env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}") == nodes:
+            job = env.get(f"SLURM_JOB_ID_HET_GROUP_{group}", job)
+    return f"{job}.{env['SLURM_STEP_ID']}"
+
+
 def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
     size = integer(env, "SLURM_STEP_NUM_TASKS")
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")

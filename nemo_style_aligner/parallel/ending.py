@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step
+from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
@@ -68,9 +68,8 @@ def abort_job(exit_code: int = 1) -> NoReturn:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_code)
     if exit_code != EXIT_REQUEUE and in_slurm_step(os.environ) and shutil.which("scancel"):
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", step], timeout=_ABORT_SECONDS / 2, check=False)
+            subprocess.run(["scancel", slurm_step(os.environ)], timeout=_ABORT_SECONDS / 2, check=False)
     os._exit(exit_code)
 
 

@@ -330,7 +330,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
             if now >= deadline:
                 raise ServerUnavailableError(
                     f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
-                ) from error
+                ) from None  # its message is in this one
             if now - last_line >= _PROGRESS_SECONDS:
                 say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
                 last_line = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import re
 import signal
@@ -111,20 +112,64 @@ class SlurmJob:
             parts += [f"---- {path}", path.read_text(errors="replace")[-4000:]]
         return "\n".join(parts)
 
-    def kill_rank(self, script: str, rank: int) -> None:
-        """SIGKILL to a rank, in whichever namespace it is."""
+    def ranks(self, script: str) -> dict[int, int]:
+        """Process ids of the ranks that run ``script``, by rank, in whichever namespace they are."""
+        found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
             with contextlib.suppress(OSError):  # it may be gone
                 arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                lines = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                variables = dict(line.split("=", 1) for line in lines if "=" in line)
                 is_rank = arguments[0] == sys.executable and any(a.endswith(script) for a in arguments)
-                if is_rank and f"SLURM_JOB_ID={self.id}" in variables and f"SLURM_PROCID={rank}" in variables:
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    return
-        raise AssertionError(f"rank {rank} of {script} does not run: {self.describe()}")
+                if is_rank and variables.get("SLURM_JOB_ID") == str(self.id):
+                    found[int(variables["SLURM_PROCID"])] = int(folder.name)
+        return found
+
+    def kill_rank(self, script: str, rank: int) -> None:
+        """SIGKILL to a rank."""
+        ranks = self.ranks(script)
+        assert rank in ranks, f"rank {rank} of {script} does not run: {self.describe()}"
+        os.kill(ranks[rank], signal.SIGKILL)
 
     def cancel(self) -> None:
         """End it, whatever it does."""
         self.cluster.call("scancel", str(self.id), check=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    """A TCP socket on which a process waits for connections; address 0.0.0.0 is every interface of its node."""
+
+    address: str
+    port: int
+
+
+def listeners(process: int) -> set[Listener]:
+    """Where ``process`` can be reached from other processes."""
+    folder = Path("/proc") / str(process)
+    own = {os.readlink(descriptor) for descriptor in (folder / "fd").iterdir()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in (folder / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _TCP_LISTEN and f"socket:[{fields[9]}]" in own:
+                address, port = fields[1].split(":")
+                found.add(Listener(_ip_address(address), int(port, 16)))
+    return found
+
+
+_TCP_LISTEN = "0A"
+
+
+def _ip_address(text: str) -> str:
+    """/proc/net/tcp's form, words of 4 bytes in the machine's order; an IPv4 address in IPv6 as IPv4."""
+    words = [int(text[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or (ipaddress.ip_address("0.0.0.0") if address == _ANY6 else address)
+    return str(address)
+
+
+_ANY6 = ipaddress.ip_address("::")

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import requests
 import torch
-from cluster import TESTBED, Cluster, SlurmJob
+from cluster import TESTBED, Cluster, Listener, SlurmJob, listeners
 from conftest import Artefacts
 from job_processes import ROOT, stored_weights
 
@@ -126,6 +127,11 @@ def checkpoints(results: Path) -> list[str]:
 def final_weights(results: Path) -> dict[str, torch.Tensor]:
     """The policy that a finished run leaves."""
     return stored_weights(results / "actor" / "checkpoints" / "megatron_gpt_ppo_actor.nemo")
+
+
+def testbed_address(node: str) -> str:
+    """testbed.sh gives it to ``n1``, ``n2``, ..."""
+    return f"10.213.9.{node.removeprefix('n')}"
 
 
 def check_equal(results: Path, undisturbed: Path) -> None:
@@ -256,6 +262,43 @@ def test_interrupted_ppo(
     check_equal(job.results, undisturbed.results)
 
 
+def open_ports(job: SlurmJob) -> dict[Listener, int | None]:
+    """What a running PPO job's ranks listen on beyond loopback, and how each answers a request without the secret.
+
+    None: not at all, or not in HTTP.
+    """
+    found: dict[Listener, int | None] = {}
+    for script, nodes in (("serve_ppo_critic.py", ("n1",)), ("train_gpt_ppo_actor.py", ("n2", "n3"))):
+        ranks = job.ranks(script)
+        assert len(ranks) == len(nodes), job.describe()
+        for rank, node in enumerate(nodes):
+            address = testbed_address(node)
+            for listener in listeners(ranks[rank]):
+                if listener.address.startswith("127."):
+                    continue
+                assert listener.address in ("0.0.0.0", address), listener
+                try:
+                    answer = requests.get(f"http://{address}:{listener.port}/status", timeout=3)
+                    found[Listener(node, listener.port)] = answer.status_code
+                except requests.RequestException:
+                    found[Listener(node, listener.port)] = None
+    return found
+
+
+def test_nothing_answers_without_the_secret(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """From another machine, while the job trains: the critic's service on one node, the work queue on another.
+
+    torch.distributed's own ports are open as well (docs/service.md); they speak no HTTP.
+    """
+    job = submit_ppo(cluster, artefacts, tmp_path / "results")
+    job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
+    found = open_ports(job)
+    critic_port = 30000 + job.id % 2700
+    assert found[Listener("n1", critic_port)] == 401, found
+    assert sorted(listener.address for listener, status in found.items() if status == 401) == ["n1", "n2"], found
+    assert set(found.values()) <= {401, None}, found
+
+
 @pytest.mark.parametrize("script", ["serve_ppo_critic.py", "train_gpt_ppo_actor.py"])
 def test_a_component_that_dies_takes_the_job_with_it(
     script: str, cluster: Cluster, artefacts: Artefacts, tmp_path: Path
@@ -291,6 +334,7 @@ def test_a_wrong_port(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) ->
     assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
     assert "http://n1:9 was not ready within 5 s" in job.output("actor")
     assert "http://n1:9 was not ready within 5 s" in job.output()  # the end of the log, where the user looks first
+    assert "scancel: error" not in job.output("actor")  # ranks that fail end their own component's step
     assert not cluster.call("squeue", "--noheader")
 
 
@@ -314,7 +358,9 @@ def test_a_critic_that_never_starts(cluster: Cluster, artefacts: Artefacts, tmp_
 # ---- the script alone, with stand-ins for its components ----------------------------------------
 
 
-def submit_standins(cluster: Cluster, folder: Path, options: Sequence[str], seconds: int, end_seconds: int) -> SlurmJob:
+def submit_standins(
+    cluster: Cluster, folder: Path, options: Sequence[str], seconds: int, end_seconds: int, **variables: str
+) -> SlurmJob:
     """slurm/ppo.sbatch with scripts that need no time to start: tests/slurm/standins says what the numbers mean."""
     repository = folder / "repository"
     repository.mkdir()
@@ -328,6 +374,7 @@ def submit_standins(cluster: Cluster, folder: Path, options: Sequence[str], seco
         folder / "results",
         REPO=str(repository),
         CRITIC_STOP_SECONDS="20",
+        **variables,
     )
 
 
@@ -357,3 +404,47 @@ def test_a_critic_that_takes_its_time_to_end(end_seconds: int, cluster: Cluster,
     assert (state.name, state.exit_code) == ("COMPLETED", 0), job.describe()
     assert ("the critic's last words" in job.output("critic")) == (end_seconds == 13), job.describe()
     assert ("ending the critic" in job.output()) == (end_seconds == 600), job.describe()
+
+
+# Writes its arguments down, one a line, and does what Slurm's own srun does with those that are not Pyxis's.
+SRUN_WITHOUT_PYXIS = r"""#!/bin/bash
+printf '%s\n' "$*" >>"$(dirname "$0")/calls"
+for argument; do
+    shift
+    case $argument in
+    --container-* | --no-container-*) ;;
+    *) set -- "$@" "$argument" ;;
+    esac
+done
+exec SRUN "$@"
+"""
+
+
+def test_containers(cluster: Cluster, tmp_path: Path) -> None:
+    """Pyxis is not there: every srun of the job has its flags, which a script takes away; the rest runs as ever."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(SRUN_WITHOUT_PYXIS.replace("SRUN", str(shutil.which("srun"))))
+    (programs / "srun").chmod(0o755)
+    job = submit_standins(
+        cluster,
+        tmp_path,
+        (),
+        seconds=1,
+        end_seconds=0,
+        CONTAINER_IMAGE="nvcr.io#nvidia/nemo:1",
+        CONTAINER_MOUNTS="/data:/data:ro",
+        PATH=f"{programs}:{os.environ['PATH']}",
+    )
+    state = job.wait(TIMEOUT)
+    assert (state.name, state.exit_code) == ("COMPLETED", 0), job.describe()
+    repository, results = tmp_path / "repository", tmp_path / "results"
+    flags = (
+        "--container-image=nvcr.io#nvidia/nemo:1 "
+        f"--container-mounts={repository}:{repository},{results}:{results},/data:/data:ro "
+        f"--container-workdir={repository} --no-container-mount-home env PYTHONPATH={repository}"
+    )
+    listing, *calls = (programs / "calls").read_text().splitlines()
+    assert listing == "--mpi=list"
+    assert len(calls) == 3 and all(flags in call for call in calls), calls  # the secret, the critic, the actor
+    assert sum("--mpi=pmix" in call and "train_gpt_ppo_actor.py" in call for call in calls) == 1, calls

@@ -141,7 +141,9 @@ up() {
     munged --key-file="$DIR/etc/munge.key" --socket="$DIR/munge.sock" --seed-file="$DIR/etc/munge.seed" \
         --pid-file="$DIR/pid/munged" --log-file="$DIR/log/munged.log" </dev/null >"$DIR/log/munged.out" 2>&1 ||
         die "munged does not start: $(cat "$DIR/log/munged.out")"
-    ip link add "$BRIDGE" type bridge || die "network bridges are refused here, or another testbed runs"
+    [[ ! -e /sys/class/net/$BRIDGE ]] || die "another testbed runs: $0 down $(bridge_owner)"
+    ip link add "$BRIDGE" type bridge || die "network bridges are refused here"
+    ip link set "$BRIDGE" alias "$DIR"
     ip addr add "$SUBNET.254/24" dev "$BRIDGE"
     ip link set "$BRIDGE" up
     slurmctld -i -f "$SLURM_CONF" </dev/null >"$DIR/log/slurmctld.out" 2>&1 ||
@@ -154,6 +156,11 @@ up() {
         echo $! >"$DIR/pid/down_after"
     fi
     echo "testbed.sh: $(sinfo --version), $NODES nodes; now: . $DIR/env.sh"
+}
+
+# The directory of the testbed that is up.
+bridge_owner() {
+    if [[ -e /sys/class/net/$BRIDGE ]]; then cat "/sys/class/net/$BRIDGE/ifalias"; fi
 }
 
 down_after() {
@@ -171,7 +178,7 @@ down() {
         if tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF -- "$DIR"; then kill -KILL "$pid"; fi
         rm "$file"
     done
-    if [[ -e /sys/class/net/$BRIDGE ]]; then ip link del "$BRIDGE"; fi
+    if [[ $(bridge_owner) == "$DIR" ]]; then ip link del "$BRIDGE"; fi
     for file in "$DIR"/*; do
         [[ $file == "$DIR/log" ]] || rm -rf "$file"
     done
