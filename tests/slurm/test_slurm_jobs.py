@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -215,6 +216,13 @@ def test_a_mistake_in_an_override(cluster: Cluster, artefacts: Artefacts, tmp_pa
     state = job.wait(TIMEOUT)
     assert (state.name, state.exit_code) == ("FAILED", 2), job.describe()
     assert "max_stps" in job.output() and "max_steps" in job.output()
+
+
+def test_mpi_between_nodes(cluster: Cluster) -> None:
+    """What TensorRT-LLM's engines need of ``srun --mpi=pmix``: messages between the ranks, with the pip Open MPI."""
+    program = "from mpi4py import MPI; world = MPI.COMM_WORLD; print(world.size, world.allreduce(world.rank + 1))"
+    command = ("srun", "--mpi=pmix", "--nodes=2", "--ntasks=4", sys.executable, "-c", program)
+    assert cluster.call(*command).splitlines() == ["4 10"] * 4
 
 
 # ---- PPO ----------------------------------------------------------------------------------------
