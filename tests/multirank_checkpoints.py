@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,8 +36,10 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import training
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
-from nemo_style_aligner.checkpoints.sharded_tensors import bytes_to_write, model_tensors
-from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
+from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
@@ -200,7 +203,13 @@ def manager(directory: Path, **settings: Any) -> CheckpointManager:
 
 
 def save(m: CheckpointManager, model: MegatronModel, optimizer: Optimizer | None, step: int, **metrics: float) -> None:
-    m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, metrics)
+    start_save(m, model, optimizer, step, **metrics)
+    m.finish()
+
+
+def start_save(m: CheckpointManager, model: MegatronModel, optimizer: Any, step: int, **more: Any) -> None:
+    options = {name: more.pop(name) for name in ("on_end", "before_publishing") if name in more}
+    m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, more, **options)
 
 
 # ---- scenarios ------------------------------------------------------------------------------
@@ -379,8 +388,11 @@ def killed(folder: Path) -> dict[str, Any]:
         m.resume(model, optimizer)
         train(model, optimizer, 1)
         os.fsync, os.replace, os.rename = dying(os.fsync), dying(os.replace), dying(os.rename)
-        save(m, model, optimizer, 2)
-        return count, fingerprint(model, optimizer)
+        start_save(m, model, optimizer, 2)
+        saved = fingerprint(model, optimizer)
+        train(model, optimizer, 1)  # while it is written
+        m.finish()
+        return count, saved
 
     def look(model: MegatronModel, optimizer: Optimizer, directories: list[Path]) -> Any:
         outcomes = []
@@ -399,6 +411,86 @@ def killed(folder: Path) -> dict[str, Any]:
     for instant, directory in zip(chosen, directories, strict=True):
         job.run(save_and_die, directory, instant, expect_death=True)
     return {"first": first, "second": second, "outcomes": job.run(look, directories)}
+
+
+def behind(folder: Path) -> dict[str, Any]:
+    """Checkpoints written while training goes on; rank 0's writer is held up where a test wants to look."""
+
+    def names(directory: Path) -> list[str]:
+        dist.barrier()
+        return sorted(os.listdir(directory))
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        directory, ended = folder / "checkpoints", []
+        m = manager(directory)
+        gate = threading.Event()
+        save(m, model, optimizer, 1)
+        train(model, optimizer, 1)
+        save(manager(folder / "blocking", async_save=False), model, optimizer, 2)
+        start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
+        train(model, optimizer, 2)
+        m.poll()
+        written = {"meanwhile": names(directory), "noticed before the end": [m.is_writing, len(ended)]}
+        dist.barrier()
+        gate.set()
+        while m.is_writing:
+            m.poll()
+        written |= {"noticed": [m.is_writing, len(ended)], "afterwards": names(directory)}
+        written["trained on"] = fingerprint(model, optimizer)
+        for name, source in (("expected", folder / "blocking"), ("resumed", directory)):
+            manager(source).resume(model, optimizer)
+            written[name] = fingerprint(model, optimizer)
+        results["written"] = written
+
+        order: list[int] = []
+        slow = threading.Timer(0.3, gate.set)
+        gate.clear()
+        slow.start()
+        m = manager(directory, save_last_n=2)
+        start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=lambda _: order.append(2))
+        start_save(m, model, optimizer, 3, on_end=lambda _: order.append(3))
+        m.finish()
+        shutil.rmtree(directory / "megatron_gpt-step=2", ignore_errors=True)
+        dist.barrier()
+        results["two"] = {"order": order, "names": [n.replace("-v1", "") for n in names(directory)]}
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        start_save(m, model, optimizer, 4)
+        error = "none"
+        try:
+            while m.is_writing:
+                train(model, optimizer, 1)
+                m.poll()
+        except OSError as problem:
+            error = str(problem)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        errors: list[Any] = [None] * 2
+        dist.all_gather_object(errors, error)
+        results["failed"] = (errors, [n.replace("-v1", "") for n in names(directory)])
+
+        failure = "none"
+        try:
+            with m.last_chance():
+                start_save(m, model, optimizer, 5, before_publishing=lambda: time.sleep(0.2))
+                failure = str(1 // 0)
+        except ZeroDivisionError as problem:
+            failure = type(problem).__name__
+        results["last chance"] = [failure, names(directory)[-1]]
+
+        blocking = {"async_save=False": manager(folder / "no wish", async_save=False)}
+        training.available_memory = lambda: 100
+        blocking["no memory"] = manager(folder / "no memory")
+        results["blocking"] = {}
+        for case, m in blocking.items():
+            start_save(m, model, optimizer, 6)
+            results["blocking"][case] = [m.is_writing, names(m.directory) == ["megatron_gpt-step=6-last"]]
+        return results
+
+    return Job(dp=2).run(run)
 
 
 def damaged(folder: Path) -> dict[str, Any]:
@@ -485,7 +577,9 @@ def full_tmpfs(folder: Path) -> dict[str, Any]:
         train(model, optimizer, 1)
         save(m, model, optimizer, 1)
         first = fingerprint(model, optimizer)
-        size = bytes_to_write(model_tensors(model.gpt, "model.") | optimizer_tensors(optimizer, model, "model."))
+        size = bytes_to_write(
+            prepare(model_tensors(model.gpt, "model.") | optimizer_tensors(optimizer, model, "model."))
+        )
         outcomes = []
         for room in (size // 2, size + 4096):
             if dist.get_rank() == 0:
@@ -742,7 +836,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS = (
-    *(archives, reward_model, exact_resume, layout_change, killed, damaged, full_disk, pruning, resuming),
+    *(archives, reward_model, exact_resume, layout_change, killed, behind, damaged, full_disk, pruning, resuming),
     *(nonfinite, killed_at_random, not_trusted),
 )
 

@@ -33,7 +33,8 @@ from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
-from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer import train_character_tokenizer
 from nemo_style_aligner.models.gpt import build_model

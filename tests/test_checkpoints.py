@@ -17,10 +17,11 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
-from nemo_style_aligner.checkpoints.training import CheckpointSettings, checkpoint_name
 from nemo_style_aligner.data.tokenizer import train_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -195,6 +196,36 @@ def test_a_save_killed_at_any_instant_loses_nothing(multirank: dict[str, Any]) -
     assert found == [first] * published + [second] * (len(found) - published)
     assert any(name.endswith(".unfinished") for _, _, left, _ in result["outcomes"] for name in left)
     assert not any(name.endswith(".unfinished") for _, _, _, names in result["outcomes"] for name in names)
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(multirank: dict[str, Any]) -> None:
+    """Of the state at the save, not of what training has made of it since; under the name only when it is whole."""
+    result = multirank["behind"]["written"]
+    assert result["meanwhile"] == ["megatron_gpt-step=1-last", "megatron_gpt-step=2-last.unfinished"]
+    assert result["noticed before the end"] == [True, 0] and result["noticed"] == [False, 1]
+    assert result["afterwards"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last"]
+    assert result["resumed"] == result["expected"] != result["trained on"]
+
+
+def test_only_one_checkpoint_is_written_at_a_time(multirank: dict[str, Any]) -> None:
+    result = multirank["behind"]["two"]
+    assert result["order"] == [2, 3]
+    assert result["names"] == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
+
+
+def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: dict[str, Any]) -> None:
+    errors, names = multirank["behind"]["failed"]
+    assert len(errors) == 2 and all("step=4-last was not saved" in error for error in errors), errors
+    assert "File too large" in errors[0]
+    assert names == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
+
+
+def test_a_job_that_fails_still_finishes_its_checkpoint(multirank: dict[str, Any]) -> None:
+    assert multirank["behind"]["last chance"] == ["ZeroDivisionError", "megatron_gpt-step=5-last"]
+
+
+def test_without_memory_for_a_copy_or_without_the_wish_saves_block(multirank: dict[str, Any]) -> None:
+    assert multirank["behind"]["blocking"] == {"no memory": [False, True], "async_save=False": [False, True]}
 
 
 def test_any_damaged_file_is_found_and_the_previous_checkpoint_used(multirank: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ checkpoints are in memory. `test_faults.py` kills real jobs.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import errno
@@ -56,8 +57,17 @@ class Checkpoints:
         self.stored: dict[Path, tuple[float, dict[str, Any]]] = {}
         self.damaged: set[Path] = set()
         self.count = 0
+        self.gate = threading.Event()  # a checkpoint becomes whole behind it, as files do that are slow to write
+        self.gate.set()
+        self.full_disk = False
+        self.writing: list[concurrent.futures.Future[None]] = []
+
+    def finish(self) -> None:
+        while self.writing:
+            self.writing.pop().result()
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
+        self.finish()
         return {path: state for path, (_, state) in reversed(self.stored.items())}
 
     def is_whole(self, path: Path) -> bool:
@@ -65,12 +75,25 @@ class Checkpoints:
             del self.stored[path]
         return path not in self.damaged
 
-    def save(self, model, optimizer, state, metrics, *, is_train_end, protected) -> None:
+    def save(self, model, optimizer, state, metrics, *, is_train_end, protected, on_end) -> Any:
+        self.finish()
         self.count += 1
-        self.stored[Path(f"{self.count}")] = (model.weight, copy.deepcopy(state) | {"updates": optimizer.step_count})
-        for path in list(self.stored)[:-2]:
-            if path not in protected:
-                del self.stored[path]
+        path, content = Path(f"{self.count}"), (model.weight, copy.deepcopy(state) | {"updates": optimizer.step_count})
+        gate, written = self.gate, concurrent.futures.Future()
+
+        def write() -> None:
+            if not gate.wait(30) or self.full_disk:
+                written.set_exception(OSError(errno.ENOSPC, "No space left on device"))
+                return
+            self.stored[path] = content
+            for other in list(self.stored)[:-2]:
+                if other not in protected:
+                    del self.stored[other]
+            written.set_result(None)
+
+        self.writing.append(written)
+        threading.Thread(target=write).start()
+        return written
 
     def load(self, path: Path, model, optimizer) -> dict[str, Any]:
         model.weight, state = self.stored[path]
@@ -127,7 +150,7 @@ class CriticJob:
                 break
 
         def run() -> None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, OSError):
                 server.run(service)
 
         self.thread = threading.Thread(target=run)
@@ -135,8 +158,14 @@ class CriticJob:
 
     def lose(self) -> None:
         """All that is not in a checkpoint is gone."""
+        if not self.checkpoints.gate.is_set():  # killed in the middle of a save: nothing of it is left
+            gate, self.checkpoints.full_disk = self.checkpoints.gate, True
+            gate.set()
+            self.thread.join(30)
+            self.checkpoints.full_disk = False
         self.server.request_stop()
         self.thread.join(30)
+        self.checkpoints.writing.clear()
 
     def restart(self) -> None:
         self.lose()
@@ -183,9 +212,10 @@ def train(critic: RemoteCritic, *values: float) -> list[float]:
 
 def save(critic: RemoteCritic) -> dict[str, Any]:
     """A save of the pair; the state in the actor's checkpoint."""
-    critic.save()
+    under_way = critic.start_save()
     state = critic.state_dict()
-    critic.confirm_save()
+    under_way.wait()
+    critic.confirm_save(under_way)
     return state
 
 
@@ -284,6 +314,59 @@ def test_a_save_is_of_a_level_critic(job: CriticJob, tmp_path: Path) -> None:
         assert stored[0] == weights(1, 2)[-1]
 
 
+def test_the_critic_goes_on_while_its_checkpoint_is_written(job: CriticJob, tmp_path: Path) -> None:
+    """It scores meanwhile; it is trained again when the checkpoint is whole, which is of the state at the save."""
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        job.checkpoints.gate.clear()
+        under_way = critic.start_save()
+        assert value(critic) == weights(1)[-1]
+        training = threading.Thread(target=train, args=(critic, 2))
+        training.start()
+        time.sleep(0.5)
+        assert job.critic.trained == [1] and job.checkpoints.stored == {}
+        job.checkpoints.gate.set()
+        under_way.wait()
+        training.join(20)
+        ((weight, _),) = job.checkpoints.stored.values()
+        assert job.critic.trained == [1, 2] and weight == weights(1)[-1]
+        assert under_way.position.next_number == 2 and critic.client.position.next_number == 3
+        critic.confirm_save(under_way)  # of the state at the save, though more was trained since
+        state = critic.state_dict()
+        assert state["saved_numbers"] == [2, 3]
+
+
+def test_a_critic_lost_in_the_middle_of_a_save_is_asked_again(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        save(critic)
+        train(critic, 2)
+        job.checkpoints.gate.clear()
+        under_way = critic.start_save()
+        assert value(critic) == weights(1, 2)[-1]  # the save was taken before
+        time.sleep(0.3)
+        job.lose()
+        assert len(job.checkpoints.stored) == 1
+        job.start()
+        under_way.wait()
+        assert [weight for weight, _ in job.checkpoints.stored.values()] == weights(1, 2)
+        assert job.critic.trained == [2], "the batch since the save before was sent again"
+        assert train(critic, 3) == weights(1, 2, 3)[-1:]
+
+
+def test_a_service_asked_to_end_finishes_its_checkpoint(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        job.checkpoints.gate.clear()
+        under_way = critic.start_save()
+        time.sleep(0.3)
+        job.server.request_stop()
+        threading.Timer(0.3, job.checkpoints.gate.set).start()
+        under_way.wait()
+        job.thread.join(20)
+        assert not job.thread.is_alive() and len(job.checkpoints.stored) == 1
+
+
 def test_a_batch_that_kills_the_critic_every_time_is_an_error(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path) as critic:
         job.critic.dies_at = 1.0
@@ -353,7 +436,7 @@ def test_the_critic_goes_back_to_the_actors_checkpoint(job: CriticJob, tmp_path:
         train(critic, 1, 2)
         state = save(critic)
         train(critic, 3, 4)
-        critic.save()
+        critic.start_save().wait()
         train(critic, 5)
     with actor(job, tmp_path, state) as critic:
         assert value(critic) == weights(1, 2)[-1]
@@ -373,7 +456,7 @@ def test_saves_of_an_actor_that_cannot_save_do_not_push_out_the_checkpoint_it_ne
         state = save(critic)
         for number in range(2, 6):
             train(critic, number)
-            critic.save()  # and the actor's own fails
+            critic.start_save().wait()  # and the actor's own fails
     with actor(job, tmp_path, state) as critic:
         assert value(critic) == weights(1)[-1]
 

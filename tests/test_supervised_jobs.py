@@ -31,7 +31,8 @@ from nemo_style_aligner.algorithms.supervised_setup import (
     sft_objective,
     sft_task,
 )
-from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -320,14 +321,22 @@ def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, mo
     now = 0.0
     monkeypatch.setattr(run_control, "time", types.SimpleNamespace(monotonic=lambda: now))
     control = RunControl(max_seconds=100.0)
-    for name, seconds in (("step", 10.0), ("step", 30.0), ("step", 20.0), (run_control.SAVING, 5.0)):
+    for name, seconds in (("step", 10.0), ("step", 30.0), ("step", 20.0)):
         with control.section(name):
             now += seconds
-    control.check()  # 65 of 100
+    control.save_began()
+    control.save_ended(5.0)
+    control.check()  # 60 of 100
     now = 66.0
     control.check()
     with pytest.raises(StopEarlyError, match="max_time_per_run"):
         control.check(ahead="step")  # 66 + 30 + 5
+    now = 64.0
+    control.check(ahead="step")
+    control.save_began()
+    with pytest.raises(StopEarlyError, match="max_time_per_run"):
+        control.check(ahead="step")  # 64 + 30 + what is left of a save + 5
+    control.save_ended(1.0)
     now = 95.0
     with pytest.raises(StopEarlyError):
         control.check()

@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
 from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
-from nemo_style_aligner.checkpoints.training import CheckpointSettings, checkpoint_name
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.models.gpt import layout_problems, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_style_aligner.checkpoints.background import WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
@@ -95,25 +97,30 @@ class CriticService:
         logger.info("critic step %d: loss %.4g, %d of %d updates applied", self.step, loss, len(applied), len(reports))
         return loss
 
-    def save(self, keep_history: str | None = None) -> None:
-        """Write a checkpoint of weights, optimizer and ledger. The newest one with ``keep_history`` is not pruned.
+    def save(self, keep_history: str | None = None) -> Future[WorkTimes]:
+        """Copy weights, optimizer and ledger, and write the copies as a checkpoint while the service goes on.
 
-        A save that no run asks for (it has no ``keep_history``) prunes nothing that the last run may need.
+        The newest checkpoint with ``keep_history`` is not pruned. A save that no run asks for (it has no
+        ``keep_history``) prunes nothing that the last run may need. Done when the checkpoint is whole.
         """
         needed = [keep_history] if keep_history is not None else self._needed_histories
         if keep_history is not None:
             self._needed_histories = [keep_history, self.ledger.history]
         newest: dict[str, Path] = {}
+        with self.timer("save_wait"):
+            self.checkpoints.finish()
         for path, state in self.checkpoints.trainer_states().items():
             newest.setdefault(state["ledger"]["history"], path)
-        self.checkpoints.save(
-            self.critic.model,
-            self.critic.optimizer,
-            self.state_dict(),
-            {"step": self.step},
-            is_train_end=False,
-            protected=[newest[history] for history in needed if history in newest],
-        )
+        with self.timer("save_time"):
+            return self.checkpoints.save(
+                self.critic.model,
+                self.critic.optimizer,
+                self.state_dict(),
+                {"step": self.step},
+                is_train_end=False,
+                protected=[newest[history] for history in needed if history in newest],
+                on_end=lambda times: self.timer.record("save_background_time", times.background),
+            )
 
     def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
         """Go to one of ``histories``; see `ModelBackend.restore`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.checkpoints.training import CheckpointManager, CheckpointSettings, NemoExport
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
@@ -79,7 +81,11 @@ def start_run(cfg: DictConfig) -> Run:
         layout=layout,
         metrics=MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank()),
         control=RunControl(parse_duration(cfg.exp_manager.max_time_per_run)),
-        checkpoints=CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager)),
+        checkpoints=CheckpointManager(
+            log_dir / "checkpoints",
+            CheckpointSettings.from_config(cfg.exp_manager),
+            timeout=timedelta(minutes=cfg.trainer.distributed_timeout_minutes),
+        ),
         watchdog=_start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
-from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
-from nemo_style_aligner.algorithms.run_control import SAVING, RunControl
+from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraining, RemoteCritic
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.background import WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -22,6 +24,7 @@ from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -146,11 +149,13 @@ class PPOTrainer:
         """
         self.run_control.begin()
         was_finished = self.is_finished
-        with ProgressBar(self.settings.max_steps, "PPO", self.metrics.rank, initial=self.step) as progress:
+        total, rank = self.settings.max_steps, self.metrics.rank
+        with self.checkpoints.last_chance(), ProgressBar(total, "PPO", rank, initial=self.step) as progress:
             try:
                 self.warm_up_critic()
                 self.validate_if_due()  # put off by a run that was stopped
                 while not self.is_finished:
+                    self.checkpoints.poll()
                     self.run_control.check(ahead="step")
                     with self.run_control.section("step"):
                         self.make_step()
@@ -160,11 +165,14 @@ class PPOTrainer:
                     self.log_step(progress)
             except StopEarlyError as reason:
                 self.save_unless_saved()
+                self.finish_save()
                 self.run_control.stop_early(self.step, reason)
             else:
                 self.save_unless_saved()
                 if was_finished:  # by a run that may have been killed between its last checkpoint and its archive
                     self._write_checkpoint()
+                self.finish_save()
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
 
     def make_step(self) -> None:
         """One PPO step, counted."""
@@ -309,26 +317,44 @@ class PPOTrainer:
         self._last_metrics |= {f"val_{name}": value for name, value in metrics.items()}
 
     def save(self) -> None:
-        """Save the critic, then this job. Should only the first come off, the critic goes back on resuming."""
-        with self.timer("save_time"), self.run_control.section(SAVING):
-            self.critic.save()
-            self._write_checkpoint()
-            self.critic.confirm_save()
+        """Save the critic, then this job. Should only the first come off, the critic goes back on resuming.
+
+        Copies of both states are taken now; they are written while the next steps are made (`_save_ended`).
+        """
+        with self.timer("save_time"):
+            self.finish_save()  # the one before
+            self.run_control.save_began()
+            critic_save = self.critic.start_save()
+            self._write_checkpoint(critic_save)
         self._saved = self._progress
+
+    def _save_ended(self, critic_save: CriticSave, times: WorkTimes) -> None:
+        """Both checkpoints are whole on disk."""
+        self.critic.confirm_save(critic_save)
+        self.run_control.save_ended(times.total)
+        self.timer.record("save_background_time", times.background)
+
+    def finish_save(self) -> None:
+        """Wait for the save that is under way, if there is one."""
+        with self.timer("save_wait"), activity.bounded(self.critic.timeout_s):
+            self.checkpoints.finish()
 
     def save_unless_saved(self) -> None:
         """Save if anything has been done since the last time, or since the start."""
         if self._progress != self._saved:
             self.save()
 
-    def _write_checkpoint(self) -> None:
-        self.checkpoints.save(
-            self.actor.model,
-            self.actor.optimizer,
-            self.state_dict(),
-            self._last_metrics | {"step": self.step, "epoch": self.epoch},
-            is_train_end=self.is_finished and not self._is_validation_due,
-        )
+    def _write_checkpoint(self, critic_save: CriticSave | None = None) -> None:
+        with activity.bounded(self.critic.timeout_s):
+            self.checkpoints.save(
+                self.actor.model,
+                self.actor.optimizer,
+                self.state_dict(),
+                self._last_metrics | {"step": self.step, "epoch": self.epoch},
+                is_train_end=self.is_finished and not self._is_validation_due,
+                before_publishing=critic_save.wait if critic_save else None,
+                on_end=functools.partial(self._save_ended, critic_save) if critic_save else None,
+            )
 
     def close(self) -> None:
         """Close the connections to the critic and to the work queue."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 import uuid
 from typing import Any, Literal
@@ -18,6 +19,23 @@ logger = logging.getLogger(__name__)
 
 TrainedCritic = Literal["refuse", "keep"]
 _KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back to the older if the newer is damaged
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticSave:
+    """A save of the critic under way.
+
+    Attributes:
+        position: where the critic is in it.
+    """
+
+    position: CriticPosition
+    _future: concurrent.futures.Future[None] | None
+
+    def wait(self) -> None:
+        """Until it is on disk. Rank 0 alone knows; the others' return at once."""
+        if self._future is not None:
+            self._future.result()
 
 
 class CriticTraining:
@@ -102,25 +120,21 @@ class RemoteCritic:
         future = self.client.train_async(experience.tokens, experience.returns, experience.values, experience.mask)
         return CriticTraining(self, future)
 
-    def save(self) -> None:
-        """Collective: have the critic write a checkpoint, and wait until it is on disk.
+    def start_save(self) -> CriticSave:
+        """Have the critic write a checkpoint of where it is now, and return at once. No training is under way.
 
-        It keeps the one that belongs to this job's newest checkpoint until `confirm_save`.
+        It keeps the one that belongs to this job's newest checkpoint until `confirm_save`. Training that is started
+        meanwhile waits until the critic's checkpoint is on disk; scoring does not.
         """
-        with activity.bounded(self.timeout_s):
-            if self._journal is not None:
-                self.client.save_async(self._published_history).result()
-            broadcast_object(None)
+        future = None if self._journal is None else self.client.save_async(self._published_history)
+        return CriticSave(self.client.position, future)
 
-    def confirm_save(self) -> None:
-        """Say that this job's checkpoint is on disk, too: batches from before the pair's last saves can go."""
-        self._saved_numbers = self._numbers_with_this_save()
-        self._published_history = self.client.position.history
+    def confirm_save(self, save: CriticSave) -> None:
+        """Say that both checkpoints are on disk: batches from before the pair's last saves can go."""
+        self._saved_numbers = [*self._saved_numbers, save.position.next_number][-_KEPT_SAVES:]
+        self._published_history = save.position.history
         if self._journal is not None and len(self._saved_numbers) == _KEPT_SAVES:
             self._journal.prune(self._saved_numbers[0])
-
-    def _numbers_with_this_save(self) -> list[int]:
-        return [*self._saved_numbers, self.client.position.next_number][-_KEPT_SAVES:]
 
     def state_dict(self) -> dict[str, Any]:
         """Which run this is to the critic, and where the critic must be; the same on every rank."""
@@ -129,7 +143,7 @@ class RemoteCritic:
             "run_id": position.run_id,
             "next_sequence_number": position.next_number,
             "history": position.history,
-            "saved_numbers": self._numbers_with_this_save(),
+            "saved_numbers": [*self._saved_numbers, position.next_number][-_KEPT_SAVES:],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

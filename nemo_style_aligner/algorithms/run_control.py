@@ -50,6 +50,7 @@ class RunControl:
     def __init__(self, max_seconds: float | None = None) -> None:
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self._longest: dict[str, float] = {}
+        self._is_saving = False
         self._time_is_up = False  # of a service
         self.status = 0
 
@@ -64,8 +65,19 @@ class RunControl:
         yield
         self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - started)
 
+    def save_began(self) -> None:
+        """A save is under way from now on, in the background too."""
+        self._is_saving = True
+
+    def save_ended(self, seconds: float) -> None:
+        """It is whole on disk, after so long."""
+        self._is_saving = False
+        self._longest[_SAVING] = max(self._longest.get(_SAVING, 0.0), seconds)
+
     def check(self, ahead: str | None = None) -> None:
         """Collective: a stop point. What is ``ahead`` until the next one, and a save, still fit into the time limit.
+
+        A save that is under way has to end first: then two must fit.
 
         Args:
             ahead: a `section`; the longest that this run has seen counts.
@@ -73,7 +85,8 @@ class RunControl:
         Raises:
             StopEarlyError: on every rank.
         """
-        seconds = self._longest.get(ahead or "", 0.0) + self._longest.get(SAVING, 0.0)
+        saves = 2 if self._is_saving else 1
+        seconds = self._longest.get(ahead or "", 0.0) + saves * self._longest.get(_SAVING, 0.0)
         is_up = self._deadline is not None and time.monotonic() + seconds >= self._deadline
         agreed = stop_points.agree(_TIME_IS_UP if is_up and dist.get_rank() == 0 else 0)
         if agreed:
@@ -104,8 +117,7 @@ class RunControl:
         return EXIT_REQUEUE if all_reduce_max(int(again)) else 0
 
 
-SAVING = "saving"
-"""The section that must fit behind every other one."""
+_SAVING = "saving"  # must fit behind every section
 
 _TIME_IS_UP = 1000  # in the place of a signal's number
 

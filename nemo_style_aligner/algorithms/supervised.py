@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.run_control import SAVING, RunControl
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.background import WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -122,7 +123,8 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train from the present step to ``max_steps``, or until the run is stopped."""
         self.run_control.begin()
-        with ProgressBar(self.settings.max_steps, "Training", self.metrics.rank, initial=self.step) as progress:
+        total, rank = self.settings.max_steps, self.metrics.rank
+        with self.checkpoints.last_chance(), ProgressBar(total, "Training", rank, initial=self.step) as progress:
             batches = self._train_batches()
             try:
                 self.run_control.check()
@@ -135,13 +137,17 @@ class SupervisedTrainer:
                         self.save()
                     shown = {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))}
                     progress.update(1, shown)
+                    self.checkpoints.poll()
                     if not self.is_finished:
                         self.run_control.check(ahead="step")
             except StopEarlyError as reason:
                 self.save_unless_saved()
+                self.finish_save()
                 self.run_control.stop_early(self.step, reason)
             else:
                 self.save_unless_saved()
+                self.finish_save()
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "train/")
 
     def make_step(self, indices: Sequence[int]) -> None:
         """One update, logged and counted."""
@@ -221,16 +227,29 @@ class SupervisedTrainer:
         return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        with self.run_control.section(SAVING):
+        """Take a copy of the state, which is written while the next steps are made."""
+        with self.timer("save_time"):
+            self.finish_save()  # the one before
+            self.run_control.save_began()
             self.checkpoints.save(
                 self.model,
                 self.optimizer,
                 self.state_dict(),
                 self._last_metrics | {"step": self.step, "epoch": self.step // self.train_sampler.batches_per_epoch},
                 is_train_end=self.is_finished and not self._is_validation_due,
+                on_end=self._save_ended,
             )
         self._saved_state = self.state_dict()
+
+    def _save_ended(self, times: WorkTimes) -> None:
+        """The checkpoint is whole on disk."""
+        self.run_control.save_ended(times.total)
+        self.timer.record("save_background_time", times.background)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self.timer("save_wait"):
+            self.checkpoints.finish()
 
     def save_unless_saved(self) -> None:
         """Write a checkpoint if anything has been done since the last one, or since the start."""

@@ -22,14 +22,17 @@ class OtherRankError(OSError):
     """Another rank could not read or write; says which, and why."""
 
 
-def on_first_rank(action: Callable[[], T]) -> T:
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 and give every rank its result, or an error if it failed. Collective.
+
+    Args:
+        group: of all ranks; the default group unless given.
 
     Raises:
         OSError, ValueError, TypeError: what ``action`` raised, on rank 0; `OtherRankError` on the others.
     """
     result, failure = _attempt(action) if dist.get_rank() == 0 else (None, None)
-    result, message = broadcast_object((result, str(failure) if failure else None))
+    result, message = broadcast_object((result, str(failure) if failure else None), group=group)
     if failure is not None:
         raise failure
     if message is not None:
@@ -37,15 +40,18 @@ def on_first_rank(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def on_every_rank(action: Callable[[], T]) -> list[T]:
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run ``action`` on every rank and give every rank all results, or an error if one failed. Collective.
+
+    Args:
+        group: of all ranks; the default group unless given.
 
     Raises:
         OSError, ValueError, TypeError: what ``action`` raised on this rank; `OtherRankError` on the others.
     """
     result, failure = _attempt(action)
     gathered: list[tuple[T | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (result, str(failure) if failure else None))
+    dist.all_gather_object(gathered, (result, str(failure) if failure else None), group=group)
     if failure is not None:
         raise failure
     messages = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(gathered) if message is not None]

@@ -64,39 +64,39 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file in ``directory``. Collective: each rank reads its share."""
-    files = on_first_rank(lambda: [p for p in directory.rglob("*") if p.is_file()])
+def describe_files(directory: Path, group: dist.ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file in ``directory``. Collective in ``group``: each rank reads its share."""
+    files = on_first_rank(lambda: [p for p in directory.rglob("*") if p.is_file()], group)
     share = _own_share(sorted(file.relative_to(directory).as_posix() for file in files))
-    parts = on_every_rank(lambda: {name: describe_file(directory / name) for name in share})
+    parts = on_every_rank(lambda: {name: describe_file(directory / name) for name in share}, group)
     return {name: description for part in parts for name, description in part.items()}
 
 
-def find_damage(directory: Path) -> list[str]:
-    """What is wrong with the checkpoint, nothing if it is whole. Collective: each rank reads its share."""
-    content, damage = on_first_rank(lambda: _read_or_damage(directory))
+def find_damage(directory: Path, group: dist.ProcessGroup | None = None) -> list[str]:
+    """What is wrong with the checkpoint, nothing if it is whole. Collective in ``group``: each rank reads its share."""
+    content, damage = on_first_rank(lambda: _read_or_damage(directory), group)
     if content is None:
         return [damage]
     with open_source(directory) as source:
-        return find_changes(source, content)
+        return find_changes(source, content, group)
 
 
 def _own_share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
-def verify_on_disk(directory: Path) -> list[str]:
+def verify_on_disk(directory: Path, group: dist.ProcessGroup | None = None) -> list[str]:
     """As `find_damage`, of files that were just written and synced: read from disk where the system lets it be so.
 
     The checksums were made of what the page cache held. Here the cache is asked to forget the files first, so that the
     comparison is with what the disk gives back. File systems in memory, and some network ones, answer from memory.
     """
     if hasattr(os, "posix_fadvise"):
-        files = on_first_rank(lambda: sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*")))
+        files = on_first_rank(lambda: sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*")), group)
         for name in _own_share(files):
             _forget(directory / name)
-        on_every_rank(lambda: None)  # nobody reads what another rank has not dropped yet
-    return find_damage(directory)
+        on_every_rank(lambda: None, group)  # nobody reads what another rank has not dropped yet
+    return find_damage(directory, group)
 
 
 def _forget(path: Path) -> None:
@@ -132,10 +132,12 @@ def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def find_changes(source: FileSource, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def find_changes(
+    source: FileSource, expected: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None = None
+) -> list[str]:
     """Files of ``source`` that are missing or not as ``expected`` says. Collective: each rank reads its share."""
     share = _own_share(sorted(expected))
-    parts = on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share])
+    parts = on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share], group)
     return sorted(problem for part in parts for problem in part if problem)
 
 

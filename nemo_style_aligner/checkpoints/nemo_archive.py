@@ -39,12 +39,11 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, F
 from nemo_style_aligner.checkpoints.manifest import describe_file, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     CheckpointMismatchError,
-    bytes_to_write,
     load_sharded_tensors,
     model_tensors,
-    save_sharded_tensors,
     stored_shapes,
 )
+from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -89,11 +88,11 @@ def save_nemo(
     path = Path(path)
     as_directory = on_first_rank(lambda: as_directory or path.is_dir())
     staging = path.with_name(f".{path.name}{UNFINISHED}")
-    tensors = model_tensors(model.gpt, _PREFIX)
+    tensors = prepare(model_tensors(model.gpt, _PREFIX))
     size = bytes_to_write(tensors)
     on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size))
     try:
-        save_sharded_tensors(tensors, staging / _WEIGHTS)
+        write_tensors(tensors, staging / _WEIGHTS)
         on_first_rank(lambda: _finish(path, staging, model_config, tokenizer_dir, as_directory))
     finally:
         on_first_rank(lambda: remove_path(staging))

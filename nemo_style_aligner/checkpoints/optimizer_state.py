@@ -47,6 +47,11 @@ def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -
     return tensors
 
 
+def makes_copies(optimizer: Optimizer) -> bool:
+    """Whether the data of `optimizer_tensors` are copies that nobody else holds; the live tensors if not."""
+    return all(isinstance(inner, DistributedOptimizer) for inner in _inner(optimizer.megatron))
+
+
 def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
     """What is not a tensor: updates made, and the step of Adam's bias correction."""
     steps = {int(g["step"]) for g in optimizer.megatron.param_groups if g["params"] and g.get("step") is not None}

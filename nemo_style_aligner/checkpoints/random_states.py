@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-from nemo_style_aligner.checkpoints.durable import sync_file
 
 
 def random_states() -> dict[str, Any]:
@@ -28,11 +27,11 @@ def random_states() -> dict[str, Any]:
     return state
 
 
-def save_random_states(path: Path) -> None:
-    """Write this rank's `random_states`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(random_states(), path)
-    sync_file(path)
+def encoded_random_states() -> bytes:
+    """This rank's `random_states` now, as the contents of a file."""
+    buffer = io.BytesIO()
+    torch.save(random_states(), buffer)
+    return buffer.getvalue()
 
 
 def _words(numpy_state: dict[str, Any]) -> np.ndarray:

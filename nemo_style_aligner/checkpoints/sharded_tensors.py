@@ -1,12 +1,8 @@
-"""Megatron distributed checkpoints (`torch_dist`): written by all ranks, read back at any parallel layout.
+"""Megatron distributed checkpoints (`torch_dist`): which tensors, and reading them back at any parallel layout.
 
-The format is megatron-core's, so that its tools and NeMo read what is written here, and theirs is read
-here. Two things differ from ``dist_checkpointing.save`` and ``load``:
-
-- Writing happens in this process. megatron-core's writer starts a manager process and forks one writer per
-  file, for the sake of asynchronous saving; that costs seconds and forks processes that have threads.
-- Reading executes nothing. ``.metadata`` is a pickle: it is read by an unpickler that knows only the
-  classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read at all.
+The format is megatron-core's, so that what its tools and NeMo write is read here; `sharded_writing` writes it. One
+thing differs from ``dist_checkpointing.load``: reading executes nothing. ``.metadata`` is a pickle: it is read by an
+unpickler that knows only the classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read.
 """
 
 from __future__ import annotations
@@ -15,18 +11,14 @@ import contextlib
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -34,9 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nemo_style_aligner.checkpoints.durable import OtherRankError
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
-from nemo_style_aligner.parallel.groups import all_reduce_sums
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
 ShardedTensors = dict[str, Any]
@@ -70,7 +60,7 @@ def model_tensors(gpt: Any, prefix: str = "", *, per_layer_keys: bool = False) -
     return only_tensors(gpt.sharded_state_dict(prefix=prefix, metadata=metadata))
 
 
-def _built(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
+def build_factories(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
     """Factories (gate and up projections in one parameter) replaced by the tensors they make: views of the data."""
     built: list[ShardedTensor] = []
     for tensor in tensors:
@@ -82,60 +72,9 @@ def _built(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
     return built
 
 
-# ---- writing --------------------------------------------------------------------------------
-
-
-class _InProcessSaveStrategy(TorchDistSaveShardedStrategy):
-    """Writes this rank's tensors into one file, in this process, and syncs it to disk."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        dcp.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def save_sharded_tensors(tensors: ShardedTensors, directory: Path) -> None:
-    """Write the tensors into an existing, empty directory. Collective.
-
-    Raises:
-        OtherRankError: a rank could not write; the same on every rank.
-    """
-    try:
-        # The dict itself is changed by megatron-core: hand it a copy.
-        dist_checkpointing.save(dict(tensors), str(directory), sharded_strategy=_InProcessSaveStrategy())
-    except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
-        raise OtherRankError(f"writing {directory}: {_failures(error)}") from error
-
-
-def _failures(error: CheckpointException) -> str:
+def describe_failures(error: CheckpointException) -> str:
+    """What went wrong on which rank."""
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-
-
-def bytes_to_write(tensors: ShardedTensors) -> int:
-    """Bytes of the whole checkpoint, over all ranks. Collective."""
-    own = sum(t.data.numel() * t.data.element_size() for t in _built(tensors.values()) if is_main_replica(t.replica_id))
-    return int(all_reduce_sums({"bytes": own})["bytes"])
-
-
-def nonfinite_tensors(tensors: ShardedTensors) -> list[str]:
-    """Keys of tensors that hold NaN or Inf on some rank, sorted, the same on every rank. Collective."""
-    own = {t.key for t in _built(tensors.values()) if t.data.is_floating_point() and not _is_finite(t.data)}
-    everywhere: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return sorted(set().union(*everywhere))
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    least, greatest = torch.aminmax(tensor.detach())  # both NaN if there is one; needs no memory, unlike isfinite
-    return bool(least.isfinite() and greatest.isfinite())
 
 
 # ---- reading --------------------------------------------------------------------------------
@@ -256,7 +195,7 @@ def load_sharded_tensors(
     """
     metadata = _read_metadata(source, folder)
     stored = _shapes(metadata)
-    built = _built(tensors.values())
+    built = build_factories(tensors.values())
     wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
     everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, wanted)
@@ -275,7 +214,7 @@ def load_sharded_tensors(
         state_dict = mcore_to_pyt_state_dict(by_key, is_loading=True)
         dcp.load(state_dict, storage_reader=_SafeReader(source, folder, metadata), planner=planner)
     except CheckpointException as error:
-        raise DamagedCheckpointError(f"reading {source.location}/{folder}: {_failures(error)}") from error
+        raise DamagedCheckpointError(f"reading {source.location}/{folder}: {describe_failures(error)}") from error
     with torch.no_grad():
         for tensor, target in zip(present, targets, strict=True):
             # torch fills in place, except where a tensor was not contiguous and megatron-core copied it.

@@ -10,34 +10,39 @@ One directory per checkpoint below ``<log_dir>/checkpoints/``, named as ``filena
 
 It is written as ``<name>.unfinished``, read back and compared with its checksums, and renamed; older ones are pruned
 after that. One whose files have changed since is put aside as ``<name>.damaged``, and the one before it is used.
+
+All of that happens in another thread, from a copy of the state in host memory, while the job goes on
+(``async_save``). At most one checkpoint is being written at a time.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
-import os
-import re
-import shutil
+import socket
 import tempfile
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nemo_style_aligner.checkpoints.durable import (
-    UNFINISHED,
-    on_every_rank,
-    on_first_rank,
-    publish,
-    remove_path,
-    require_space,
-    sync_file,
-    sync_tree,
+from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd, WorkTimes
+from nemo_style_aligner.checkpoints.directory import (
+    STATE,
+    TRAINER_STATE,
+    CheckpointDirectory,
+    put_aside,
+    staging_of,
 )
+from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file, sync_tree
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import (
     Manifest,
@@ -46,16 +51,26 @@ from nemo_style_aligner.checkpoints.manifest import (
     verify_on_disk,
 )
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_tensors
-from nemo_style_aligner.checkpoints.random_states import load_random_states, save_random_states
-from nemo_style_aligner.checkpoints.sharded_tensors import (
+from nemo_style_aligner.checkpoints.optimizer_state import (
+    load_optimizer,
+    makes_copies,
+    optimizer_counters,
+    optimizer_tensors,
+)
+from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_tensors import load_sharded_tensors, model_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import (
+    PreparedTensors,
     bytes_to_write,
-    load_sharded_tensors,
-    model_tensors,
     nonfinite_tensors,
-    save_sharded_tensors,
+    prepare,
+    snapshot,
+    write_tensors,
 )
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.parallel.groups import all_reduce_max
+from nemo_style_aligner.parallel.machine import available_memory
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -63,62 +78,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LAST = "-last"
-_DAMAGED = ".damaged"
-_STATE = "state"
-_TRAINER_STATE = "trainer_state.json"
 _PREFIX = "model."
-_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSettings:
-    """``exp_manager.checkpoint_callback_params`` and the resume keys of ``exp_manager``.
-
-    Attributes:
-        filename: name of a checkpoint; ``{step}`` becomes ``step=7``, ``{val_loss:.3f}`` ``val_loss=0.123``.
-        monitor: metric that ranks checkpoints; None ranks the newer above the older.
-        mode: whether a small or a large metric is good.
-        save_top_k: keep the best k; 0 keeps none for its metric, -1 keeps all.
-        save_last_n: keep the newest n whatever their metric. Two, so that there is one to fall back on.
-        save_nemo_on_train_end: write ``<nemo_name>.nemo`` when training ends.
-        always_save_nemo: write it with every checkpoint.
-        save_best_model: what is written at the end is the best checkpoint's model instead of the last.
-        nemo_name: see above [exp_manager.name].
-        resume_if_exists: go on from the newest checkpoint.
-        resume_ignore_no_checkpoint: start anew if there is none, instead of raising an error.
-        resume_from_checkpoint: go on from this checkpoint, whatever there is besides.
-    """
-
-    filename: str = "megatron_gpt-{step}"
-    monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
-    save_top_k: int = 1
-    save_last_n: int = 2
-    save_nemo_on_train_end: bool = True
-    always_save_nemo: bool = False
-    save_best_model: bool = False
-    nemo_name: str = "megatron_gpt"
-    resume_if_exists: bool = True
-    resume_ignore_no_checkpoint: bool = True
-    resume_from_checkpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"exp_manager.checkpoint_callback_params.mode={self.mode!r}: choose min or max")
-        if self.save_top_k < -1:
-            raise ValueError(f"exp_manager.checkpoint_callback_params.save_top_k={self.save_top_k}: -1 keeps all")
-        if self.save_last_n < 1:
-            raise ValueError("exp_manager.checkpoint_callback_params.save_last_n must be at least 1")
-
-    @classmethod
-    def from_config(cls, exp_manager: Mapping[str, Any]) -> CheckpointSettings:
-        """Read the ``exp_manager`` section. Keys that are absent or null take the defaults."""
-        fields = {field.name for field in dataclasses.fields(cls)}
-        keys = {**(exp_manager.get("checkpoint_callback_params") or {})}
-        keys |= {key: exp_manager.get(key) for key in fields if key.startswith("resume_")}
-        keys["nemo_name"] = exp_manager.get("name")
-        return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})
+_OPTIMIZER_PREFIX = "optimizer."
+_SNAPSHOT_SHARE = 0.5  # of the memory that is free, which a copy of the state may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +92,27 @@ class NemoExport:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
-    path: Path
+class _Content:
+    """All that goes into a checkpoint, apart from the job that goes on.
+
+    Attributes:
+        target: where it will be.
+        manifest: without its files.
+        size: bytes of its tensors, over all ranks.
+        tensors, random_states: this rank's.
+        trainer_state: rank 0's is written.
+        protected: checkpoints that are not pruned.
+        before_publishing: see `CheckpointManager.save`.
+    """
+
+    target: Path
     manifest: Manifest
+    size: int
+    tensors: PreparedTensors
+    random_states: bytes
+    trainer_state: str
+    protected: Collection[Path]
+    before_publishing: Callable[[], None] | None
 
 
 class CheckpointManager:
@@ -142,14 +122,28 @@ class CheckpointManager:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
         settings: see `CheckpointSettings`.
         nemo: what to put into .nemo archives; None writes none.
+        timeout: of collectives while a checkpoint is written in the background; torch's own unless given.
     """
 
-    def __init__(self, directory: Path, settings: CheckpointSettings, nemo: NemoExport | None = None) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        directory: Path,
+        settings: CheckpointSettings,
+        nemo: NemoExport | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.settings = settings
         self.nemo = nemo
+        self._files = CheckpointDirectory(directory, settings)
+        self._writer = BackgroundWriter(timeout)
         self._verified: Path | None = None
         self._saved_step: int | None = None
+        self._is_short_of_memory = False
+
+    @property
+    def directory(self) -> Path:
+        """``<log_dir>/checkpoints``."""
+        return self._files.path
 
     # ---- saving -----------------------------------------------------------------------------
 
@@ -162,30 +156,79 @@ class CheckpointManager:
         *,
         is_train_end: bool = False,
         protected: Collection[Path] = (),
-    ) -> None:
-        """Write a checkpoint, then prune; write the .nemo archive if it is time.
+        before_publishing: Callable[[], None] | None = None,
+        on_end: OnEnd | None = None,
+    ) -> concurrent.futures.Future[WorkTimes]:
+        """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
+
+        Waits for the checkpoint before this one first. The .nemo archive, if it is time for one, is written before this
+        returns. With ``async_save`` off, or where the copy does not fit into memory, so is the checkpoint.
 
         Args:
             trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
             metrics: numbers for ``filename`` and ``monitor``; ``step`` is one of them, or of ``trainer_state``.
             is_train_end: nothing follows.
             protected: checkpoints that are not pruned this time, whatever the settings say.
+            before_publishing: called by rank 0's writer when all files are verified, before they get their name; what
+                it raises fails the save.
+            on_end: called in the main thread of every rank once the checkpoint is whole, by `finish`, `poll` or the
+                next save.
+
+        Returns:
+            Done when the checkpoint is whole, on this rank. `finish` and `poll` raise its error, if there is one.
 
         Raises:
-            OSError: it could not be written or does not fit on the disk; the earlier ones are untouched.
+            OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
+                before it could not be written.
             TypeError: ``trainer_state`` is not JSON.
             FloatingPointError: weights or optimizer hold NaN or Inf, which no checkpoint shall.
         """
+        started = time.monotonic()
+        self.finish()
         values = {**{k: v for k, v in trainer_state.items() if isinstance(v, int | float)}, **metrics}
         step = int(values.get("step", 0))
+        on_end = on_end or (lambda _: None)
         # Training may end right after a step that was saved anyway.
-        if not (is_train_end and self._saved_step == step):
-            self._write(model, optimizer, trainer_state, values, step, protected)
+        if is_train_end and self._saved_step == step:
+            work = functools.partial(_only, before_publishing)
+            written = self._writer.run(work, started, on_end, in_background=True)
+        else:
+            content = self._settle(model, optimizer, trainer_state, values, step, protected, before_publishing)
+            in_background = self.settings.async_save and self._has_memory_for(content.tensors, optimizer)
+            if in_background:
+                copies = snapshot(content.tensors, _copies(optimizer))
+                content = dataclasses.replace(content, tensors=copies)
+            work = functools.partial(self._write, content)
+            written = self._writer.run(work, started, on_end, in_background=in_background)
             self._saved_step = step
+        if is_train_end:
+            self.finish()
         if self.settings.always_save_nemo or (is_train_end and self.settings.save_nemo_on_train_end):
             self._export(model, best=is_train_end and self.settings.save_best_model)
+        return written
 
-    def _write(
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is whole, if there is one.
+
+        Raises:
+            OSError: it could not be written; the earlier ones are untouched.
+        """
+        self._writer.finish()
+
+    def poll(self) -> None:
+        """`finish`, if the checkpoint is whole by now on all ranks, or failed on one. Call it now and then."""
+        self._writer.poll()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is a checkpoint for which `finish` or `poll` have not seen the end."""
+        return self._writer.is_busy
+
+    def last_chance(self) -> contextlib.AbstractContextManager[None]:
+        """When the body fails, a checkpoint that is being written still gets a minute to become whole."""
+        return self._writer.last_chance()
+
+    def _settle(
         self,
         model: MegatronModel,
         optimizer: Optimizer | None,
@@ -193,7 +236,9 @@ class CheckpointManager:
         values: Mapping[str, Any],
         step: int,
         protected: Collection[Path],
-    ) -> None:
+        before_publishing: Callable[[], None] | None,
+    ) -> _Content:
+        """All that needs the state as it is now; the tensors are the live ones."""
         state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
         tensors = model_tensors(model.gpt, _PREFIX)
         if optimizer is not None:
@@ -204,79 +249,59 @@ class CheckpointManager:
                 f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
                 "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
             )
-        size = bytes_to_write(tensors)
-        target, sequence = on_first_rank(lambda: self._prepare(values, size))
-        staging = target.with_name(target.name + UNFINISHED)
-        value = _finite(values.get(self.settings.monitor or ""))
+        prepared = prepare(tensors)
+        size = bytes_to_write(prepared)
+        text = _encode(state)
+        target, sequence = on_first_rank(lambda: self._files.prepare(values, size))
+        manifest = Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {})
+        random_states = encoded_random_states()
+        return _Content(target, manifest, size, prepared, random_states, text, protected, before_publishing)
+
+    def _has_memory_for(self, tensors: PreparedTensors, optimizer: Optimizer | None) -> bool:
+        """Whether the ranks of every machine can hold copies of their tensors."""
+        own = (socket.gethostname(), tensors.num_bytes(_copies(optimizer)))
+        everywhere: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        needed = sum(size for host, size in everywhere if host == own[0])
+        suffices = needed <= _SNAPSHOT_SHARE * available_memory()
+        if not suffices and not self._is_short_of_memory:
+            logger.warning(
+                "checkpoints are written before training goes on: a copy of the state takes %.1f GiB on this machine, "
+                "more than %.0f%% of the memory that is free",
+                needed / 2**30,
+                100 * _SNAPSHOT_SHARE,
+            )
+        self._is_short_of_memory = not suffices
+        return not all_reduce_max(int(not suffices))
+
+    def _write(self, content: _Content, group: dist.ProcessGroup | None) -> None:
+        """Write, verify, rename, prune. Collective in ``group``; in the main thread or another one."""
+        staging = staging_of(content.target)
         try:
-            on_first_rank(lambda: _write_json(staging / _TRAINER_STATE, state))
-            save_sharded_tensors(tensors, staging / _STATE)
-            on_every_rank(lambda: save_random_states(_random_file(staging)))
-            files = describe_files(staging)
-            on_first_rank(lambda: _seal(staging, Manifest(sequence, step, value, files)))
-            if problems := verify_on_disk(staging):
+            on_first_rank(lambda: (staging / TRAINER_STATE).write_text(content.trainer_state, encoding="utf-8"), group)
+            write_tensors(content.tensors, staging / STATE, group)
+            on_every_rank(lambda: _write_synced(_random_file(staging), content.random_states), group)
+            files = describe_files(staging, group)
+            on_first_rank(lambda: _seal(staging, dataclasses.replace(content.manifest, files=files)), group)
+            if problems := verify_on_disk(staging, group):
                 raise OSError(f"what was written is not what came back from disk: {'; '.join(problems)}")
         except (OSError, ValueError, TypeError) as error:
-            free = on_first_rank(lambda: self._give_up(staging))
+            free = on_first_rank(lambda: self._files.give_up(content.target), group)
             if isinstance(error, OSError):
                 raise OSError(
-                    f"the checkpoint {target} was not saved: {error}. It needs {size:,} bytes and some more, "
-                    f"{free:,} bytes are free now that what was written of it is gone. The earlier checkpoints are "
-                    "whole; start again when the cause is removed"
+                    f"the checkpoint {content.target} was not saved: {error}. It needs {content.size:,} bytes and some "
+                    f"more, {free:,} bytes are free now that what was written of it is gone. The earlier checkpoints "
+                    "are whole; start again when the cause is removed"
                 ) from error
             raise
-        on_first_rank(lambda: self._publish(staging, target, protected))
-
-    def _prepare(self, values: Mapping[str, Any], size: int) -> tuple[Path, int]:
-        """Rank 0: clear leftovers, choose the name, make the directory to write into."""
-        self._remove_unfinished()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, size)
-        name = checkpoint_name(self.settings.filename, values)
-        taken = {p.name.removesuffix(_DAMAGED).removesuffix(_LAST) for p in self.directory.iterdir()}
-        versions = (name if v == 0 else f"{name}-v{v}" for v in range(len(taken) + 1))
-        target = self.directory / (next(n for n in versions if n not in taken) + _LAST)
-        (self.directory / (target.name + UNFINISHED) / _STATE).mkdir(parents=True)
-        return target, max((entry.manifest.sequence for entry in self._entries()), default=0) + 1
-
-    def _give_up(self, staging: Path) -> int:
-        """Rank 0: give a full disk its room back; the bytes that are free then."""
-        remove_path(staging)
-        return shutil.disk_usage(self.directory).free
-
-    def _publish(self, staging: Path, target: Path, protected: Collection[Path]) -> None:
-        """Rank 0: rename the verified checkpoint into place, and only then prune."""
-        publish(staging, target)
-        logger.info("saved %s", target)
-        self._prune(protected)
-
-    def _prune(self, protected: Collection[Path]) -> None:
-        """Rank 0: delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
-        entries = self._entries()
-        kept = self._best(entries) + entries[: self.settings.save_last_n]
-        for entry in entries:
-            if entry not in kept and entry.path not in protected:
-                remove_path(entry.path)
-        for entry in entries[1:]:
-            if entry.path.name.endswith(_LAST) and entry.path.exists():
-                os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(_LAST)))
-        sync_file(self.directory)
-
-    def _best(self, entries: list[_Entry]) -> list[_Entry]:
-        """The ``save_top_k`` best of ``entries`` (newest first), best first."""
-        if self.settings.monitor is None:
-            ranked = entries
-        else:
-            sign = 1 if self.settings.mode == "min" else -1
-            measured = [entry for entry in entries if entry.manifest.value is not None]
-            ranked = sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
-        return entries if self.settings.save_top_k == -1 else ranked[: self.settings.save_top_k]
+        _only(content.before_publishing, group)
+        on_first_rank(lambda: self._files.publish(content.target, content.protected), group)
 
     def _export(self, model: MegatronModel, *, best: bool) -> None:
         """Write the .nemo archive, of the best checkpoint's weights or of the model's."""
         if self.nemo is None:
             return
-        current, chosen = on_first_rank(lambda: self._current_and_best() if best else (None, None))
+        current, chosen = on_first_rank(lambda: self._files.newest_and_best() if best else (None, None))
         if chosen != current:
             self._load_model(chosen, model)
         with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
@@ -288,11 +313,6 @@ class CheckpointManager:
         logger.info("saved %s", path)
         if chosen != current:
             self._load_model(current, model)
-
-    def _current_and_best(self) -> tuple[Path | None, Path | None]:
-        entries = self._entries()
-        best = self._best(entries)
-        return entries[0].path, best[0].path if best and self.settings.save_top_k > 0 else entries[0].path
 
     # ---- resuming ---------------------------------------------------------------------------
 
@@ -308,7 +328,7 @@ class CheckpointManager:
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()
-        damaged = on_first_rank(lambda: sorted(p.name for p in self.directory.glob(f"*{_DAMAGED}")))
+        damaged = on_first_rank(self._files.damaged)
         if path is None and damaged:
             raise DamagedCheckpointError(
                 f"every checkpoint in {self.directory} is damaged (the log says how): {', '.join(damaged)}. Put a copy "
@@ -329,9 +349,10 @@ class CheckpointManager:
 
         Damaged ones are reported and renamed to ``<name>.damaged``; unfinished ones are deleted.
         """
-        on_first_rank(self._remove_unfinished)
+        self.finish()
+        on_first_rank(self._files.remove_unfinished)
         while True:
-            path = on_first_rank(self._newest)
+            path = on_first_rank(self._files.newest)
             if path is None or self.is_whole(path):
                 return path
 
@@ -339,14 +360,15 @@ class CheckpointManager:
         """Whether the files of a checkpoint are what was written. A damaged one is reported and put aside."""
         problems = find_damage(path)
         if problems:
-            on_first_rank(lambda: _put_aside(path, problems))
+            on_first_rank(lambda: put_aside(path, problems))
             return False
         self._verified = path
         return True
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
         """What each finished checkpoint gives back on `load`, by path, newest first. Unreadable ones are left out."""
-        return on_first_rank(self._trainer_states)
+        self.finish()
+        return on_first_rank(self._files.trainer_states)
 
     def load(self, path: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """Restore the model, the optimizer (None: leave it out) and random streams; returns the trainer's state.
@@ -358,18 +380,19 @@ class CheckpointManager:
             DamagedCheckpointError: its files are not what was written.
             CheckpointMismatchError: it is another model's.
         """
+        self.finish()
         path = Path(path)
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
             raise DamagedCheckpointError(f"{path} cannot be loaded: {'; '.join(problems)}")
-        state = json.loads((path / _TRAINER_STATE).read_text(encoding="utf-8"))
+        state = json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
         self._load_model(path, model)
         if optimizer is not None:
             if "optimizer" not in state:
                 raise ValueError(f"{path} was saved without an optimizer: it cannot resume training")
             with open_source(path) as source:
-                load_optimizer(optimizer, model, state["optimizer"], source, _STATE, _PREFIX)
+                load_optimizer(optimizer, model, state["optimizer"], source, STATE, _PREFIX)
         if state["layout"] == _layout(model):
             load_random_states(_random_file(path))
         else:
@@ -382,69 +405,22 @@ class CheckpointManager:
         if path is None:
             raise FileNotFoundError(f"{self.directory} has no checkpoint")
         with open_source(path) as source:
-            load_sharded_tensors(model_tensors(model.gpt, _PREFIX), source, _STATE, ignored=("optimizer.",))
-
-    # ---- the directory (rank 0) -------------------------------------------------------------
-
-    def _entries(self) -> list[_Entry]:
-        """The finished checkpoints, newest first. One without a readable manifest is put aside."""
-        entries = []
-        for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else []:
-            if not (path / _STATE).is_dir() or path.name.endswith((UNFINISHED, _DAMAGED)):
-                continue
-            try:
-                entries.append(_Entry(path, Manifest.read(path)))
-            except DamagedCheckpointError as error:
-                _put_aside(path, [str(error)])
-        return sorted(entries, key=lambda entry: -entry.manifest.sequence)
-
-    def _trainer_states(self) -> dict[Path, dict[str, Any]]:
-        states = {}
-        for entry in self._entries():
-            try:
-                content = (entry.path / _TRAINER_STATE).read_text(encoding="utf-8")
-                states[entry.path] = json.loads(content)["trainer"]
-            except (OSError, ValueError, KeyError) as error:
-                logger.error("%s is damaged and not considered: %s", entry.path, error)
-        return states
-
-    def _newest(self) -> Path | None:
-        entries = self._entries()
-        return entries[0].path if entries else None
-
-    def _remove_unfinished(self) -> None:
-        for path in self.directory.glob(f"*{UNFINISHED}"):
-            logger.warning("removing %s: its writer did not finish", path)
-            remove_path(path)
+            load_sharded_tensors(model_tensors(model.gpt, _PREFIX), source, STATE, ignored=("optimizer.",))
 
 
-def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
-    """``filename`` with its fields filled in, as Lightning does: ``{step}`` becomes ``step=7``.
-
-    Raises:
-        ValueError: a format specification that does not fit its value.
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        name, specification = match.group(1), (match.group(2) or ":")[1:]
-        value = values.get(name)
-        if value is None:
-            return f"{name}=none"
-        if isinstance(value, float) and value.is_integer() and not specification:
-            value = int(value)
-        try:
-            return f"{name}={value:{specification}}"
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"checkpoint_callback_params.filename: {match.group(0)} of {value!r}: {error}") from error
-
-    return _FIELD.sub(fill, template).replace("/", "_")
+def _copies(optimizer: Optimizer | None) -> tuple[str, ...]:
+    """Beginnings of the keys of tensors that nobody else holds."""
+    return (_OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
 
 
-def _put_aside(path: Path, problems: list[str]) -> None:
-    aside = path.with_name(path.name + _DAMAGED)
-    logger.error("%s is damaged and put aside as %s: %s", path, aside.name, "; ".join(problems))
-    remove_path(aside)
-    os.rename(path, aside)
+def _only(action: Callable[[], None] | None, group: dist.ProcessGroup | None) -> None:
+    """Rank 0 does this, if there is anything to do, and the others wait for it."""
+    on_first_rank(action or (lambda: None), group)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    sync_file(path)
 
 
 def _seal(staging: Path, manifest: Manifest) -> None:
@@ -461,9 +437,9 @@ def _random_file(directory: Path) -> Path:
     return directory / "random" / f"{dist.get_rank():05d}.pt"
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _encode(content: Any) -> str:
     _check_keys(content, "trainer_state")
-    path.write_text(json.dumps(content), encoding="utf-8")
+    return json.dumps(content)
 
 
 def _check_keys(value: Any, where: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,17 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
     return dict(zip(keys, values.tolist(), strict=True))
 
 
+def background_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for collectives in another thread than the main one; None for one rank. Collective.
+
+    Two threads in one group would take part in each other's collectives.
+
+    Args:
+        timeout: of its collectives; torch's own unless given.
+    """
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+
+
 def all_reduce_max(value: int) -> int:
     """The largest of all ranks' values, on every rank."""
     if dist.get_world_size() == 1:
@@ -153,12 +165,16 @@ def all_reduce_max(value: int) -> int:
     return int(largest)
 
 
-def broadcast_object(value: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only)."""
+def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only).
+
+    Args:
+        group: a `background_group`; the default group unless given.
+    """
     if dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=src, device=device())
+    dist.broadcast_object_list(box, src=src, group=group, device=device() if group is None else torch.device("cpu"))
     return box[0]
 
 

@@ -1,10 +1,12 @@
-"""Facts about the machine this process runs on: cores, addresses, free ports."""
+"""Facts about the machine this process runs on: cores, memory, addresses, free ports."""
 
 from __future__ import annotations
 
 import os
 import socket
 from pathlib import Path
+
+import psutil
 
 
 def available_cores() -> int:
@@ -15,6 +17,18 @@ def available_cores() -> int:
         cores = os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cores, quota) if quota is not None else cores)
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping, within the control group's limit (version 2)."""
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, but goes when it has to.
+        cache = int(statistics["inactive_file"]) + int(statistics["active_file"])
+        available = min(available, int(limit) - int((group / "memory.current").read_text()) + cache)
+    return max(0, available)
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ ranks what to do; every rank then calls the same method of its `ModelBackend` wi
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -59,8 +61,12 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def save(self, keep_history: str | None = None) -> None:
-        """Write a checkpoint; return when it is whole. The newest one with ``keep_history`` is not pruned."""
+    def save(self, keep_history: str | None = None) -> Future[Any] | None:
+        """Write a checkpoint of the present state. The newest one with ``keep_history`` is not pruned.
+
+        What it returns is done when the checkpoint is whole, and may be so later; None: it is whole. A save waits for
+        the one before it, and so does `restore`.
+        """
         ...
 
     def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
@@ -138,6 +144,7 @@ class Dispatcher:
         self._weight_swaps = 0  # counted in the metrics already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
+        self._saves: list[tuple[SaveJob | None, Future[Any]]] = []  # being written; the job, on rank 0
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to keep: the training ledger."""
@@ -172,9 +179,11 @@ class Dispatcher:
         try:
             self._serve_until_stopped()
             self._drain()
+            self._finish_saves()
             self._channel.send(Command(OpCode.SHUTDOWN))
         except BaseException as error:
             self._queue.set_state(QueueState.FAILED)
+            self._give_up_saves(error)
             self._queue.refuse_waiting(ProtocolError(500, f"the service failed: {_describe(error)}"))
             if self._peers_listen and not isinstance(error, RankFailedError):
                 self._abort_peers()
@@ -183,6 +192,7 @@ class Dispatcher:
     def _serve_until_stopped(self) -> None:
         while not self._stop_requested:
             activity.progress()  # waiting for requests is no standstill
+            self._note_saves()
             if not self._work():
                 self._heartbeat()
 
@@ -228,8 +238,8 @@ class Dispatcher:
         elif isinstance(first, SaveJob):
             if self._is_there(first, "critic_save"):
                 command = Command(OpCode.SAVE, {"keep_history": first.keep_history} if first.keep_history else {})
-                self._command(command, functools.partial(self._act, command))
-                first.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+                self._command(command, lambda: self._save(command, first))
+                self._note_saves()
         elif isinstance(first, RestoreJob):
             self._restore(first)
         else:
@@ -330,9 +340,11 @@ class Dispatcher:
         while True:
             command = self._channel.receive()
             activity.progress()
+            self._note_saves()
             if command.op is OpCode.NOOP:
                 continue
             if command.op is OpCode.SHUTDOWN:
+                self._finish_saves()
                 return
             if command.op is OpCode.ABORT:
                 raise RankFailedError("rank 0 of the service has failed: see its log")
@@ -344,11 +356,37 @@ class Dispatcher:
         elif command.op is OpCode.TRAIN:
             self._train_here(command)
         elif command.op is OpCode.SAVE:
-            self._backend.save(**command.metadata)
+            self._save(command)
         elif command.op is OpCode.RESTORE:
             self._backend.restore(**command.metadata)
 
     # -------------------------------------------------------------- all ranks
+
+    def _save(self, command: Command, job: SaveJob | None = None) -> None:
+        written = self._backend.save(**command.metadata)
+        if written is None:
+            written = Future()
+            written.set_result(None)
+        self._saves.append((job, written))
+
+    def _note_saves(self) -> None:
+        """Answer the requests whose checkpoints are whole. Raises what went wrong in writing one."""
+        while self._saves and self._saves[0][1].done():
+            job, written = self._saves[0]
+            written.result()
+            self._saves.pop(0)
+            if job is not None:
+                job.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+
+    def _finish_saves(self) -> None:
+        """Wait until every checkpoint is whole."""
+        concurrent.futures.wait([written for _, written in self._saves])
+        self._note_saves()
+
+    def _give_up_saves(self, error: BaseException) -> None:
+        for job, _ in self._saves:
+            if job is not None and not job.future.done():
+                job.future.set_exception(ProtocolError(500, f"the service failed: {_describe(error)}"))
 
     def _train_here(self, command: Command) -> float:
         loss = float(self._backend.train(**command.tensors))

@@ -56,6 +56,11 @@ class ScopedTimer:
             with self._lock:
                 self._durations[path] = self._durations.get(path, 0.0) + elapsed
 
+    def record(self, name: str, seconds: float) -> None:
+        """Add what was measured elsewhere, under a name of its own."""
+        with self._lock:
+            self._durations[name] = self._durations.get(name, 0.0) + seconds
+
     def consume_durations(self) -> dict[str, float]:
         """Seconds spent in each scope that has closed since the last call, in order of first closing."""
         with self._lock:

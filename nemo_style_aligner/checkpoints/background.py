@@ -1,0 +1,133 @@
+"""One piece of writing at a time, in a thread of its own, with collectives of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel.groups import all_reduce_max, background_group
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[dist.ProcessGroup | None], None]
+"""What is done with the thread's process group."""
+
+_LAST_CHANCE_SECONDS = 60.0
+_WRITTEN, _RUNNING, _FAILED = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkTimes:
+    """Seconds.
+
+    Attributes:
+        background: that the work took in the thread; 0 if it was done at once.
+        total: from when what the work belongs to began, to the work's end.
+    """
+
+    background: float
+    total: float
+
+
+OnEnd = Callable[[WorkTimes], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    future: concurrent.futures.Future[WorkTimes]
+    on_end: OnEnd
+
+
+class BackgroundWriter:
+    """Runs work in a thread. All ranks use theirs in step, and what the work does together, it does in its group.
+
+    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end.
+
+    Args:
+        timeout: of the thread's collectives; torch's own unless given.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: _Pending | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is work whose end nobody has taken note of."""
+        return self._pending is not None
+
+    def run(
+        self, work: Work, started: float, on_end: OnEnd, *, in_background: bool
+    ) -> concurrent.futures.Future[WorkTimes]:
+        """Do the work, in the thread or at once. Collective: every rank does its part. Finish what is under way first.
+
+        Args:
+            started: `time.monotonic()` when what the work belongs to began.
+            on_end: called in the main thread of every rank, once the work has ended well.
+
+        Returns:
+            This rank's part, done when the work is.
+        """
+        if self._pending is not None:
+            raise RuntimeError("the background writer is still at work: call finish() first")
+        if not in_background:
+            work(None)
+            done: concurrent.futures.Future[WorkTimes] = concurrent.futures.Future()
+            done.set_result(WorkTimes(0.0, time.monotonic() - started))
+            on_end(done.result())
+            return done
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer")
+            self._group = background_group(self._timeout)
+        group, submitted = self._group, time.monotonic()
+
+        def part() -> WorkTimes:
+            work(group)
+            ended = time.monotonic()
+            return WorkTimes(ended - submitted, ended - started)
+
+        self._pending = _Pending(self._thread.submit(part), on_end)
+        return self._pending.future
+
+    def finish(self) -> None:
+        """Collective: wait for the end of the work, if there is any.
+
+        Raises:
+            Exception: what the work raised.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.on_end(pending.future.result())
+
+    def poll(self) -> None:
+        """Collective: `finish` if the work has ended on all ranks, or failed on one."""
+        if self._pending is None:
+            return
+        future, state = self._pending.future, _RUNNING
+        if future.done():
+            state = _WRITTEN if future.exception() is None else _FAILED
+        if all_reduce_max(state) != _RUNNING:
+            self.finish()
+
+    @contextlib.contextmanager
+    def last_chance(self) -> Iterator[None]:
+        """When the body fails, work under way still gets a minute to end: what it writes will be needed."""
+        try:
+            yield
+        finally:
+            if self._pending is not None:
+                done, _ = concurrent.futures.wait([self._pending.future], _LAST_CHANCE_SECONDS)
+                if not done:
+                    logger.error("a checkpoint is given up: it is not whole after %.0f s", _LAST_CHANCE_SECONDS)
+                elif error := self._pending.future.exception():
+                    logger.error("a checkpoint was not written: %s", error)
+                self._pending = None

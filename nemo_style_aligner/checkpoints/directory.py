@@ -1,0 +1,187 @@
+"""The directory of a job's training checkpoints: names, order, pruning. Rank 0's; nothing here is collective.
+
+`training` has the layout of a checkpoint and what becomes of damaged and unfinished ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.checkpoints.durable import (
+    UNFINISHED,
+    publish,
+    remove_path,
+    require_space,
+    sync_file,
+)
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+from nemo_style_aligner.checkpoints.manifest import Manifest
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+
+logger = logging.getLogger(__name__)
+
+LAST = "-last"
+DAMAGED = ".damaged"
+STATE = "state"
+TRAINER_STATE = "trainer_state.json"
+_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A finished checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+
+class CheckpointDirectory:
+    """The checkpoints in ``path``; see `CheckpointSettings` for which are kept."""
+
+    def __init__(self, path: Path, settings: CheckpointSettings) -> None:
+        self.path = Path(path)
+        self.settings = settings
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def prepare(self, values: Mapping[str, Any], size: int) -> tuple[Path, int]:
+        """Clear leftovers, choose the next checkpoint's name, make the directory to write it into.
+
+        Returns:
+            Its path when it is whole, and its sequence number.
+
+        Raises:
+            OSError: there is no room for ``size`` bytes.
+        """
+        self.remove_unfinished()
+        self.path.mkdir(parents=True, exist_ok=True)
+        require_space(self.path, size)
+        name = checkpoint_name(self.settings.filename, values)
+        taken = {p.name.removesuffix(DAMAGED).removesuffix(LAST) for p in self.path.iterdir()}
+        versions = (name if v == 0 else f"{name}-v{v}" for v in range(len(taken) + 1))
+        target = self.path / (next(n for n in versions if n not in taken) + LAST)
+        (staging_of(target) / STATE).mkdir(parents=True)
+        (staging_of(target) / "random").mkdir()
+        return target, max((entry.manifest.sequence for entry in self.entries()), default=0) + 1
+
+    def give_up(self, target: Path) -> int:
+        """Give a full disk its room back; the bytes that are free then."""
+        remove_path(staging_of(target))
+        return shutil.disk_usage(self.path).free
+
+    def publish(self, target: Path, protected: Collection[Path]) -> None:
+        """Rename the verified checkpoint into place, and only then prune."""
+        publish(staging_of(target), target)
+        logger.info("saved %s", target)
+        self._prune(protected)
+
+    def _prune(self, protected: Collection[Path]) -> None:
+        """Delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
+        entries = self.entries()
+        kept = self._best(entries) + entries[: self.settings.save_last_n]
+        for entry in entries:
+            if entry not in kept and entry.path not in protected:
+                remove_path(entry.path)
+        for entry in entries[1:]:
+            if entry.path.name.endswith(LAST) and entry.path.exists():
+                os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(LAST)))
+        sync_file(self.path)
+
+    def _best(self, entries: list[Entry]) -> list[Entry]:
+        """The ``save_top_k`` best of ``entries`` (newest first), best first."""
+        if self.settings.monitor is None:
+            ranked = entries
+        else:
+            sign = 1 if self.settings.mode == "min" else -1
+            measured = [entry for entry in entries if entry.manifest.value is not None]
+            ranked = sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
+        return entries if self.settings.save_top_k == -1 else ranked[: self.settings.save_top_k]
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """The finished checkpoints, newest first. One without a readable manifest is put aside."""
+        entries = []
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+            if not (path / STATE).is_dir() or path.name.endswith((UNFINISHED, DAMAGED)):
+                continue
+            try:
+                entries.append(Entry(path, Manifest.read(path)))
+            except DamagedCheckpointError as error:
+                put_aside(path, [str(error)])
+        return sorted(entries, key=lambda entry: -entry.manifest.sequence)
+
+    def newest(self) -> Path | None:
+        """The newest finished checkpoint, None if there is none."""
+        entries = self.entries()
+        return entries[0].path if entries else None
+
+    def newest_and_best(self) -> tuple[Path | None, Path | None]:
+        """The newest finished checkpoint, and the best by ``monitor``; the newest where none was measured."""
+        entries = self.entries()
+        best = self._best(entries)
+        return entries[0].path, best[0].path if best and self.settings.save_top_k > 0 else entries[0].path
+
+    def trainer_states(self) -> dict[Path, dict[str, Any]]:
+        """What each finished checkpoint keeps for the trainer, by path, newest first. Unreadable ones are left out."""
+        states = {}
+        for entry in self.entries():
+            try:
+                content = (entry.path / TRAINER_STATE).read_text(encoding="utf-8")
+                states[entry.path] = json.loads(content)["trainer"]
+            except (OSError, ValueError, KeyError) as error:
+                logger.error("%s is damaged and not considered: %s", entry.path, error)
+        return states
+
+    def damaged(self) -> list[str]:
+        """Names of the checkpoints that were put aside, sorted."""
+        return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
+
+    def remove_unfinished(self) -> None:
+        """Delete what writers that died have left."""
+        for path in self.path.glob(f"*{UNFINISHED}"):
+            logger.warning("removing %s: its writer did not finish", path)
+            remove_path(path)
+
+
+def staging_of(target: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return target.with_name(target.name + UNFINISHED)
+
+
+def put_aside(path: Path, problems: list[str]) -> None:
+    """Report a damaged checkpoint and rename it out of the way."""
+    aside = path.with_name(path.name + DAMAGED)
+    logger.error("%s is damaged and put aside as %s: %s", path, aside.name, "; ".join(problems))
+    remove_path(aside)
+    os.rename(path, aside)
+
+
+def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
+    """``filename`` with its fields filled in, as Lightning does: ``{step}`` becomes ``step=7``.
+
+    Raises:
+        ValueError: a format specification that does not fit its value.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, specification = match.group(1), (match.group(2) or ":")[1:]
+        value = values.get(name)
+        if value is None:
+            return f"{name}=none"
+        if isinstance(value, float) and value.is_integer() and not specification:
+            value = int(value)
+        try:
+            return f"{name}={value:{specification}}"
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"checkpoint_callback_params.filename: {match.group(0)} of {value!r}: {error}") from error
+
+    return _FIELD.sub(fill, template).replace("/", "_")

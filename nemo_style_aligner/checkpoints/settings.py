@@ -1,0 +1,59 @@
+"""Which checkpoints are written and kept, and from which a job goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """``exp_manager.checkpoint_callback_params`` and the resume keys of ``exp_manager``.
+
+    Attributes:
+        filename: name of a checkpoint; ``{step}`` becomes ``step=7``, ``{val_loss:.3f}`` ``val_loss=0.123``.
+        monitor: metric that ranks checkpoints; None ranks the newer above the older.
+        mode: whether a small or a large metric is good.
+        save_top_k: keep the best k; 0 keeps none for its metric, -1 keeps all.
+        save_last_n: keep the newest n whatever their metric. Two, so that there is one to fall back on.
+        save_nemo_on_train_end: write ``<nemo_name>.nemo`` when training ends.
+        always_save_nemo: write it with every checkpoint.
+        save_best_model: what is written at the end is the best checkpoint's model instead of the last.
+        async_save: write in the background, from a copy of the state in host memory, while the job goes on.
+        nemo_name: see above [exp_manager.name].
+        resume_if_exists: go on from the newest checkpoint.
+        resume_ignore_no_checkpoint: start anew if there is none, instead of raising an error.
+        resume_from_checkpoint: go on from this checkpoint, whatever there is besides.
+    """
+
+    filename: str = "megatron_gpt-{step}"
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+    save_top_k: int = 1
+    save_last_n: int = 2
+    save_nemo_on_train_end: bool = True
+    always_save_nemo: bool = False
+    save_best_model: bool = False
+    async_save: bool = True
+    nemo_name: str = "megatron_gpt"
+    resume_if_exists: bool = True
+    resume_ignore_no_checkpoint: bool = True
+    resume_from_checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"exp_manager.checkpoint_callback_params.mode={self.mode!r}: choose min or max")
+        if self.save_top_k < -1:
+            raise ValueError(f"exp_manager.checkpoint_callback_params.save_top_k={self.save_top_k}: -1 keeps all")
+        if self.save_last_n < 1:
+            raise ValueError("exp_manager.checkpoint_callback_params.save_last_n must be at least 1")
+
+    @classmethod
+    def from_config(cls, exp_manager: Mapping[str, Any]) -> CheckpointSettings:
+        """Read the ``exp_manager`` section. Keys that are absent or null take the defaults."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        keys = {**(exp_manager.get("checkpoint_callback_params") or {})}
+        keys |= {key: exp_manager.get(key) for key in fields if key.startswith("resume_")}
+        keys["nemo_name"] = exp_manager.get("name")
+        return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})

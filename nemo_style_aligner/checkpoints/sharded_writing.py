@@ -1,0 +1,136 @@
+"""Writing Megatron distributed checkpoints (`torch_dist`), by all ranks.
+
+The format is megatron-core's, so that its tools and NeMo read what is written here. Two things differ from
+``dist_checkpointing.save``:
+
+- Writing happens in this process. megatron-core's writer starts a manager process and forks one writer per
+  file, for the sake of asynchronous saving; that costs seconds and forks processes that have threads.
+- What needs the live tensors (`prepare`, `snapshot`) is apart from what does not (`write_tensors`), which has its
+  collectives in a group of the caller's choice and so may run in another thread while training goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_style_aligner.checkpoints.durable import OtherRankError, on_first_rank
+from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
+from nemo_style_aligner.parallel.groups import all_reduce_sums
+
+_FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTensors:
+    """What this rank writes.
+
+    Attributes:
+        tensors: of which this rank has the main replica; their ``data`` are the live tensors, or a `snapshot`.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+
+    def num_bytes(self, already_copies: Iterable[str] = ()) -> int:
+        """Bytes of the tensors but for those whose keys begin so."""
+        return sum(_bytes(t) for t in self.tensors if not t.key.startswith(tuple(already_copies)))
+
+
+def prepare(tensors: ShardedTensors) -> PreparedTensors:
+    """Settle what each rank writes, and check that together they write everything once. Collective."""
+    built = {str(number): tensor for number, tensor in enumerate(build_factories(tensors.values()))}
+    sharded, _ = save_preprocess(built)
+    return PreparedTensors(tuple(t for t in sharded.values() if is_main_replica(t.replica_id)))
+
+
+def snapshot(prepared: PreparedTensors, already_copies: Iterable[str] = ()) -> PreparedTensors:
+    """The same with a copy of the tensors as they are now, in host memory (pinned, where they come from a GPU).
+
+    Args:
+        already_copies: beginnings of keys whose tensors nobody else holds: they are taken as they are.
+    """
+    skipped = tuple(already_copies)
+    copies = tuple(
+        t if t.key.startswith(skipped) else dataclasses.replace(t, data=_host_copy(t.data.detach()))
+        for t in prepared.tensors
+    )
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the copies are under way
+    return PreparedTensors(copies)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write into an existing, empty directory, one synced file per rank. Collective in ``group``.
+
+    Raises:
+        OtherRankError: a rank could not write; the same on every rank.
+        OSError: rank 0 could not write the small files; `OtherRankError` on the others.
+    """
+    # Singly: several tensors may share a key (the layers of one stage).
+    numbered = {str(number): tensor for number, tensor in enumerate(prepared.tensors)}
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(numbered, keep_only_main_replica=True)
+    on_first_rank(lambda: _write_common(directory), group)
+    try:
+        dcp.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
+    except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
+        raise OtherRankError(f"writing {directory}: {describe_failures(error)}") from error
+    on_first_rank(lambda: save_config(_FORMAT, str(directory)), group)
+
+
+def _write_common(directory: Path) -> None:
+    """The file for what is not a tensor, which the format wants: empty."""
+    content = io.BytesIO()
+    torch.save({}, content)
+    (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())
+
+
+def bytes_to_write(prepared: PreparedTensors) -> int:
+    """Bytes of the whole checkpoint, over all ranks. Collective."""
+    return int(all_reduce_sums({"bytes": prepared.num_bytes()})["bytes"])
+
+
+def _bytes(tensor: Any) -> int:
+    return tensor.data.numel() * tensor.data.element_size()
+
+
+def nonfinite_tensors(tensors: ShardedTensors) -> list[str]:
+    """Keys of tensors that hold NaN or Inf on some rank, sorted, the same on every rank. Collective."""
+    built = build_factories(tensors.values())
+    own = {t.key for t in built if t.data.is_floating_point() and not _is_finite(t.data)}
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return sorted(set().union(*everywhere))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    least, greatest = torch.aminmax(tensor.detach())  # both NaN if there is one; needs no memory, unlike isfinite
+    return bool(least.isfinite() and greatest.isfinite())
