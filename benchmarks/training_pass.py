@@ -37,7 +37,7 @@ from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.groups import single_process
 
@@ -104,8 +104,9 @@ def main() -> None:
             padded = MicroBatching(args.padded_rows)
             results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
         memory = head_memory(actor, workload)
+        balance = data_parallel_balance(workload)
         seconds = {"optimizer": spread([timed(lambda: optimizer.step(0.0, "a benchmark")) for _ in range(args.rounds)])}
-    report(results, memory, seconds, workload)
+    report(results, memory, seconds, balance, workload)
     write_json(
         args.json,
         {
@@ -115,6 +116,7 @@ def main() -> None:
             "scored_tokens": int(workload.batch.mask.sum()),
             "passes": results,
             "head_memory_bytes": memory,
+            "data_parallel_balance": balance,
             "seconds": seconds,
         },
     )
@@ -193,6 +195,18 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def data_parallel_balance(workload: Workload) -> dict[int, dict[str, float]]:
+    """By number of data-parallel ranks: mean over largest number of tokens of a rank, as jobs divide a batch and with
+    sequences dealt out in their order."""
+    used = used_lengths(workload.batch.mask != 0)
+    found = {}
+    for ranks in (n for n in (2, 4, 8) if n <= len(used) // 2):
+        divisions = {"divided": shares(used, ranks), "in_order": [range(r, len(used), ranks) for r in range(ranks)]}
+        tokens = {name: [sum(used[i] for i in part) for part in parts] for name, parts in divisions.items()}
+        found[ranks] = {name: sum(sums) / ranks / max(sums) for name, sums in tokens.items()}
+    return found
+
+
 # ---- memory of the output layer -----------------------------------------------------------------
 
 
@@ -219,7 +233,11 @@ def head_memory(actor: Actor, workload: Workload) -> dict[str, int]:
 
 
 def report(
-    results: dict[str, Any], memory: dict[str, int], seconds: dict[str, dict[str, float]], workload: Workload
+    results: dict[str, Any],
+    memory: dict[str, int],
+    seconds: dict[str, dict[str, float]],
+    balance: dict[int, dict[str, float]],
+    workload: Workload,
 ) -> None:
     rows = []
     for name, result in results.items():
@@ -240,6 +258,10 @@ def report(
     print_table(
         ("output layer, forward + backward", "extra memory"),
         [(name, f"{memory[name] / 1e6:.0f} MB") for name in ("chunked", "full", "logits")],
+    )
+    print_table(
+        ("data-parallel ranks", "balance", "in order"),
+        [(str(ranks), f"{found['divided']:.1%}", f"{found['in_order']:.1%}") for ranks, found in balance.items()],
     )
     print(f"optimizer: {seconds['optimizer']['median']:.2f} s", flush=True)
 

@@ -187,6 +187,7 @@ def test_service(reports: dict[str, Report]) -> None:
 def test_training_pass(reports: dict[str, Report]) -> None:
     output, report = reports["training_pass.py"]
     packed, padded = report["passes"]["packed"], report["passes"]["padded"]
+    assert report["data_parallel_balance"]["2"]["in_order"] <= report["data_parallel_balance"]["2"]["divided"] <= 1
     assert packed["padding_efficiency"] == 1 > padded["padding_efficiency"], output
     assert padded["computed_tokens"] > packed["computed_tokens"] == report["tokens"] - 6  # no last token is an input
     for result in (packed, padded):
