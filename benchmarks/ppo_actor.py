@@ -57,7 +57,8 @@ def main() -> None:
 
     def build(*args: Any) -> Any:
         trainer = build_ppo_trainer(*args)
-        trainer.collector.engine = ForcedLengths(trainer.collector.engine, lengths)
+        generator = trainer.collector.generator
+        generator.engine = ForcedLengths(generator.engine, lengths)
         if trainer.metrics.rank != 0:
             return trainer
         turns, log_step = Turns(address), trainer.log_step

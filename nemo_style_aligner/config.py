@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -58,10 +59,18 @@ _FLAGS_WITH_VALUE = (
 
 
 def register_resolvers() -> None:
-    """Make NeMo-Aligner's resolvers available: ``${multiply:a,b}``, ``${int_div:a,b}``, ``${subtract:a,b}``."""
+    """Make NeMo-Aligner's resolvers available: ``${multiply:a,b}``, ``${int_div:a,b}``, ``${subtract:a,b}``.
+
+    And ``${by_index:i,[a,b]}``, value number i; the first where i is none of the numbers, which is reported by itself.
+    """
     OmegaConf.register_new_resolver("multiply", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("int_div", lambda a, b: a // b, replace=True)
     OmegaConf.register_new_resolver("subtract", lambda a, b: a - b, replace=True)
+    OmegaConf.register_new_resolver("by_index", _by_index, replace=True)
+
+
+def _by_index(index: Any, values: Sequence[Any]) -> Any:
+    return values[int(index)] if index in range(len(values)) else values[0]
 
 
 def prepare_overrides(arguments: Sequence[str]) -> list[str]:

@@ -38,6 +38,7 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("trainer.ppo.kl_estimator", (str,)),
     ("trainer.ppo.kl_clamp", (float,)),
     ("trainer.ppo.importance_weight_cap", (float,)),
+    ("trainer.ppo.importance_sequence_bounds", (list,)),
     ("trainer.ppo.generation.num_slots", (int,)),
     ("trainer.ppo.generation.tensor_parallel_size", (int,)),
     ("trainer.ppo.generation.kv_cache_tokens", (int,)),

@@ -235,6 +235,23 @@ def truncated_importance_weights(
     return zero_where_masked(difference.clamp(max=math.log(cap)).exp(), mask)
 
 
+def sequence_ratios(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``exp(mean_t log(p_trainer / p_engine))``, the geometric mean of each sequence's token ratios.
+
+    That is the sequence's probability ratio to the power of one over its length, as in GSPO (arXiv:2507.18071):
+    sequences of all lengths are measured by one rule. Inputs [b, s-1], result [b], 1 where all is masked.
+    """
+    difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
+    return masked_mean(difference, mask, dim=-1).exp()
+
+
+def effective_sample_share(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``(sum w)^2 / (n sum w^2)`` over the n unmasked: Kish's effective sample size as a share, 1 for equal weights."""
+    weights = zero_where_masked(weights.double(), mask)
+    count = (mask != 0).sum()
+    return weights.sum().square() / (count * weights.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
+
+
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float
 ) -> torch.Tensor:

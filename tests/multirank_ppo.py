@@ -231,7 +231,9 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     scores = Scores(answer["rewards"][:, 0], answer["values"])
     logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask())
     init_logprobs = trainer.actor.initial_logprobs(batch.tokens, batch.response_mask())
-    experience, metrics = make_experience(batch, scores, logprobs, init_logprobs, trainer.settings.advantages)
+    experience, metrics = make_experience(
+        batch, scores, logprobs, init_logprobs, trainer.settings.advantages, version=0
+    )
     trainer.train_policy(experience)
     critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
 

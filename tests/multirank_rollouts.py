@@ -26,6 +26,7 @@ from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer
 from nemo_style_aligner.weights.stream import export_weights
@@ -114,7 +115,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     scorer = build_scorer(cfg)
     scorer.wait_until_ready(60)
     collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)
-    collector.engine.refit(export_weights(model), 3)
+    collector.generator.refit(export_weights(model), 3)
     for step in range(2):  # a second round must find the queue ready for it
         pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
         scores = pending.wait_for_scores()
@@ -130,7 +131,9 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
     """One rank gets a stop signal: the round ends on all of them, and nobody waits for that rank's samples."""
     stop_signals.install()
     stop_signals.hold()
-    engine = collector.engine
+    generator = collector.generator
+    assert isinstance(generator, LocalGenerator)
+    engine = generator.engine
     if dist.get_rank() == 1:
 
         class Stopping:
@@ -142,7 +145,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
                     os.kill(os.getpid(), signal.SIGUSR1)
                     yield result
 
-        collector.engine = Stopping()  # type: ignore[assignment]
+        generator.engine = Stopping()  # type: ignore[assignment]
     try:
         collector.collect(prompts, SEED)
     except StopEarlyError as reason:
@@ -150,7 +153,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
     else:
         raise AssertionError("the round went on")
     finally:
-        collector.engine = engine
+        generator.engine = engine
         stop_signals._received.clear()
 
 

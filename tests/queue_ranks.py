@@ -30,6 +30,7 @@ from nemo_style_aligner.generation.engine import (
 )
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.supply import GenerationGroup
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
@@ -114,12 +115,9 @@ def rank_main(rank: int, folder: Path) -> None:
     scorer: Any = Scorer()
     tokenizer: Any = None
     collector = RolloutCollector(
-        engine,
-        work,
+        LocalGenerator(engine, work, SamplingParams(max_new_tokens=8), GenerationGroup(rank, 2)),
         scorer,
-        SamplingParams(max_new_tokens=8),
         tokenizer,
-        GenerationGroup(rank, 2),
         scoring_batch_size=3,
         scoring_seconds=30,
     )

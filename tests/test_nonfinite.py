@@ -25,6 +25,7 @@ SETTINGS = AdvantageSettings(
     unbiased=False,
     mask_truncated=True,
     importance_weight_cap=2.0,
+    importance_sequence_bounds=None,
 )
 
 
@@ -51,7 +52,7 @@ class Step:
         return Step(*leave_out_nonfinite(self.rollouts, self.scores, self.logprobs, self.init_logprobs, policy))
 
     def experience(self) -> tuple[Any, dict[str, float]]:
-        return make_experience(self.rollouts, self.scores, self.logprobs, self.init_logprobs, SETTINGS)
+        return make_experience(self.rollouts, self.scores, self.logprobs, self.init_logprobs, SETTINGS, version=0)
 
 
 def step() -> Step:

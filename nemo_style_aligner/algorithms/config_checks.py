@@ -58,6 +58,16 @@ class JobView:
         return ", ".join(f"{key}={self.get(key)}" for key in keys)
 
     @property
+    def rollout_ranks(self) -> int:
+        """Ranks that only generate."""
+        return int(self.get(_ROLLOUT_RANKS) or 0)
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that train."""
+        return self.world_size - self.rollout_ranks
+
+    @property
     def tp_size(self) -> int:
         return int(self.get(_TP) or 1)
 
@@ -69,7 +79,8 @@ class JobView:
     def dp_size(self) -> int | None:
         """Data-parallel ranks; None where the ranks cannot be divided."""
         parts = self.tp_size * self.pp_size
-        return None if parts < 1 or self.world_size % parts else self.world_size // parts
+        ranks = self.training_ranks
+        return None if parts < 1 or ranks < 1 or ranks % parts else ranks // parts
 
     @property
     def section(self) -> str:
@@ -82,6 +93,7 @@ Check = Callable[[JobView], Iterator[str]]
 _TP, _PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 _GLOBAL, _MICRO = "model.global_batch_size", "model.micro_batch_size"
 _LENGTH, _POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
+_ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 _MODEL_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 
@@ -209,10 +221,13 @@ _EXAMPLE_VALUES = {"step": 1, "epoch": 1, "consumed_samples": 1, "ppo_optimizati
 
 def _ranks(view: JobView) -> Iterator[str]:
     parts = view.tp_size * view.pp_size
-    if view.world_size % parts:
+    if view.training_ranks < 1:
+        yield f"{view.said(_ROLLOUT_RANKS)}: of {view.world_size} ranks none is left to train; lower it or start more"
+    elif view.training_ranks % parts:
+        rest = f", less {view.said(_ROLLOUT_RANKS)}" if view.rollout_ranks else ""
         yield (
-            f"{view.said(_TP, _PP)}: {view.world_size} ranks (trainer.devices x trainer.num_nodes) are not a multiple "
-            f"of {parts}; change the sizes or the number of ranks"
+            f"{view.said(_TP, _PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
+            f"multiple of {parts}; change the sizes or the number of ranks"
         )
     if view.architecture is not None:
         yield from layout_problems(view.architecture, view.tp_size, view.pp_size)
@@ -312,10 +327,40 @@ def _generation(view: JobView) -> Iterator[str]:
     ranks = view.get(size) or (view.tp_size if view.get(reshard) and view.pp_size > 1 else 1)
     if view.get(engine) != "embedded" or ranks == 1:
         return
-    if view.world_size % ranks:
-        yield f"{view.said(size)}: {view.world_size} ranks cannot be divided into groups of {ranks}"
+    generating = view.rollout_ranks or view.world_size
+    if generating % ranks:
+        yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
     if view.architecture is not None and ranks != view.tp_size:
         yield from (p.replace(_TP, size) for p in layout_problems(view.architecture, ranks, 1))
+
+
+def _rollout_ranks(view: JobView) -> Iterator[str]:
+    staleness, unload = "trainer.ppo.staleness", "trainer.ppo.trt_llm.unload_engine_train"
+    if view.get(staleness) and not view.rollout_ranks:
+        yield (
+            f"{view.said(staleness)} with {view.said(_ROLLOUT_RANKS)}: nobody could generate while a step trains; give "
+            f"{_ROLLOUT_RANKS} some of the job's ranks, or set {staleness}=0"
+        )
+    if not view.rollout_ranks:
+        return
+    engine, trt_llm = "trainer.ppo.generation.engine", "trainer.ppo.trt_llm.enable"
+    if view.get(engine) != "embedded" or view.get(trt_llm):
+        yield (
+            f"{view.said(engine, trt_llm)} with {view.said(_ROLLOUT_RANKS)}: ranks that only generate do it with the "
+            f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {_ROLLOUT_RANKS}=0"
+        )
+    if view.get(unload):
+        yield f"{view.said(unload, _ROLLOUT_RANKS)}: training needs no memory of ranks that only generate; leave it out"
+
+
+def _importance(view: JobView) -> Iterator[str]:
+    key = "trainer.ppo.importance_sequence_bounds"
+    bounds = view.get(key)
+    if bounds is None:
+        return
+    numbers = list(bounds) if isinstance(bounds, ListConfig) else []
+    if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] < numbers[1]:
+        yield f"{key}={bounds}: give two numbers, a lower bound from 0 on and a higher one"
 
 
 def _services(view: JobView) -> Iterator[str]:
@@ -335,6 +380,14 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
     "training_rm": _TRAINING,
     "gpt_ppo_critic": _TRAINING,
-    "gpt_ppo_actor": (*_TRAINING, _rollout_batches, _rollout_lengths, _generation, _services),
+    "gpt_ppo_actor": (
+        *_TRAINING,
+        _rollout_batches,
+        _rollout_lengths,
+        _generation,
+        _rollout_ranks,
+        _importance,
+        _services,
+    ),
     "inference_rm": _COMMON,
 }

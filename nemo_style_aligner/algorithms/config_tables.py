@@ -68,6 +68,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.discount_factor", _SHARE),
     ("trainer.ppo.gae_lambda", _SHARE),
     ("trainer.ppo.importance_weight_cap", _POSITIVE),
+    ("trainer.ppo.rollout_devices", _NOT_NEGATIVE),
     ("trainer.ppo.num_table_rows", _NOT_NEGATIVE),
     ("trainer.ppo.generation.num_slots", _COUNT),
     ("trainer.ppo.generation.tensor_parallel_size", _COUNT),
@@ -122,6 +123,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
 
 CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.*.on_nonfinite", get_args(Action)),
+    ("trainer.ppo.staleness", (0, 1)),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),
     ("trainer.ppo.reference_policy_placement", ("auto", "swap", "resident")),
     ("trainer.ppo.generation.engine", ("embedded", "megatron", "trtllm")),

@@ -29,6 +29,8 @@ class AdvantageSettings:
         unbiased: sample variance in the whitening [advantage_whitening_unbiased].
         mask_truncated: keep responses without a stop token out of the policy's loss [mask_truncated].
         importance_weight_cap: truncated importance sampling; None turns it off [importance_weight_cap].
+        importance_sequence_bounds: sequences whose `functional.sequence_ratios` is outside are left out of the policy's
+            loss; None for no such bounds [importance_sequence_bounds].
     """
 
     kl_coef: float
@@ -40,6 +42,7 @@ class AdvantageSettings:
     unbiased: bool
     mask_truncated: bool
     importance_weight_cap: float | None
+    importance_sequence_bounds: tuple[float, float] | None
 
 
 def leave_out_nonfinite(
@@ -102,13 +105,15 @@ def make_experience(
     logprobs: torch.Tensor,
     init_logprobs: torch.Tensor | None,
     settings: AdvantageSettings,
+    version: int,
 ) -> tuple[Experience, dict[str, float]]:
-    """KL-penalised token rewards, generalised advantages, whitening.
+    """KL-penalised token rewards, generalised advantages, whitening, importance weights.
 
     Args:
         rollouts, scores: n sequences of s tokens.
         logprobs: fp32 [n, s-1], of the policy, by the trainer.
         init_logprobs: fp32 [n, s-1], of the initial policy; None where there is no KL penalty.
+        version: of the policy's weights, those that ``logprobs`` belong to.
 
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names.
@@ -140,17 +145,15 @@ def make_experience(
         metrics[f"{name}_mean"] = mean.item()
         metrics[f"{name}_std"] = masked_mean((values - mean).square(), mask).sqrt().item()
     metrics |= engine_gap(logprobs, rollouts.engine_logprobs, mask)
+    staleness = version - rollouts.weight_versions
+    metrics |= {"staleness_mean": staleness.float().mean().item(), "staleness_max": float(staleness.max())}
+    importance_weights, trusted, importance_metrics = _importance(logprobs, rollouts.engine_logprobs, mask, settings)
+    policy_mask = policy_mask * trusted[:, None]
+    metrics |= importance_metrics
 
     if settings.normalize:
         # Every rank holds all samples, so this is the whitening over all data-parallel ranks.
         advantages = functional.whiten(advantages, policy_mask, settings.unbiased)
-    if settings.importance_weight_cap is None:
-        importance_weights = torch.ones_like(mask)
-    else:
-        importance_weights = functional.truncated_importance_weights(
-            logprobs, rollouts.engine_logprobs, mask, settings.importance_weight_cap
-        )
-        metrics["importance_weights"] = masked_mean(importance_weights, mask).item()
     experience = Experience(
         prompt_ids=rollouts.prompt_ids,
         tokens=rollouts.tokens,
@@ -162,8 +165,33 @@ def make_experience(
         advantages=advantages,
         returns=returns,
         importance_weights=importance_weights,
+        staleness=staleness,
     )
     return experience, metrics
+
+
+def _importance(
+    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, settings: AdvantageSettings
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Weights between the policy that generated and the present one, [n, s-1]; which sequences are near enough, [n].
+
+    The engine's log-probs belong to the weights that generated, the trainer's to those of now: their ratio covers the
+    engine's numerics and the weights' age alike. PPO's own ratio starts from the present policy (arXiv:2110.00641).
+    """
+    metrics: dict[str, float] = {}
+    weights, trusted = torch.ones_like(mask), torch.ones_like(mask[:, 0])
+    if settings.importance_weight_cap is not None:
+        cap = settings.importance_weight_cap
+        weights = functional.truncated_importance_weights(logprobs, engine_logprobs, mask, cap)
+        metrics["importance_weights"] = masked_mean(weights, mask).item()
+        metrics["importance_truncated"] = masked_mean((weights >= cap).to(mask.dtype), mask).item()
+        metrics["importance_effective_share"] = functional.effective_sample_share(weights, mask).item()
+    if settings.importance_sequence_bounds is not None:
+        low, high = settings.importance_sequence_bounds
+        ratios = functional.sequence_ratios(logprobs, engine_logprobs, mask)
+        trusted = ((ratios >= low) & (ratios <= high)).to(mask.dtype)
+        metrics["importance_masked_sequences"] = 1.0 - trusted.mean().item()
+    return weights, trusted, metrics
 
 
 def engine_gap(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:

@@ -20,6 +20,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import abort_job
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.telemetry.logger import MetricsLogger
@@ -86,17 +87,20 @@ def start_run(cfg: DictConfig) -> Run:
             CheckpointSettings.from_config(cfg.exp_manager),
             timeout=timedelta(minutes=cfg.trainer.distributed_timeout_minutes),
         ),
-        watchdog=_start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
+        watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )
 
 
-def _start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
+def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
+    """``exp_manager.watchdog_minutes``, over all ranks of the job. Collective."""
     if minutes is None:
         return None
     if minutes <= 0:
         raise ConfigError(f"exp_manager.watchdog_minutes={minutes}: give more than 0, or null for no watchdog")
-    job = broadcast_object(uuid.uuid4().hex[:12])
-    watchdog = Watchdog(log_dir, dist.get_rank(), dist.get_world_size(), float(minutes) * 60, job, abort_job)
+    job = worlds.share("watchdog", broadcast_object(uuid.uuid4().hex[:12]))
+    link = worlds.link()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)
+    watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, job, abort_job)
     watchdog.start()
     return watchdog
 

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
+from nemo_style_aligner.algorithms.generation_schedule import GenerationSchedule
 from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraining, RemoteCritic
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.background import WorkTimes
@@ -28,7 +29,6 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
-from nemo_style_aligner.weights.stream import export_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class PPOSettings:
         seed: of the order of updates and of sampling [model.seed].
         num_table_rows: sample responses logged per step.
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
+        staleness: steps by which rollouts may be behind the weights that train on them.
         advantages: how rewards become advantages.
         nonfinite: what to do about NaN and Inf [on_nonfinite].
     """
@@ -57,6 +58,7 @@ class PPOSettings:
     seed: int
     num_table_rows: int
     unload_engine: bool
+    staleness: int
     advantages: AdvantageSettings
     nonfinite: NonFinitePolicy
 
@@ -73,6 +75,7 @@ class PPOSettings:
                 "there are fewer training prompts than model.ppo.num_rollout_samples="
                 f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
             )
+        bounds = ppo.importance_sequence_bounds
         max_steps = steps_per_epoch * int(ppo.max_epochs)
         if ppo.max_steps is not None and ppo.max_steps >= 0:
             max_steps = min(max_steps, int(ppo.max_steps))
@@ -86,6 +89,7 @@ class PPOSettings:
             seed=int(cfg.model.seed),
             num_table_rows=int(ppo.num_table_rows),
             unload_engine=bool(ppo.trt_llm.unload_engine_train),
+            staleness=int(ppo.staleness),
             advantages=AdvantageSettings(
                 kl_coef=float(ppo.initial_policy_kl_penalty),
                 kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
@@ -96,6 +100,7 @@ class PPOSettings:
                 unbiased=bool(ppo.advantage_whitening_unbiased),
                 mask_truncated=bool(ppo.mask_truncated),
                 importance_weight_cap=ppo.importance_weight_cap,
+                importance_sequence_bounds=None if bounds is None else (float(bounds[0]), float(bounds[1])),
             ),
             nonfinite=NonFinitePolicy.from_config(ppo),
         )
@@ -134,6 +139,14 @@ class PPOTrainer:
         self.metrics = metrics
         self.run_control = run_control
         self.timer = timer
+        self.schedule = GenerationSchedule(
+            collector,
+            actor.model,
+            timer,
+            settings.seed,
+            staleness=settings.staleness,
+            unload_engine=settings.unload_engine,
+        )
         self.step = 0
         self.consumed_samples = 0
         self.ppo_optimization_step = 0
@@ -178,6 +191,7 @@ class PPOTrainer:
         """One PPO step, counted."""
         with self.timer("step"):
             self.train(self.generate_experience())
+        self.schedule.drop(self.step)
         self.step += 1
         self._is_validation_due = self.is_due(self.settings.val_check_interval)
 
@@ -200,7 +214,7 @@ class PPOTrainer:
         self.consumed_samples = 0
 
     def generate_experience(self, offset: int | None = None, stream: int = 0) -> Experience:
-        """Refit, generate, score, log-probs, advantages.
+        """Refit, generate (or take what was generated meanwhile), score, log-probs, advantages.
 
         Args:
             offset: training samples to skip; as many as were consumed unless given.
@@ -210,7 +224,9 @@ class PPOTrainer:
         with self.timer("rollout_time"):
             rollouts, scores, logprobs, init_logprobs = self._rollouts(self.train_prompts, start, stream, True)
         self.consumed_samples = start + len(rollouts)
-        experience, metrics = make_experience(rollouts, scores, logprobs, init_logprobs, self.settings.advantages)
+        experience, metrics = make_experience(
+            rollouts, scores, logprobs, init_logprobs, self.settings.advantages, self.ppo_optimization_step
+        )
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         self.metrics.log_metrics(metrics, self.step, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
@@ -220,15 +236,12 @@ class PPOTrainer:
     def _rollouts(
         self, prompts: PromptSource, start: int, stream: int, is_training: bool
     ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
-        self.refit()
-        with self.timer("generate"):
-            seed = derive_seed(self.settings.seed, "rollouts", self.step, stream)
-            pending = self.collector.collect(prompts.batch(start), seed)
+        version = self.ppo_optimization_step
+        pending = self.schedule.generate(prompts, start, self.step, stream, version)
         if is_training:
             self.metrics.log_metrics(pending.generation_metrics, self.step, "generation/")
-        if self.settings.unload_engine:
-            with self.timer("unload"):
-                self.collector.engine.unload()
+        if is_training and stream == 0 and self.step + 1 < self.settings.max_steps:
+            self.schedule.start_ahead(prompts, start + len(pending.rollouts), self.step + 1, version)
         tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
         # Scoring goes on in the critic job while these run.
         self.run_control.check()
@@ -244,17 +257,6 @@ class PPOTrainer:
         self.run_control.check(ahead="training" if is_training else None)
         prompts.observe(pending.rollouts)  # part of the state: not before the last chance to abandon the step
         return leave_out_nonfinite(pending.rollouts, scores, logprobs, init_logprobs, self.settings.nonfinite)
-
-    def refit(self) -> None:
-        """Give the engine the policy's newest weights, unless it has them (validation follows training)."""
-        engine = self.collector.engine
-        if engine.weight_version == self.ppo_optimization_step:
-            return
-        with self.timer("refit"):
-            if self.settings.unload_engine:
-                engine.reload()
-            weights = export_weights(self.actor.model, without=engine.viewed_weights)
-            engine.refit(weights, self.ppo_optimization_step)
 
     def train(self, experience: Experience) -> None:
         """Train policy and critic, side by side. Once the critic has its batch the step must be completed."""
@@ -310,7 +312,8 @@ class PPOTrainer:
             return
         with self.timer("validation_time"):
             rollouts, scores, logprobs, _ = self._rollouts(self.val_prompts, 0, -1, False)
-        _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages)
+        version = self.ppo_optimization_step
+        _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages, version)
         metrics = {k: v for k, v in metrics.items() if not k.startswith(("advantages", "returns", "init_policy"))}
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
@@ -392,13 +395,14 @@ class PPOTrainer:
         self.metrics.log_table(key, ("prompt", "response", "reward"), table, self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything beside weights, optimizer and random states that a resumed run needs."""
+        """Everything beside weights, optimizer and random states that a resumed run needs. Collective."""
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,
             "ppo_optimization_step": self.ppo_optimization_step,
             "warm_up_rounds": self.warm_up_rounds,
             "is_validation_due": self._is_validation_due,
+            "generation": self.schedule.state_dict(self.step),
             "critic": self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
@@ -416,3 +420,5 @@ class PPOTrainer:
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])
+        generation = state.get("generation", {"rollouts": None})  # older checkpoints have none
+        self.schedule.load_state_dict(generation, self.step, self.train_prompts, self.consumed_samples)

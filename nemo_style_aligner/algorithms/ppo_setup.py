@@ -6,17 +6,19 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
+from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
 from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_scorer, sampling_params
+from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, build_scorer, sampling_params
 from nemo_style_aligner.servers.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -66,6 +68,19 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     run.resume(actor.model, actor.optimizer, trainer)
     critic.begin()
     return trainer
+
+
+def serve_rollouts(cfg: DictConfig) -> int:
+    """What a rank does that only generates (``trainer.ppo.rollout_devices``), until the job ends; its exit status."""
+    link = worlds.link()
+    if link is None or not link.is_rollout_rank:
+        raise RuntimeError("this rank trains: trainer.ppo.rollout_devices does not make it a rollout rank")
+    watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    status = build_rollout_rank(cfg, link, base.architecture, base.dtype, base.tokenizer).serve()
+    if watchdog is not None:
+        watchdog.stop()
+    return status
 
 
 def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: PPOSettings) -> Actor:

@@ -35,9 +35,13 @@ def shutdown(status: int = 0) -> None:
     """
     import torch.distributed as dist
 
+    from nemo_style_aligner.parallel import worlds
+
+    worlds.end(status)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    worlds.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     # A forgotten thread or MPI_Finalize can hold up a process for ever: show where, and go.

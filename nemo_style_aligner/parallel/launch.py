@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
     CONF_DIR,
@@ -71,7 +71,8 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
 def initialize(cfg: DictConfig) -> LaunchInfo:
     """Set up torch.distributed for this process, with NCCL on GPUs and gloo on CPUs, and its threads.
 
-    Uses ``trainer.devices``, ``trainer.num_nodes`` and ``trainer.distributed_timeout_minutes``. Afterwards
+    Uses ``trainer.devices``, ``trainer.num_nodes``, ``trainer.distributed_timeout_minutes`` and
+    ``trainer.ppo.rollout_devices`` (then this rank's world is initialised, see `worlds`). Afterwards
     the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
 
     Raises:
@@ -93,6 +94,9 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from nemo_style_aligner.parallel import worlds
 
     if torch.cuda.is_available():
         torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
@@ -103,7 +107,12 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the host name, which may not resolve
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
-    dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
+    if rollout_ranks:
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        worlds.initialize(store, rank, size, rollout_ranks, backend, timeout)
+    else:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
     sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
     _logger.info(
         "%d ranks, started by %s, %s, %d threads each",

@@ -35,6 +35,7 @@ class _InterruptedError(BaseException):
 
 _received: list[signal.Signals] = []
 _callbacks: list[Callable[[], None]] = []
+_diversion: Callable[[signal.Signals], bool] | None = None
 _starting = True
 _interruptible = False
 
@@ -63,6 +64,12 @@ def on_request(callback: Callable[[], None]) -> None:
         callback()
 
 
+def divert(take: Callable[[signal.Signals], bool]) -> None:
+    """From now on ``take`` is asked first, in the signal handler: a signal that it takes has no other effect here."""
+    global _diversion
+    _diversion = take
+
+
 class interruptible:
     """A block that a stop signal ends at once, wherever it is; execution goes on behind the block.
 
@@ -85,6 +92,8 @@ class interruptible:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _interruptible
+    if _diversion is not None and _diversion(signal.Signals(number)):
+        return
     first = not _received
     _received.append(signal.Signals(number))
     for callback in _callbacks:

@@ -64,6 +64,7 @@ class Experience:
         logprobs, init_logprobs: fp32 [n, s-1], of the policy and of the initial policy, by the trainer.
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
+        staleness: int64 [n], policy updates made since the weights that each response was made with.
     """
 
     prompt_ids: torch.Tensor
@@ -76,6 +77,7 @@ class Experience:
     advantages: torch.Tensor
     returns: torch.Tensor
     importance_weights: torch.Tensor
+    staleness: torch.Tensor
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,27 +15,31 @@ from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.client import Scores as ServedScores
 
 
-class ResponseIntake:
-    """Takes responses one by one; those that the work source accepts are sent to be scored in batches.
+class ResponseSink(Protocol):
+    """Takes finished responses."""
+
+    def add(self, result: GenerationResult) -> None:
+        """Take a response; does not keep the engine waiting."""
+        ...
+
+    def flush(self) -> None:
+        """Nothing more comes for now: do with what is there."""
+        ...
+
+
+class AcceptedResponses:
+    """Reports responses to the work source, and hands on those that it accepts.
 
     The engine is not kept waiting: a response waits for the work source's answer while others are generated.
     A response that came too late, because its sample went to another rank, is dropped.
-
-    Attributes:
-        results: the accepted responses, in the order in which they were sent.
     """
 
-    def __init__(self, work: WorkSource, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
-        self.results: list[GenerationResult] = []
+    def __init__(self, work: WorkSource, sink: ResponseSink) -> None:
         self._work = work
-        self._scorer = scorer
-        self._batch_size = batch_size
-        self._scoring_seconds = scoring_seconds
+        self._sink = sink
         self._reported: collections.deque[tuple[GenerationResult, concurrent.futures.Future[list[int]]]] = (
             collections.deque()
         )
-        self._unsent = 0  # of `results`, at the end
-        self._requests: list[tuple[list[int], concurrent.futures.Future[ServedScores]]] = []
 
     def add(self, result: GenerationResult) -> None:
         """Report a response, and go on with earlier ones whose answers are there."""
@@ -43,10 +48,49 @@ class ResponseIntake:
             self._accept()
 
     def flush(self) -> None:
-        """Wait for all answers of the work source, and send what has been accepted, full batch or not."""
+        """Wait for all answers of the work source."""
         while self._reported:
             self._accept()
-        self._send()
+        self._sink.flush()
+
+    def _accept(self) -> None:
+        result, answer = self._reported.popleft()
+        if answer.result():
+            self._sink.add(result)
+
+
+class ScoredResponses:
+    """Sends responses to be scored, in batches as they come.
+
+    Attributes:
+        results: the responses, in the order in which they were sent.
+    """
+
+    def __init__(self, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
+        self.results: list[GenerationResult] = []
+        self._scorer = scorer
+        self._batch_size = batch_size
+        self._scoring_seconds = scoring_seconds
+        self._unsent = 0  # of `results`, at the end
+        self._requests: list[tuple[list[int], concurrent.futures.Future[ServedScores]]] = []
+
+    def add(self, result: GenerationResult) -> None:
+        """Take a response; a full batch is sent."""
+        self.results.append(result)
+        self._unsent += 1
+        if self._unsent == self._batch_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is there, full batch or not."""
+        if not self._unsent:
+            return
+        batch = self.results[-self._unsent :]
+        self._unsent = 0
+        sequences = [result.prompt_ids + result.token_ids for result in batch]
+        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
+        tokens = pad_rows(sequences, int(lengths.max()), torch.int64)
+        self._requests.append(([r.request_id for r in batch], self._scorer.infer_async(tokens, lengths)))
 
     def scores(self) -> Iterator[ServedScores]:
         """Wait for the scores of `results`, batch by batch in their order.
@@ -64,25 +108,6 @@ class ResponseIntake:
                     f"the scores of samples {sample_ids[:20]} did not come within {limit:g} s, twice "
                     "remote_critic_rm.timeouts.total_seconds: look at the critic and reward service"
                 ) from None
-
-    def _accept(self) -> None:
-        result, answer = self._reported.popleft()
-        if not answer.result():
-            return
-        self.results.append(result)
-        self._unsent += 1
-        if self._unsent == self._batch_size:
-            self._send()
-
-    def _send(self) -> None:
-        if not self._unsent:
-            return
-        batch = self.results[-self._unsent :]
-        self._unsent = 0
-        sequences = [result.prompt_ids + result.token_ids for result in batch]
-        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
-        tokens = pad_rows(sequences, int(lengths.max()), torch.int64)
-        self._requests.append(([r.request_id for r in batch], self._scorer.infer_async(tokens, lengths)))
 
 
 def pad_rows(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:

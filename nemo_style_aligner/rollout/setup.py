@@ -8,10 +8,12 @@ import logging
 import socket
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from omegaconf import DictConfig
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.shard import TensorParallel
@@ -20,8 +22,13 @@ from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
+from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
+from nemo_style_aligner.rollout.remote import RemoteGenerator
+from nemo_style_aligner.rollout.rollout_ranks import RolloutRank
 from nemo_style_aligner.rollout.supply import GenerationGroup
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
@@ -88,19 +95,11 @@ def build_engine(
     Raises:
         ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
     """
-    num_slots = int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
-    options: dict[str, Any] = {
-        "num_slots": num_slots,
-        "max_sequence_length": max_sequence_length,
-        "eos_id": tokenizer.eos_id,
-        "vocab_limit": min(tokenizer.vocab_size, model.architecture.vocab_size),
-        "detokenize": tokenizer.ids_to_text,
-        "token_to_id": tokenizer.token_to_id,
-    }
     layout = model.layout
-    engine: GenerationEngine
     name = choose_engine(cfg)
     if name in ("megatron", "trtllm"):
+        options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
+        engine: GenerationEngine
         engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, **options)
         group = GenerationGroup(
             index=layout.dp_rank * layout.pp_size + layout.pp_rank,
@@ -109,35 +108,66 @@ def build_engine(
             group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
             leader=parallel_state.get_tensor_model_parallel_src_rank(),
         )
-    else:
-        tensor_parallel, group = _generation_ranks(cfg, layout.tp_size)
-        section = cfg.trainer.ppo.generation
-        engine = EmbeddedEngine(
-            model.architecture,
-            dtype=model.config.params_dtype,
-            device=device(),
-            kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
-            prefill_chunk_tokens=int(section.prefill_chunk_tokens),
-            prefill_share=float(section.prefill_share),
-            weight_format=section.weight_format,
-            tensor_parallel=tensor_parallel,
-            step=section.step,
-            refit_check=section.refit_check,
-            lent_weights=functools.partial(lendable_weights, model, tensor_parallel.rank, tensor_parallel.size),
-            **options,
-        )
+        engine.build()
+        return engine, group
+    return build_embedded_engine(
+        cfg, model.architecture, model.config.params_dtype, tokenizer, max_sequence_length, lender=model
+    )
+
+
+def build_embedded_engine(
+    cfg: DictConfig,
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer,
+    max_sequence_length: int,
+    *,
+    lender: MegatronModel | None = None,
+) -> tuple[GenerationEngine, GenerationGroup]:
+    """The embedded engine of this rank; see `build_engine`. It may compute with the weights of ``lender`` in place."""
+    tensor_parallel, group = _generation_ranks(cfg)
+    rank, size = tensor_parallel.rank, tensor_parallel.size
+    section = cfg.trainer.ppo.generation
+    engine = EmbeddedEngine(
+        architecture,
+        dtype=dtype,
+        device=device(),
+        kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
+        prefill_chunk_tokens=int(section.prefill_chunk_tokens),
+        prefill_share=float(section.prefill_share),
+        weight_format=section.weight_format,
+        tensor_parallel=tensor_parallel,
+        step=section.step,
+        refit_check=section.refit_check,
+        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, rank, size),
+        **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
+    )
     engine.build()
     return engine, group
 
 
-def _generation_ranks(cfg: DictConfig, training_tp_size: int) -> tuple[TensorParallel, GenerationGroup]:
+def _engine_options(
+    cfg: DictConfig, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
+) -> dict[str, Any]:
+    """What every engine is told."""
+    return {
+        "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
+        "max_sequence_length": max_sequence_length,
+        "eos_id": tokenizer.eos_id,
+        "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
+        "detokenize": tokenizer.ids_to_text,
+        "token_to_id": tokenizer.token_to_id,
+    }
+
+
+def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
         ValueError: the ranks of the job cannot be divided so.
     """
     asked = cfg.trainer.ppo.generation.tensor_parallel_size
-    size = int(asked or (training_tp_size if cfg.trainer.ppo.trt_llm.reshard else 1))
+    size = int(asked or (cfg.model.tensor_model_parallel_size if cfg.trainer.ppo.trt_llm.reshard else 1))
     try:
         process_group = neighbour_group(size)
     except ValueError as error:
@@ -202,18 +232,43 @@ def build_scorer(cfg: DictConfig) -> CriticClient:
     return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits)
 
 
+def build_generator(cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int) -> Generator:
+    """What makes the responses: this rank's engine, or the ranks that the job has for it. Collective."""
+    other_world = worlds.link()
+    if other_world is not None:
+        return RemoteGenerator(
+            other_world,
+            model.architecture,
+            model.config.params_dtype,
+            max_sequence_length,
+            float(cfg.trainer.ppo.batch_iterator.wait_seconds),
+        )
+    return _local_generator(cfg, *build_engine(cfg, model, tokenizer, max_sequence_length))
+
+
+def build_rollout_rank(
+    cfg: DictConfig, link: Link, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
+) -> RolloutRank:
+    """What a rank runs that only generates. Its engine is built when the training ranks say for what length."""
+
+    def build(max_sequence_length: int) -> LocalGenerator:
+        return _local_generator(cfg, *build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length))
+
+    return RolloutRank(link, architecture, dtype, build)
+
+
+def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> LocalGenerator:
+    return LocalGenerator(engine, build_work_source(cfg, engine, group), sampling_params(cfg), group)
+
+
 def build_collector(
     cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, scorer: CriticClient, max_sequence_length: int
 ) -> RolloutCollector:
     """Everything of the rollout phase. Collective."""
-    engine, group = build_engine(cfg, model, tokenizer, max_sequence_length)
     return RolloutCollector(
-        engine,
-        build_work_source(cfg, engine, group),
+        build_generator(cfg, model, tokenizer, max_sequence_length),
         scorer,
-        sampling_params(cfg),
         tokenizer,
-        group,
         scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
         scoring_seconds=sum(float(cfg.remote_critic_rm.timeouts[key]) for key in ("total_seconds", "restart_seconds")),
     )

@@ -7,13 +7,16 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.config_checks import check_job
 from nemo_style_aligner.algorithms.job_setup import describe, start_run
-from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer
+from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.parallel.worlds import is_rollout_rank
 
 
 @job("gpt_ppo_actor", check_job)
 def main(cfg: DictConfig) -> int:
+    if is_rollout_rank():
+        return serve_rollouts(cfg)
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     describe(cfg, run, base)

@@ -1,0 +1,214 @@
+"""A job of two worlds: ranks that train, and ranks that do nothing but generate (``trainer.ppo.rollout_devices``).
+
+torch.distributed and megatron-core build everything on one default group. So each world has a default group of its
+own, and neither sees the other's collectives. They meet in a `Link`: messages in the store through which the ranks
+found each other (looked for again and again, so that no wait is without a limit and a signal ends it), and one process
+group of the first training rank and all rollout ranks, for weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_logger = logging.getLogger(__name__)
+
+_PART_BYTES = 4 * 2**20  # torch's store takes values of 8 MiB at most
+_POLL_SECONDS = 0.01
+_PROGRESS_SECONDS = 1.0
+_LEAVING_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What this rank has to do with the other world.
+
+    Attributes:
+        rank, size: of this rank in the whole job, and of the whole job; the rollout ranks are the last ones.
+        num_rollout_ranks: how many they are.
+        store: of the whole job.
+        weights: of training rank 0 (its rank 0) and the rollout ranks; None on the other training ranks.
+    """
+
+    rank: int
+    size: int
+    num_rollout_ranks: int
+    store: dist.Store
+    weights: Any
+
+    @property
+    def is_rollout_rank(self) -> bool:
+        """Whether this rank is in the world that generates."""
+        return self.rank >= self.size - self.num_rollout_ranks
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def put(self, name: str, content: bytes) -> None:
+        """Leave a message of any length."""
+        parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)] or [b""]
+        for number, part in enumerate(parts[1:], 1):
+            self.store.set(f"{name}/part{number}", part)  # type: ignore[arg-type]  # takes bytes as well
+        # It is there as soon as its first part is: that goes last.
+        self.store.set(name, struct.pack("<I", len(parts)) + parts[0])  # type: ignore[arg-type]
+
+    def has(self, name: str) -> bool:
+        """Whether the message has been left."""
+        return bool(self.store.check([name]))
+
+    def read(self, name: str) -> bytes:
+        """A message; it stays. One that is not there yet is waited for, within the store's limit."""
+        first = self.store.get(name)
+        (count,) = struct.unpack_from("<I", first)
+        return b"".join([first[4:], *(self.store.get(f"{name}/part{number}") for number in range(1, count))])
+
+    def drop(self, name: str) -> None:
+        """Delete a message, if it is there."""
+        if self.has(name):
+            (count,) = struct.unpack_from("<I", self.store.get(name))
+            for number in range(1, count):
+                self.store.delete_key(f"{name}/part{number}")
+            self.store.delete_key(name)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter, which starts at 0; the sum. ``amount`` 0 reads it."""
+        return int(self.store.add(name, amount))
+
+    # ---- the commands, which every rollout rank takes one after the other ---------------------
+
+    def post(self, command: dict[str, Any]) -> None:
+        """Training rank 0: the next command for all rollout ranks."""
+        number = self.add("commands", 1) - 1
+        self.put(f"command/{number}", json.dumps(command).encode())
+
+    def command(self, number: int) -> dict[str, Any]:
+        """A rollout rank waits for command ``number``, for as long as training takes."""
+        while not self.has(f"command/{number}"):
+            time.sleep(_POLL_SECONDS)
+        command: dict[str, Any] = json.loads(self.read(f"command/{number}"))
+        if self.add(f"command/{number}/taken", 1) == self.num_rollout_ranks:
+            self.drop(f"command/{number}")
+            self.store.delete_key(f"command/{number}/taken")
+        return command
+
+    # ---- weights ----------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Training rank 0's ``tensor`` on every rollout rank, in place; within the job's limit for collectives."""
+        self.weights.broadcast(tensor, 0).wait()
+
+
+def await_message(link: Link, name: str, seconds: float, progress: Callable[[], object], what: str) -> bytes:
+    """A message, as soon as it is there.
+
+    Args:
+        progress: a reading that changes when the other side gets on; the limit counts anew then.
+
+    Raises:
+        TimeoutError: nothing came, and ``progress`` did not change, for ``seconds``. ``what`` says what was waited for.
+    """
+    seen, since = progress(), time.monotonic()
+    looked = since
+    while not link.has(name):
+        time.sleep(_POLL_SECONDS)
+        now = time.monotonic()
+        if now - looked < min(_PROGRESS_SECONDS, seconds):
+            continue
+        looked = now
+        if (present := progress()) != seen:
+            seen, since = present, now
+        elif now - since > seconds:
+            raise TimeoutError(
+                f"{what}: nothing came for {seconds:g} s (trainer.ppo.batch_iterator.wait_seconds); look at the last "
+                f"{link.num_rollout_ranks} ranks of the job, which generate"
+            )
+    return link.read(name)
+
+
+_link: Link | None = None
+
+
+def link() -> Link | None:
+    """The way to the other world; None in a job of one world."""
+    return _link
+
+
+def is_rollout_rank() -> bool:
+    """Whether this rank does nothing but generate."""
+    return _link is not None and _link.is_rollout_rank
+
+
+def initialize(
+    store: dist.Store, rank: int, size: int, num_rollout_ranks: int, backend: str, timeout: timedelta
+) -> None:
+    """torch.distributed for a job whose last ``num_rollout_ranks`` ranks only generate. Collective.
+
+    Raises:
+        ValueError: no rank is left to train.
+    """
+    global _link
+    first = size - num_rollout_ranks
+    if not 0 < num_rollout_ranks < size:
+        raise ValueError(f"of {size} ranks {num_rollout_ranks} cannot be for generation alone: at least one must train")
+    is_rollout = rank >= first
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("rollout" if is_rollout else "training", store),
+        rank=rank - first if is_rollout else rank,
+        world_size=num_rollout_ranks if is_rollout else first,
+        timeout=timeout,
+    )
+    weights = None
+    if is_rollout or rank == 0:
+        place = rank - first + 1 if is_rollout else 0
+        weights = _process_group(backend, dist.PrefixStore("weights", store), place, num_rollout_ranks + 1, timeout)
+    _link = Link(rank, size, num_rollout_ranks, dist.PrefixStore("link", store), weights)
+
+
+def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group beside the default one, whose ranks it does not know."""
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def share(name: str, value: str) -> str:
+    """Training rank 0's ``value`` on every rank of both worlds that asks for it."""
+    if _link is None:
+        return value
+    if _link.rank == 0:
+        _link.put(name, value.encode())
+    return _link.read(name).decode()
+
+
+def end(status: int) -> None:
+    """Training rank 0: the job ends with this status; rollout ranks give up what they are at."""
+    if _link is not None and _link.rank == 0:
+        _link.post({"kind": "end", "status": status})
+        _link.put("ending", b"")
+
+
+def leave() -> None:
+    """The last thing: rank 0, which has the store, waits for the rollout ranks, which say that they need it no more."""
+    global _link
+    if _link is None:
+        return
+    if _link.is_rollout_rank:
+        _link.add("left", 1)
+    elif _link.rank == 0:
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while _link.add("left", 0) < _link.num_rollout_ranks and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if (left := _link.add("left", 0)) < _link.num_rollout_ranks:
+            _logger.warning("of %d rollout ranks only %d have ended by themselves", _link.num_rollout_ranks, left)
+    _link = None

@@ -1,0 +1,148 @@
+"""The training ranks' side of generation on ranks set apart for it; `rollout_ranks` is the other side."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.engine import GenerationResult, WeightStream
+from nemo_style_aligner.parallel import stop_points, stop_signals
+from nemo_style_aligner.parallel.groups import broadcast_object, current_layout
+from nemo_style_aligner.parallel.worlds import Link, await_message
+from nemo_style_aligner.rollout.intake import ResponseSink
+from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, unpack_results
+from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.weights.push import send_weights
+
+
+class RemoteGenerator:
+    """Has rounds made by the rollout ranks, side by side with whatever the training ranks do meanwhile.
+
+    The rollout ranks do one thing after the other. Each training rank takes over a share of the responses.
+
+    Args:
+        link: to the rollout ranks.
+        architecture, dtype: of the weights that are pushed.
+        max_sequence_length: of prompt and response together.
+        wait_seconds: the longest wait for any response to come.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        architecture: ModelArchitecture,
+        dtype: torch.dtype,
+        max_sequence_length: int,
+        wait_seconds: float,
+    ) -> None:
+        self._link = link
+        self._architecture = architecture
+        self._dtype = dtype
+        self._wait_seconds = wait_seconds
+        self._version = -1
+        self._num_rounds = 0
+        if link.rank == 0:
+            link.post({"kind": "build", "max_sequence_length": max_sequence_length})
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def viewed_weights(self) -> frozenset[str]:
+        return frozenset()
+
+    def refit(self, weights: WeightStream, version: int) -> None:
+        link = self._link
+        if link.rank == 0:
+            link.post({"kind": "refit", "version": version})
+        if current_layout().dp_rank == 0:  # one replica's ranks export, the first of them sends
+            send_weights(weights, self._architecture, self._dtype, link.broadcast if link.rank == 0 else None)
+        self._version = version
+
+    def unload(self) -> None:
+        """The rollout ranks' memory is nobody else's."""
+
+    def reload(self) -> None:
+        """See `unload`."""
+
+    def start(self, prompts: Sequence[Prompt], seed: int) -> RemoteRound:
+        self._num_rounds += 1
+        name = f"round/{self._num_rounds}"
+        if self._link.rank == 0:
+            self._link.put(name, pack_request(RoundRequest(list(prompts), seed)))
+            self._link.post({"kind": "generate", "round": name})
+        return RemoteRound(self._link, name, prompts, self._wait_seconds)
+
+    def close(self) -> None:
+        """The rollout ranks end with the job (`worlds.end`)."""
+
+
+class RemoteRound:
+    """A `Round` that the rollout ranks work at from the moment it is started.
+
+    The response that finishes as number i goes to training rank i modulo their number.
+    """
+
+    def __init__(self, link: Link, name: str, prompts: Sequence[Prompt], wait_seconds: float) -> None:
+        self.prompts = prompts
+        self._link = link
+        self._name = name
+        self._wait_seconds = wait_seconds
+        self._numbers = range(dist.get_rank(), len(prompts), dist.get_world_size())
+        self._results: list[GenerationResult] = []
+
+    def run(self, sink: ResponseSink) -> None:
+        with stop_signals.interruptible():
+            for result in self._results:
+                sink.add(result)
+            while len(self._results) < len(self._numbers):
+                sink.add(self._take_next())
+            sink.flush()
+        stop_points.check()
+
+    def wait(self) -> list[GenerationResult]:
+        while len(self._results) < len(self._numbers):
+            self._take_next()
+        return self._results
+
+    def _take_next(self) -> GenerationResult:
+        # Wherever a signal interrupts this, nothing is lost: what is taken over counts, what is not is still there.
+        name = f"{self._name}/{self._numbers[len(self._results)]}"
+        (result,) = unpack_results(self._await(name))
+        self._results.append(result)
+        self._link.drop(name)
+        activity.progress()
+        return result
+
+    def _await(self, name: str) -> bytes:
+        return await_message(self._link, name, self._wait_seconds, self._progress, "waiting for responses")
+
+    def _progress(self) -> int:
+        """How many responses there are; and a look at what else the rollout ranks have to say."""
+        pass_on_signals(self._link)
+        return self._link.add(f"{self._name}/count", 0)
+
+    def metrics(self) -> dict[str, float]:
+        metrics = None
+        if self._link.rank == 0:
+            metrics = json.loads(self._await(f"{self._name}/metrics"))
+            for name in ("", "/metrics"):
+                self._link.drop(f"{self._name}{name}")
+            self._link.store.delete_key(f"{self._name}/count")
+        known: dict[str, float] = broadcast_object(metrics)
+        return known
+
+
+def pass_on_signals(link: Link) -> None:
+    """A stop signal that only a rollout rank got becomes one of training rank 0."""
+    if link.rank == 0 and link.has("signal"):
+        number = int(link.read("signal"))
+        link.drop("signal")
+        signal.raise_signal(signal.Signals(number))

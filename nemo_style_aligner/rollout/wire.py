@@ -1,0 +1,83 @@
+"""Prompts and responses as bytes: between ranks that train and ranks that generate, and in checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import safetensors.torch
+import torch
+
+from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.rollout.prompts import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRequest:
+    """What a round of generation is asked for: one response for each prompt, random streams from ``seed``."""
+
+    prompts: list[Prompt]
+    seed: int
+
+
+def pack_results(results: Sequence[GenerationResult]) -> bytes:
+    """Any number of responses; log-probs keep fp32, which is what engines compute."""
+    facts = [
+        [r.request_id, int(r.finish_reason == "stop"), r.weight_version, len(r.prompt_ids), len(r.token_ids)]
+        for r in results
+    ]
+    return safetensors.torch.save(
+        {
+            "facts": torch.tensor(facts, dtype=torch.int64).view(-1, 5),
+            "tokens": _flat([r.prompt_ids + r.token_ids for r in results], torch.int32),
+            "logprobs": _flat([r.logprobs for r in results], torch.float32),
+        }
+    )
+
+
+def unpack_results(content: bytes) -> list[GenerationResult]:
+    """What `pack_results` made into bytes."""
+    tensors = safetensors.torch.load(content)
+    tokens, logprobs = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
+    results = []
+    start, response = 0, 0
+    for request_id, is_stop, version, prompt_length, length in tensors["facts"].tolist():
+        end = start + prompt_length + length
+        results.append(
+            GenerationResult(
+                request_id=request_id,
+                prompt_ids=tokens[start : start + prompt_length],
+                token_ids=tokens[start + prompt_length : end],
+                logprobs=logprobs[response : response + length],
+                finish_reason="stop" if is_stop else "length",
+                weight_version=version,
+            )
+        )
+        start, response = end, response + length
+    return results
+
+
+def pack_request(request: RoundRequest) -> bytes:
+    """A round's prompts, in the samples' order, and its seed."""
+    prompts = request.prompts
+    return safetensors.torch.save(
+        {
+            "seed": torch.tensor([request.seed], dtype=torch.int64),
+            "ids": torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
+            "lengths": torch.tensor([len(p.token_ids) for p in prompts], dtype=torch.int64),
+            "expected_lengths": torch.tensor([p.expected_length for p in prompts], dtype=torch.float64),
+            "tokens": _flat([p.token_ids for p in prompts], torch.int32),
+        }
+    )
+
+
+def unpack_request(content: bytes) -> RoundRequest:
+    """What `pack_request` made into bytes."""
+    tensors = safetensors.torch.load(content)
+    tokens = tensors["tokens"].split(tensors["lengths"].tolist())
+    columns = zip(tensors["ids"].tolist(), tokens, tensors["expected_lengths"].tolist(), strict=True)
+    return RoundRequest([Prompt(i, ids.tolist(), expected) for i, ids, expected in columns], int(tensors["seed"]))
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
