@@ -1,0 +1,310 @@
+"""PPO runs with generation in its place and beside training, for test_staleness.py: ``python multirank_staleness.py
+<folder> [name ...]``.
+
+Imports torch and megatron-core once and forks the ranks. Everything is real but the critic job, whose scores depend on
+the tokens alone. Each way leaves ``<folder>/<name>.safetensors`` (what every step trained on, and the weights at the
+end) and its metrics in ``<folder>/logs/<name>``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.tensorboard  # slow: imported here once, for all ranks
+from multirank_ppo import fork_ranks, make_archives
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+
+from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.ppo_setup import build_actor
+from nemo_style_aligner.algorithms.remote_critic import CriticSave
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel import stop_signals, worlds
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.rollout.batch import Experience
+from nemo_style_aligner.rollout.prompts import build_prompt_sources
+from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank
+from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.weights.stream import export_weights
+
+NUM_SAMPLES, UPDATES_PER_STEP, STEPS, MAX_NEW_TOKENS = 8, 2, 5, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a run is laid out."""
+
+    name: str
+    rollout_ranks: int = 0
+    staleness: int = 0
+    lr: float = 5e-3
+    pp: int = 1
+    generation_tp: int = 1
+    stops: tuple[str, ...] = ()  # in turn: where the run gets a stop signal, before it is started again
+
+    @property
+    def world_size(self) -> int:
+        return self.pp + self.rollout_ranks
+
+
+WAYS = (
+    Way("together"),
+    Way("together_lr0", lr=0.0),
+    Way("apart", rollout_ranks=1),
+    Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
+    Way("stale", rollout_ranks=1, staleness=1),
+    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3")),
+    Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2),
+)
+
+
+def config(folder: Path, way: Way) -> DictConfig:
+    prompts = [str(folder / "prompts.jsonl")]
+    cfg = OmegaConf.merge(
+        load_defaults("gpt_ppo_actor"),
+        {
+            "trainer": {
+                "precision": "32",
+                "ppo": {
+                    "max_steps": STEPS,
+                    "val_check_interval": 2,
+                    "save_interval": 2,
+                    "staleness": way.staleness,
+                    "rollout_devices": way.rollout_ranks,
+                    "mask_truncated": False,
+                    "importance_weight_cap": 2.0,
+                    "importance_sequence_bounds": [0.9, 1.1],
+                    "generation": {"num_slots": 4, "tensor_parallel_size": way.generation_tp, "step": "torch"},
+                    "batch_iterator": {"use_flask": way.rollout_ranks > 1, "port": 0},
+                },
+            },
+            "model": {
+                "pipeline_model_parallel_size": way.pp,
+                "micro_batch_size": 2,
+                "global_batch_size": NUM_SAMPLES // UPDATES_PER_STEP,
+                "encoder_seq_length": 64,
+                "ppo": {
+                    "num_rollout_samples": NUM_SAMPLES,
+                    "num_val_samples": 4,
+                    "rollout_micro_batch_size": 3,
+                    "length_params": {"max_length": MAX_NEW_TOKENS},
+                },
+                "optim": {"lr": way.lr, "sched": {"name": "constant", "warmup_steps": 0, "min_lr": 0.0}},
+                "data": {"data_prefix": {"train": prompts, "validation": prompts, "test": prompts}},
+            },
+        },
+    )
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+class Scorer:
+    """Rewards and values that depend on a sequence's tokens and on nothing else."""
+
+    def __init__(self, stop_at: str | None) -> None:
+        self._stop_at = stop_at
+        self.step = 0
+
+    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+        answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
+        inside = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
+        rewards = (torch.sin(tokens.float()) * inside).sum(1)
+        answer.set_result(Scores(rewards, torch.cos(tokens[:, 1:].float()) * inside[:, 1:]))
+        if self._stop_at == f"score {self.step}":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class Critic:
+    """In the critic's place: notes what it is sent."""
+
+    def __init__(self, way: Way, scorer: Scorer, stop_at: str | None) -> None:
+        self._way = way
+        self._scorer = scorer
+        self._stop_at = stop_at
+        self.steps: list[tuple[int, Experience]] = []
+        self.timeout_s = 60.0
+        self.trainer: PPOTrainer
+
+    def start_training(self, experience: Experience) -> Any:
+        step = self.trainer.step
+        self.steps.append((step, experience))
+        if self._stop_at == f"train {step}":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if self._way.staleness and step + 1 < STEPS and not self._way.stops:
+            self._see_the_next_responses(step)
+        self._scorer.step = step + 1
+        return self
+
+    def _see_the_next_responses(self, step: int) -> None:
+        """Before this step trains: the rollouts of the next are all made without its weights, and without its end."""
+        link = worlds.link()
+        assert link is not None
+        validations = step // 2  # after steps 2 and 4
+        deadline = time.monotonic() + 60
+        while link.add(f"round/{step + 2 + validations}/count", 0) < NUM_SAMPLES:
+            assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"
+            time.sleep(0.01)
+
+    def result(self) -> float:
+        return 0.0
+
+    def start_save(self) -> CriticSave:
+        return CriticSave(CriticPosition("run", 1, INITIAL_HISTORY), None)
+
+    def confirm_save(self, save: CriticSave) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor]:
+    """A run of the training ranks, to its end or to its stop; what it trained on and where it came."""
+    initialize_model_parallel(1, way.pp, seed=1)
+    cfg = config(folder, way)
+    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
+    settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    actor = build_actor(cfg, base, base.load(), settings)
+    scorer = Scorer(stop_at)
+    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)  # type: ignore[arg-type]
+    critic = Critic(way, scorer, stop_at)
+    log_dir = folder / "logs" / way.name
+    checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings())
+    metrics, control = MetricsLogger(log_dir, dist.get_rank()), RunControl()
+    trainer = PPOTrainer(
+        settings, actor, collector, critic, train_prompts, val_prompts,  # type: ignore[arg-type]
+        checkpoints, metrics, control, ScopedTimer(),
+    )  # fmt: skip
+    critic.trainer = trainer
+    state = checkpoints.resume(actor.model, actor.optimizer)
+    if state is not None:
+        trainer.load_state_dict(state)
+    scorer.step = trainer.step
+    trainer.fit()
+    trainer.close()
+    metrics.close()
+    assert control.status == (EXIT_REQUEUE if stop_at else 0)
+    worlds.end(control.status)
+    tensors = {f"policy.{name}": tensor.clone() for name, tensor in export_weights(actor.model)}
+    for step, experience in critic.steps:
+        tensors |= {f"{step}.{name}": tensor for name, tensor in vars(experience).items()}
+    return tensors
+
+
+def generate(folder: Path, way: Way) -> None:
+    """A run of the rollout ranks."""
+    link = worlds.link()
+    assert link is not None
+    cfg = config(folder, way)
+    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    build_rollout_rank(cfg, link, base.architecture, base.dtype, base.tokenizer).serve()
+
+
+def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, world_size: int) -> None:
+    from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
+
+    stop_signals.install()
+    for way in ways:
+        tensors: dict[str, torch.Tensor] = {}
+        for number, stop_at in enumerate((*way.stops, None)):
+            own_store = dist.PrefixStore(f"{way.name}/{number}", store)
+            timeout = timedelta(seconds=60)
+            if way.rollout_ranks:
+                worlds.initialize(own_store, rank, world_size, way.rollout_ranks, "gloo", timeout)
+            else:
+                dist.init_process_group("gloo", store=own_store, rank=rank, world_size=world_size, timeout=timeout)
+            if worlds.is_rollout_rank():
+                generate(folder, way)
+            else:
+                tensors |= train(folder, way, stop_at)
+                parallel_state.destroy_model_parallel()
+            dist.barrier()
+            dist.destroy_process_group()
+            worlds.leave()
+            # The next run of this process has not got the signals of this one.
+            stop_signals._received.clear()
+            stop_signals._diversion = None
+        if rank == 0:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{way.name}.safetensors")
+
+
+def fork(folder: Path, ways: Sequence[Way], world_size: int) -> None:
+    """Run ``ways`` on forked ranks; the first failure ends this process."""
+    port = free_port()
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        logging.basicConfig(level=logging.WARNING)
+        try:
+            store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
+            run_ways(folder, ways, store, rank, world_size)
+            if rank == 0:
+                time.sleep(0.5)  # with this process the store goes
+        except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and any(p.exitcode is None for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.1)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    if any(codes) or None in codes:
+        sys.exit(f"{[way.name for way in ways]}: exit codes {codes}")
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    fork_ranks(folder, 1, lambda: make_archives(folder))
+    lines = [{"text": f"User: What is {a}*{a + 10 * (a % 3)}?\nAssistant:"[: 12 + 7 * (a % 4)]} for a in range(40)]
+    write_jsonl(folder / "prompts.jsonl", lines)
+    for world_size in sorted({way.world_size for way in WAYS}):
+        chosen = [way for way in WAYS if way.world_size == world_size and (not names or way.name in names)]
+        if chosen:
+            fork(folder, chosen, world_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Generation on ranks of its own: in its step it changes nothing, a step ahead it is what is written on it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from job_processes import ROOT, run
+from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
+from safetensors.torch import load_file
+
+from nemo_style_aligner.telemetry.logger import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Tensors = dict[str, torch.Tensor]
+UNTIMED = re.compile(r"(?!timers/|generation/)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("staleness")
+    run([sys.executable, str(ROOT / "tests" / "multirank_staleness.py"), str(folder)], folder / "ways.log", 400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Callable[[str], Tensors]:
+    return lambda way: load_file(folder / f"{way}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def curves(folder: Path) -> Callable[[str], dict[str, list[tuple[int, float]]]]:
+    def load(way: str) -> dict[str, list[tuple[int, float]]]:
+        found = read_metrics(folder / "logs" / way)
+        return {name: points for name, points in found.items() if UNTIMED.match(name)}
+
+    return load
+
+
+def test_the_runs_are_ones_that_could_differ(trained: Callable[[str], Tensors]) -> None:
+    together, still = trained("together"), trained("together_lr0")
+    assert (together["policy.model.norm.weight"] != still["policy.model.norm.weight"]).any()
+    assert torch.equal(together["0.tokens"], still["0.tokens"])
+    for step in range(1, STEPS):
+        assert not torch.equal(together[f"{step}.tokens"], still[f"{step}.tokens"]), step
+        assert together[f"{step}.advantages"].std() > 0.1
+        assert together[f"{step}.policy_mask"].sum() > NUM_SAMPLES
+
+
+@pytest.mark.parametrize("way", ["apart", "apart_pp2_to_tp2"])
+def test_generating_on_other_ranks_changes_nothing(trained: Callable[[str], Tensors], way: str) -> None:
+    """On-policy: bit for bit with the training ranks' layout as it was; up to rounding with others."""
+    expected, tensors = trained("together"), trained(way)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if way == "apart" or not tensor.is_floating_point():
+            assert torch.equal(tensors[name], tensor), name
+        else:
+            torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(expected[f"{step}.staleness"].eq(0).all() for step in range(STEPS))
+
+
+def test_curves_are_those_of_one_world(curves: Callable[[str], dict[str, list[tuple[int, float]]]]) -> None:
+    """Validation, too: it generates with the newest weights."""
+    assert curves("apart") == curves("together")
+    assert [step for step, _ in curves("apart")["val_rollouts/rewards"]] == [2, 4, 5]
+
+
+def test_a_step_ahead_with_weights_that_stay_is_on_policy(trained: Callable[[str], Tensors]) -> None:
+    """The same prompts, random streams and numbers; only that updates, without effect, were made in between."""
+    expected, tensors = trained("together_lr0"), trained("stale_lr0")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if name.endswith(".staleness"):
+            assert tensors[name].eq(0 if name.startswith("0.") else UPDATES_PER_STEP).all(), name
+        else:
+            assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_step_ahead_the_weights_are_those_of_the_step_before(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+) -> None:
+    """The run itself has seen (`Critic`) that a step's responses are there before the step before has trained."""
+    stale, still, together = trained("stale"), trained("stale_lr0"), trained("together")
+    # Two steps have the initial weights: the first, and the second, whose rollouts were made while the first trained.
+    for step in (0, 1):
+        assert torch.equal(stale[f"{step}.tokens"], still[f"{step}.tokens"]), step
+    assert not torch.equal(stale["2.tokens"], still["2.tokens"])
+    assert not torch.equal(stale["1.tokens"], together["1.tokens"])
+    for step in range(STEPS):
+        assert stale[f"{step}.staleness"].tolist() == [0 if step == 0 else UPDATES_PER_STEP] * NUM_SAMPLES
+    # With the same weights the engine's log-probs are the trainer's; a step ahead the weights say how they differ.
+    weights = [stale[f"{step}.importance_weights"][stale[f"{step}.mask"] != 0] for step in range(STEPS)]
+    assert (weights[0] - 1).abs().max() < 1e-4
+    assert all((w - 1).abs().max() > 0.05 and w.max() <= 2.0 for w in weights[1:])
+    assert torch.equal(stale["1.importance_weights"].isfinite(), torch.ones_like(stale["1.mask"], dtype=torch.bool))
+    # The engine's log-probs of step 1 are those of the initial weights, which the other run's trainer computes.
+    ratio = (stale["1.logprobs"] - still["1.logprobs"]).exp().clamp(max=2.0) * stale["1.mask"]
+    torch.testing.assert_close(stale["1.importance_weights"], ratio, atol=1e-3, rtol=1e-3)
+
+    logged = curves("stale")
+    assert [value for _, value in logged["train_rollouts/staleness_max"]] == [0.0] + [2.0] * (STEPS - 1)
+    assert [value for _, value in logged["val_rollouts/staleness_max"]] == [0.0] * 3
+    for name in ("importance_weights", "importance_truncated", "importance_effective_share"):
+        assert len(logged[f"train_rollouts/{name}"]) == STEPS
+    assert all(0 < value <= 1 for _, value in logged["train_rollouts/importance_effective_share"])
+
+
+def test_sequences_beyond_the_bounds_give_no_gradient(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+) -> None:
+    stale, still = trained("stale"), trained("stale_lr0")
+    mask = stale["1.mask"]
+    means = ((stale["1.logprobs"] - still["1.logprobs"]).double() * mask).sum(1) / mask.sum(1)
+    inside = (means.exp() >= 0.9) & (means.exp() <= 1.1)
+    assert torch.equal(stale["1.policy_mask"], mask * inside[:, None])
+    masked = [value for _, value in curves("stale")["train_rollouts/importance_masked_sequences"]]
+    assert masked[1] == pytest.approx(1 - inside.double().mean().item())
+    assert masked[0] == 0 < max(masked)
+
+
+def test_waiting_is_named(folder: Path) -> None:
+    logged = read_metrics(folder / "logs" / "stale")
+    assert [step for step, _ in logged["timers/step/rollout_time/generate"]] == [1]
+    assert [step for step, _ in logged["timers/step/rollout_time/rollout_wait"]] == [2, 3, 4, 5]
+    for name in ("generation/seconds", "generation/idle_seconds"):
+        assert len(logged[name]) == STEPS and all(value > 0 for _, value in logged[name])
+
+
+def test_stopped_and_resumed_is_as_if_never_stopped(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+) -> None:
+    """While a step trains and the next one's responses are under way; and between a step's responses and its training.
+    The responses are in the checkpoint: the weights that made them are gone."""
+    expected, tensors = trained("stale"), trained("stale_stopped")
+    assert tensors.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+    assert curves("stale_stopped") == curves("stale")
