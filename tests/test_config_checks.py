@@ -198,6 +198,36 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=null",
         ("trainer.ppo.trt_llm.max_input_len: cannot be computed", "max_length is not set: give it a value"),
     ),
+    "nobody to generate beside training": (
+        "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",
+        ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: nobody could generate while a step trains",),
+    ),
+    "staler than the loop can be": (
+        "gpt_ppo_actor", 3, "trainer.ppo.staleness=2 trainer.ppo.rollout_devices=1",
+        ("trainer.ppo.staleness=2: choose 0 or 1",),
+    ),
+    "nobody to train": (
+        "gpt_ppo_actor", 2, "trainer.ppo.rollout_devices=2",
+        ("trainer.ppo.rollout_devices=2: of 2 ranks none is left to train",),
+    ),
+    "ranks that train": (
+        "gpt_ppo_actor", 4, "trainer.ppo.rollout_devices=1 model.tensor_model_parallel_size=2",
+        ("3 ranks (trainer.devices x trainer.num_nodes, less trainer.ppo.rollout_devices=1) are not a multiple of 2",),
+    ),
+    "ranks that generate": (
+        "gpt_ppo_actor", 4,
+        "trainer.ppo.rollout_devices=2 trainer.ppo.generation.engine=megatron "
+        "trainer.ppo.trt_llm.unload_engine_train=True trainer.ppo.importance_sequence_bounds=[2,0.5]",
+        (
+            "ranks that only generate do it with the embedded engine",
+            "trainer.ppo.trt_llm.unload_engine_train=True, trainer.ppo.rollout_devices=2: training needs no memory",
+            "trainer.ppo.importance_sequence_bounds=[2, 0.5]: give two numbers",
+        ),
+    ),
+    "engines of ranks that generate": (
+        "gpt_ppo_actor", 6, "trainer.ppo.rollout_devices=2 trainer.ppo.generation.tensor_parallel_size=4",
+        ("trainer.ppo.generation.tensor_parallel_size=4: 2 ranks cannot be divided into groups of 4",),
+    ),
     "unknown architecture": ("training_rm", 1, "model.activation=relu", ("model.activation='relu' is not one of",)),
 }  # fmt: skip
 
@@ -245,6 +275,16 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
         "trainer.ppo.trt_llm.reshard",
     }
     assert not (tmp_path / "log").exists()
+
+
+def test_a_step_ahead_is_corrected_for_unless_told_otherwise(model: Path) -> None:
+    line = "trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1"
+    assert problems(model, "gpt_ppo_actor", line, ranks=3) == []
+    caps = [
+        composed("gpt_ppo_actor", *words).trainer.ppo.importance_weight_cap
+        for words in ([], line.split(), [*line.split(), "trainer.ppo.importance_weight_cap=null"])
+    ]
+    assert caps == [None, 2.0, None]
 
 
 def test_the_checks_change_nothing(model: Path) -> None:

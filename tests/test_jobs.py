@@ -350,6 +350,41 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 
+# ---- generation beside training -----------------------------------------------------------------
+
+
+def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
+    """Two ranks train, one generates. When that one is killed the job ends; started again it trains on the responses
+    that the checkpoint has, made with weights that are gone."""
+    log_dir = tmp_path / "actor"
+    with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
+        command = script(
+            "train_gpt_ppo_actor.py",
+            *actor_flags(artefacts, log_dir, port, devices=3),
+            "trainer.ppo.rollout_devices=1",
+            "trainer.ppo.staleness=1",
+            "trainer.ppo.max_steps=8",
+            "trainer.ppo.val_check_interval=4",
+            "trainer.ppo.save_interval=2",
+        )
+        victim = Job(command, tmp_path / "actor_first.log")
+        try:
+            wait_for_checkpoint(victim, log_dir, 2)
+            os.kill(ranks_of(victim)[2], signal.SIGKILL)
+            killed = time.monotonic()
+            assert victim.wait(30) in (128 + signal.SIGKILL, 1), victim.describe()
+            assert time.monotonic() - killed < 15
+        finally:
+            victim.kill()
+        assert max(step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]) < 7, "over before it was killed"
+        run(command, tmp_path / "actor_second.log", TIMEOUT)
+    curves = check_actor_log(log_dir, steps=8)
+    assert [value for _, value in curves["train_rollouts/staleness_max"]] == [0.0] + [2.0] * 7
+    assert [value for _, value in curves["train_rollouts/staleness_mean"]] == [0.0] + [2.0] * 7
+    assert [step for step, _ in curves["timers/step/rollout_time/rollout_wait"]] == list(range(2, 9))
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [4, 8]
+
+
 # ---- failures -----------------------------------------------------------------------------------
 
 
