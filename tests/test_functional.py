@@ -361,6 +361,24 @@ def test_importance_weights_are_capped_ratios_without_gradient() -> None:
     assert not weights.requires_grad
 
 
+def test_sequences_of_all_lengths_are_measured_by_one_rule() -> None:
+    trainer = torch.tensor([[-1.0, -1.0, -1.0, math.nan], [-1.0, -9.0, -9.0, -9.0], [-1.0] * 4], requires_grad=True)
+    engine = torch.tensor([[-2.0, -3.0, -1.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [0.0] * 4])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4])
+    ratios = F.sequence_ratios(trainer, engine, mask)
+    # The geometric mean of e, e^2 and 1 is e; of one token it is its own ratio; nothing says nothing.
+    assert ratios.tolist() == pytest.approx([math.e, math.exp(-0.5), 1.0], rel=1e-6)
+    assert not ratios.requires_grad
+
+
+def test_effective_sample_share() -> None:
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    equal = F.effective_sample_share(torch.full((2, 3), 0.3), mask)
+    one = F.effective_sample_share(torch.tensor([[5.0, 0.0, 0.0], [0.0, 7.0, 7.0]]), mask)
+    some = F.effective_sample_share(torch.tensor([[1.0, 2.0, 1.0], [2.0, math.nan, 9.0]]), mask)
+    assert [float(share) for share in (equal, one, some)] == pytest.approx([1.0, 0.25, 36 / (4 * 10)])
+
+
 # ---- reward model losses ----------------------------------------------------------------------
 
 
