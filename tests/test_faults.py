@@ -6,7 +6,8 @@ several faults at random instants and is started again as a user would, with the
 - the critic's history (a hash over all its training batches in order) is that of the undisturbed run: every sample was
   trained once, and in its place;
 - the logged numbers of every step are those of the undisturbed run;
-- the weights of policy and critic are, bit for bit.
+- the weights of policy and critic are, bit for bit;
+- no job ended that nobody killed or took the disk from.
 
 ``make faults`` runs 20 trials, ``FAULT_TRIALS=50`` so many, ``FAULT_SEED`` chooses others, ``FAULT_CRITIC_RANKS=2``
 gives the critic job two ranks, ``FAULT_KINDS="critic,connections: cut"`` does these in every trial. A trial takes a
@@ -173,6 +174,7 @@ class Campaign:
         self.random = random.Random(seed)
         self.disks = disks
         self.injected: list[str] = []
+        self.harmed: collections.Counter[str] = collections.Counter()  # how often each job was given a reason to end
 
     def run(self, kinds: list[str]) -> None:
         """The pair's run with these faults, to its end."""
@@ -223,8 +225,10 @@ class Campaign:
             else:
                 self.pair.proxy.truncate_bodies(self.random.randrange(1, 8))
         elif kind.endswith("disk"):
+            self.harmed[kind.removesuffix("'s disk")] += 1
             self._fill_disk(kind.removesuffix("'s disk"), deadline)
         elif kind == "everything":
+            self.harmed.update(jobs)
             for job in jobs.values():
                 job.kill()
         else:
@@ -233,6 +237,7 @@ class Campaign:
             ranks = [] if is_alone else ranks_of(jobs[name])
             ranks = ranks or [jobs[name].process.pid]  # the only rank, or the supervisor before it has started any
             chosen = {"rank 1": ranks[-1], "queue's rank": ranks[0], "critic": self.random.choice(ranks)}[kind]
+            self.harmed[name] += 1
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chosen, signal.SIGKILL)
             jobs[name].wait(60)  # its other ranks notice
@@ -338,6 +343,11 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
             try:
                 campaign.run(kinds)
                 wrong = differences(outcome(pair), reference)
+                wrong += [
+                    f"{name} ended {number - 1} times, with reason {campaign.harmed[name]} times at most"
+                    for name, number in pair.starts.items()
+                    if number > 1 + campaign.harmed[name]
+                ]
             except AssertionError as error:
                 wrong = [str(error)]
             finally:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import gzip
 import json
+import logging
 import os
 import re
 import signal
@@ -36,7 +37,7 @@ from served_critic import (
     wait_for,
 )
 
-from nemo_style_aligner.servers.client import SequenceConflictError, TrainingStateUnknownError
+from nemo_style_aligner.servers.client import SequenceConflictError, SequencesToScore, TrainingStateUnknownError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
@@ -82,6 +83,7 @@ def test_metadata_health_config_and_metrics() -> None:
             "tokens": [-1, -1],
             "sequence_lengths": [-1, 1],
         }
+        assert metadata["parameters"] == {"max_sequence_length": 64, "vocab_size": VOCAB}
         assert get(server, "/v2/models/critic_infer/versions/1/ready").status_code == 200
         config = get(server, "/v2/models/critic_infer/config").json()
         assert config["dynamic_batching"] == {"preferred_batch_size": [2, 4], "max_queue_delay_microseconds": 7}
@@ -359,7 +361,7 @@ def test_non_finite_training_data_is_refused() -> None:
     with serve(backend) as server, critic_client(server.number) as client:
         bad = torch.full((1, 3), float("nan"))
         good = torch.ones(1, 3)
-        with pytest.raises(RequestRefusedError, match="NaN"):
+        with pytest.raises(RequestRefusedError, match=r"critic_train/infer \(request_id=\w{16}\).*NaN"):
             client.train_async(torch.ones(1, 4, dtype=torch.int64), bad, good, good).result(20)
         with pytest.raises(TrainingStateUnknownError):
             client.train_async(torch.ones(1, 4, dtype=torch.int64), good, good, good).result(20)
@@ -419,8 +421,9 @@ def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
     assert backend.trained == [3.0 * k for k in range(1, 7)]
 
 
-def test_lost_answers_are_retried_without_training_twice() -> None:
-    """A proxy that cuts the connection after the server has worked, on every second request."""
+def test_lost_answers_are_retried_without_training_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy that cuts the connection after the server has worked, on every second request; tries share an id."""
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
     backend = CountingBackend()
     tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
     with serve(backend) as server, cutting_proxy(server.number) as (port, cuts), critic_client(port) as client:
@@ -430,6 +433,8 @@ def test_lost_answers_are_retried_without_training_twice() -> None:
         assert all(future.result(20).rewards.tolist() == [4.0] for future in scores)
     assert backend.trained == [3.0 * k for k in range(1, 9)]
     assert cuts[0] >= 6
+    ids = [record.fields["request_id"] for record in caplog.records if "fields" in record.__dict__]
+    assert len(set(ids)) == 8 + 6 < len(ids)
 
 
 @contextlib.contextmanager
@@ -490,6 +495,19 @@ def test_separate_reward_server() -> None:
         assert rewards.tolist() == [6.0] and values.tolist() == [[1.0, 3.0]]
         with critic_client(server.number) as wrong, pytest.raises(ValueError, match="combine_rm_and_critic_server"):
             wrong.wait_until_ready(10)
+
+
+def test_a_server_that_cannot_take_the_jobs_sequences_is_refused() -> None:
+    endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a"), combined=True)
+    with serve(CountingBackend(), endpoints=endpoints) as server, critic_client(server.number) as client:
+        client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "a"))
+        with pytest.raises(ValueError, match=r"64 tokens at most.* 65 together.*; its token ids end at 999.* at 1000"):
+            client.wait_until_ready(10, sequences=SequencesToScore(65, VOCAB + 1, "b"))
+        with pytest.raises(ValueError, match=r"'critic_infer' at .* does not fit this job: its tokenizer gives other"):
+            client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "b"))
+    silent = critic_endpoints(ModelLimits(), combined=True)  # a server that tells no limits
+    with serve(CountingBackend(), endpoints=silent) as server, critic_client(server.number) as client:
+        client.wait_until_ready(10, sequences=SequencesToScore(10**6, 10**6, "b"))
 
 
 def test_several_attributes() -> None:
@@ -674,6 +692,15 @@ def test_a_failing_rank_ends_all_ranks(tmp_path: Path, broken: int) -> None:
         with pytest.raises((RequestRefusedError, ServerUnavailableError)):
             future.result(30)
         assert all(process.wait(30) != 0 for process in processes)
+
+
+def test_a_stop_signal_to_any_rank_finishes_what_was_taken(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, fault="slow") as (processes, client):
+        taken = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))  # takes a second
+        time.sleep(0.5)
+        processes[1].send_signal(signal.SIGTERM)
+        assert taken.result(20).rewards.tolist() == [4.0, 4.0]
+        assert [process.wait(20) for process in processes] == [0, 0]
 
 
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:

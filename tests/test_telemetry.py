@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import logging
 import re
 import sys
 import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
-from nemo_style_aligner.telemetry.logging import configure_logging
+from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -186,6 +188,28 @@ def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.Captu
         root.setLevel(level)
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"\[rank 3\] WARNING job: shown$", line)
+
+
+def test_log_lines_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        configure_logging(rank=1, level=logging.WARNING, log_format="json")
+        fields = {"request_id": "7", "ms": 1.5, "level": "hides nothing", "path": Path("x")}
+        logging.getLogger("job").warning("two\n%s", "lines", extra=with_fields(fields))
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("job").exception("failed")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert abs(datetime.datetime.fromisoformat(first.pop("time")).timestamp() - time.time()) < 60
+    assert first == {"request_id": "7", "ms": 1.5, "path": "x"} | {
+        "rank": 1, "level": "WARNING", "logger": "job", "message": "two\nlines",
+    }  # fmt: skip
+    assert second["exception"].startswith("Traceback") and second["exception"].endswith("ValueError: broken")
 
 
 # ---- report -------------------------------------------------------------------------------------

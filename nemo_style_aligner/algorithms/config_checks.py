@@ -76,13 +76,6 @@ class JobView:
         return int(self.get(_PP) or 1)
 
     @property
-    def dp_size(self) -> int | None:
-        """Data-parallel ranks; None where the ranks cannot be divided."""
-        parts = self.tp_size * self.pp_size
-        ranks = self.training_ranks
-        return None if parts < 1 or ranks < 1 or ranks % parts else ranks // parts
-
-    @property
     def section(self) -> str:
         """The job's own section of ``trainer``."""
         return {"gpt_sft": "trainer.sft", "training_rm": "trainer.rm"}.get(self.name, "trainer.ppo")
@@ -234,15 +227,10 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 
 def _batches(view: JobView) -> Iterator[str]:
-    total, micro = view.get(_GLOBAL), view.get(_MICRO)
-    if not total or not micro:
-        missing = _MICRO if total else _GLOBAL
-        yield f"{missing} is not set, neither in the job's config nor in the checkpoint's: give it a value"
-    elif view.dp_size is not None and total % (micro * view.dp_size):
-        yield (
-            f"{view.said(_GLOBAL)} is not a multiple of {view.said(_MICRO)} x {view.dp_size} data-parallel ranks "
-            f"= {micro * view.dp_size}; change one of them"
-        )
+    """Nothing need divide a global batch: ranks and micro batches take what there is, down to nothing."""
+    for key in (_GLOBAL, _MICRO):
+        if not view.get(key):
+            yield f"{key} is not set, neither in the job's config nor in the checkpoint's: give it a value"
 
 
 def _lengths(view: JobView) -> Iterator[str]:

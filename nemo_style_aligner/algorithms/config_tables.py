@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.models.nonfinite import Action
+from nemo_style_aligner.telemetry.logging import LOG_FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,10 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.max_outstanding_requests", _COUNT),
     ("inference.max_body_bytes", _COUNT),
     ("inference.max_outstanding_requests", _COUNT),
+    ("*.connections.*_seconds", _POSITIVE),
+    ("*.connections.min_bytes_per_second", _POSITIVE),
+    ("*.connections.max_connections", _COUNT),
+    ("*.connections.max_body_without_token", _NOT_NEGATIVE),
     ("*.inference_micro_batch_size", _COUNT),
     ("*.max_queue_delay_microseconds", _NOT_NEGATIVE),
     ("*.strip_sequence_length_to_multiple", _COUNT),
@@ -122,6 +127,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
 )
 
 CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("exp_manager.log_format", LOG_FORMATS),
     ("trainer.*.on_nonfinite", get_args(Action)),
     ("trainer.ppo.staleness", (0, 1)),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),

@@ -19,6 +19,7 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, build_scorer, sampling_params
+from nemo_style_aligner.servers.client import SequencesToScore
 from nemo_style_aligner.servers.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -38,13 +39,14 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
     longest = max(source.longest for source in (train_prompts, val_prompts) if source is not None)
+    longest += int(cfg.model.ppo.length_params.max_length)
     scorer = build_scorer(cfg)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
-        scorer.wait_until_ready(ready_seconds)
-    collector = build_collector(
-        cfg, actor.model, base.tokenizer, scorer, longest + int(cfg.model.ppo.length_params.max_length)
-    )
+        vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
+        sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint())
+        scorer.wait_until_ready(ready_seconds, sequences=sequences)
+    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest)
     journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))
     timeouts = cfg.remote_critic_rm.timeouts
     critic = RemoteCritic(

@@ -20,6 +20,7 @@ from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.parallel.launch import bind_address
+from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -100,7 +101,7 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
 
 
 def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:
-    """Serve until a stop signal (rank 0's counts), finish what was taken; the job's exit status on every rank."""
+    """Serve until a stop signal on any rank, finish what was taken; the job's exit status on every rank."""
     control.begin()
     control.watch_service(server.request_stop)
     server.run(backend)
@@ -111,6 +112,7 @@ def _limits(base: BaseModel) -> ModelLimits:
     return ModelLimits(
         max_sequence_length=int(base.config.get("encoder_seq_length") or base.architecture.max_position_embeddings),
         vocab_size=base.architecture.vocab_size,
+        tokenizer=base.tokenizer.fingerprint(),
     )
 
 
@@ -134,4 +136,5 @@ def _http_settings(section: DictConfig) -> HttpSettings:
         max_outstanding_requests=int(section.max_outstanding_requests),
         infer_timeout_s=float(section.infer_timeout_seconds),
         command_timeout_s=float(section.get("command_timeout_seconds", 3600)),
+        connections=ConnectionLimits(**section.connections),
     )

@@ -7,6 +7,7 @@ network is never touched.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -25,6 +26,10 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
+
+
+# Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.
+_EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n"
 
 
 class TokenizerError(ValueError):
@@ -65,6 +70,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Id of exactly this token, or None."""
+
+    def fingerprint(self) -> str:
+        """The same for tokenizers that turn text into the same ids, as far as an example shows; 16 hex digits."""
+        ids = self.text_to_ids(_EXAMPLE)
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
     @abstractmethod
     def save(self, directory: Path) -> None:

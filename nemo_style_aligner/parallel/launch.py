@@ -266,6 +266,7 @@ def _run_job(name: str, check: Check | None, main: Callable[[DictConfig], int | 
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if check is not None:
         check(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
+    configure_logging(info.rank, log_format=cfg.exp_manager.log_format)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
         if status != EXIT_REQUEUE:
@@ -273,7 +274,7 @@ def _run_job(name: str, check: Check | None, main: Callable[[DictConfig], int | 
         return status
     for note in notes:
         _logger.info(note)
-    log_dir = log_directory(cfg.exp_manager) if "exp_manager" in cfg and info.rank == 0 else None
+    log_dir = log_directory(cfg.exp_manager) if info.rank == 0 else None
     if log_dir is not None:
         stop_signals.remove_requeue_file(log_dir)
     stop_signals.install()

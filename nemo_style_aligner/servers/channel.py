@@ -20,6 +20,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 ERROR_EXCHANGE_SECONDS = 3.0
+_FAILED, _STOP = 1, 2
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32)}
 
 
@@ -42,6 +43,14 @@ class Command:
     op: OpCode
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """How all ranks stand after a command. ``failed``: on which it failed. ``stop``: one of them was asked to stop."""
+
+    failed: list[int]
+    stop: bool
 
 
 class CommandChannel:
@@ -84,16 +93,21 @@ class CommandChannel:
         }
         return Command(OpCode(op), head["metadata"], tensors)
 
-    def failed_ranks(self) -> list[int]:
-        """Collective, after a command that went well here: the ranks on which it did not."""
+    def compare(self, *, stop: bool = False) -> Standing:
+        """Collective, after each command that went well here: how it went on the other ranks.
+
+        ``stop``: this rank was asked to stop the service.
+        """
         if self.world_size == 1:
-            return []
+            return Standing([], stop)
         flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        flags[self.rank] = _STOP if stop else 0
         dist.all_reduce(flags, group=self._group)
-        return torch.nonzero(flags.cpu()).flatten().tolist()
+        flags = flags.cpu()
+        return Standing(torch.nonzero(flags == _FAILED).flatten().tolist(), bool((flags == _STOP).any()))
 
     def report_failure(self) -> None:
-        """Take part in `failed_ranks` of the others, to tell them that the command failed here.
+        """Take part in `compare` of the others, to tell them that the command failed here.
 
         Waits a few seconds only: the others may be held up inside the command itself, and then learn of
         the failure when this process ends.
@@ -101,7 +115,7 @@ class CommandChannel:
         if self.world_size == 1:
             return
         flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
-        flags[self.rank] = 1
+        flags[self.rank] = _FAILED
         try:
             work = dist.all_reduce(flags, group=self._group, async_op=True)
             work.wait(timeout=datetime.timedelta(seconds=ERROR_EXCHANGE_SECONDS))

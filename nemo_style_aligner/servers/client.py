@@ -48,11 +48,26 @@ TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
 _PROGRESS_SECONDS = 10.0
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
-__all__ = ["CriticClient", "Scores", "SequenceConflictError", "TrainingStateUnknownError"]
+__all__ = ["CriticClient", "Scores", "SequenceConflictError", "SequencesToScore", "TrainingStateUnknownError"]
 
 
 class TrainingStateUnknownError(RuntimeError):
     """An earlier training request failed, so that a further one could train the critic on the wrong batches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SequencesToScore:
+    """What a job will send, to be compared with what a server can take.
+
+    Attributes:
+        max_length: tokens of the longest, prompt and response.
+        vocab_size: one more than the largest token id.
+        tokenizer: fingerprint of the tokenizer that they are made with.
+    """
+
+    max_length: int
+    vocab_size: int
+    tokenizer: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +211,17 @@ class CriticClient:
 
     # -------------------------------------------------------------- readiness
 
-    def wait_until_ready(self, timeout_s: float, progress: Callable[[str], None] | None = None) -> None:
+    def wait_until_ready(
+        self,
+        timeout_s: float,
+        progress: Callable[[str], None] | None = None,
+        sequences: SequencesToScore | None = None,
+    ) -> None:
         """Wait until every server is ready, and check that it is the one the config describes.
 
         ``progress`` gets a line every ten seconds (default: the log). Raises `ServerUnavailableError`
-        after ``timeout_s``, and ValueError when a server does not have the models and outputs needed.
+        after ``timeout_s``, and ValueError when a server does not have the models and outputs needed, or says
+        that it cannot take the ``sequences``.
         """
         say = progress or logger.info
         deadline = time.monotonic() + timeout_s
@@ -211,7 +232,9 @@ class CriticClient:
         for server, models in needed:
             _wait_for(server, deadline, timeout_s, say)
             for model, outputs in models.items():
-                _check_model(server, model, outputs, max(deadline - time.monotonic(), 5.0))
+                metadata = _model_metadata(server, model, outputs, max(deadline - time.monotonic(), 5.0))
+                if sequences is not None:
+                    _check_limits(server, model, metadata.get("parameters", {}), sequences)
 
     def close(self) -> None:
         """Give up what waits, and close the connections."""
@@ -339,10 +362,11 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
             return
 
 
-def _check_model(server: HttpClient, model: str, outputs: set[str], total_s: float) -> None:
+def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: float) -> dict[str, Any]:
+    """A model's metadata; ValueError if the server does not have it with these outputs."""
     limits = ClientLimits(read_s=10.0, total_s=total_s)
     try:
-        metadata = server.request("GET", f"/v2/models/{model}", limits=limits).json()
+        metadata: dict[str, Any] = server.request("GET", f"/v2/models/{model}", limits=limits).json()
     except RequestRefusedError as error:
         if error.status == 401:
             raise ValueError(f"the server at {server.base_url} does not accept this run's token: {error}") from error
@@ -353,3 +377,27 @@ def _check_model(server: HttpClient, model: str, outputs: set[str], total_s: flo
             f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
             "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
         )
+    return metadata
+
+
+def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
+    """ValueError if the server's limits, as far as it tells them, do not admit the sequences."""
+    length, vocab_size = limits.get("max_sequence_length"), limits.get("vocab_size")
+    problems = []
+    if length is not None and sequences.max_length > length:
+        problems.append(
+            f"it takes sequences of {length} tokens at most, and this job's longest prompt and response may have "
+            f"{sequences.max_length} together: raise model.encoder_seq_length of the server's job, or lower "
+            "model.ppo.length_params.max_length or trainer.ppo.trt_llm.max_input_len of this one"
+        )
+    if vocab_size is not None and sequences.vocab_size > vocab_size:
+        problems.append(
+            f"its token ids end at {vocab_size - 1}, those of this job's tokenizer at {sequences.vocab_size - 1}: "
+            "policy and reward model must have the same tokenizer"
+        )
+    elif limits.get("tokenizer") not in (None, sequences.tokenizer):
+        problems.append(
+            "its tokenizer gives other token ids than this job's: policy and reward model must have the same tokenizer"
+        )
+    if problems:
+        raise ValueError(f"model '{model}' at {server.base_url} does not fit this job: {'; '.join(problems)}")

@@ -154,7 +154,7 @@ class Dispatcher:
         self._ledger.load_state_dict(state)
 
     def request_stop(self) -> None:
-        """Rank 0: finish what was taken, then return from `run` on all ranks. From any thread or a handler."""
+        """Finish what was taken, then return from `run` on all ranks. On any rank, from any thread or a handler."""
         self._stop_requested = True
 
     def run(self) -> None:
@@ -162,15 +162,11 @@ class Dispatcher:
 
         Raises what the backend raised, on the rank where it did, and `RankFailedError` on the others.
         """
-        with _stop_on_signals(self._on_signal):
+        with _stop_on_signals(self.request_stop):
             if self._channel.rank == 0:
                 self._lead()
             else:
                 self._follow()
-
-    def _on_signal(self) -> None:
-        if self._channel.rank == 0:
-            self.request_stop()  # the other ranks end when rank 0 tells them
 
     # -------------------------------------------------------------- rank 0
 
@@ -326,6 +322,7 @@ class Dispatcher:
     def _heartbeat(self) -> None:
         if time.monotonic() - self._last_contact >= self._settings.heartbeat_seconds:
             self._channel.send(Command(OpCode.NOOP))
+            self._compare()
             self._last_contact = time.monotonic()
 
     def _abort_peers(self) -> None:
@@ -342,6 +339,7 @@ class Dispatcher:
             activity.progress()
             self._note_saves()
             if command.op is OpCode.NOOP:
+                self._compare()
                 continue
             if command.op is OpCode.SHUTDOWN:
                 self._finish_saves()
@@ -403,11 +401,18 @@ class Dispatcher:
             logger.error("rank %d failed in %s", self._channel.rank, op.name, exc_info=True)
             self._channel.report_failure()
             raise
-        failed = self._channel.failed_ranks()
+        failed = self._compare()
         self._peers_listen = True
         if failed:
             raise RankFailedError(f"rank {', '.join(map(str, failed))} failed in {op.name}: see its log")
         return result
+
+    def _compare(self) -> list[int]:
+        """Collective: the ranks that failed. A stop signal counts whichever rank it reached."""
+        standing = self._channel.compare(stop=self._stop_requested)
+        if standing.stop:
+            self.request_stop()
+        return standing.failed
 
 
 def _describe(error: BaseException) -> str:

@@ -37,11 +37,19 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelLimits:
-    """What the model behind an endpoint can take; None: not checked."""
+    """What the model behind an endpoint can take; None: not checked.
+
+    ``tokenizer``: the fingerprint of the model's, for clients that have one, too.
+    """
 
     max_sequence_length: int | None = None
     vocab_size: int | None = None
     max_rows: int | None = None
+    tokenizer: str | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """What model metadata say of it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 class Endpoint(abc.ABC):
@@ -67,7 +75,7 @@ class Endpoint(abc.ABC):
         """Check the request and turn it into a job. Raises `ProtocolError` (400)."""
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's model metadata; shapes with the batch dimension."""
+        """The protocol's model metadata; shapes with the batch dimension, limits as ``parameters``."""
 
         def describe(spec: TensorSpec) -> dict[str, Any]:
             return {"name": spec.name, "datatype": spec.datatype, "shape": self._full_shape(spec)}
@@ -78,6 +86,7 @@ class Endpoint(abc.ABC):
             "platform": "nemo_style_aligner",
             "inputs": [describe(spec) for spec in self.inputs.values()],
             "outputs": [describe(spec) for spec in self.outputs.values()],
+            "parameters": self.limits.parameters(),
         }
 
     def config(self) -> dict[str, Any]:

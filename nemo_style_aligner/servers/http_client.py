@@ -1,4 +1,7 @@
-"""An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries."""
+"""An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries.
+
+Each request has an id, the same in all its tries, which the errors here and the server's log name: ``X-Request-Id``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +20,8 @@ import requests
 import requests.adapters
 import urllib3.connection
 import urllib3.exceptions
+
+from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +146,9 @@ class HttpClient:
         Raises `RequestRefusedError` for an error answer that is not worth repeating and
         `ServerUnavailableError` when ``limits`` are used up or the client was closed.
         """
-        what = f"{method} {self.base_url}{path}"
+        request_id = uuid.uuid4().hex[:16]
+        what = f"{method} {self.base_url}{path} (request_id={request_id})"
+        headers = {**(headers or {}), REQUEST_ID_HEADER: request_id}
         clock = _Clock(limits)
         backoff = limits.first_backoff_s
         tries = internal_errors = 0
@@ -181,7 +189,7 @@ class HttpClient:
         method: str,
         path: str,
         body: bytes | None,
-        headers: Mapping[str, str] | None,
+        headers: Mapping[str, str],
         limits: ClientLimits,
         remaining: float,
     ) -> HttpAnswer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hmac
 import logging
+import math
 import socket
 import threading
 import time
@@ -114,7 +115,7 @@ class WsgiServer:
             threads=threads or 1,
             max_request_body_size=max_body_bytes,
             connection_limit=connections,
-            channel_timeout=int(limits.idle_seconds),
+            channel_timeout=math.ceil(limits.idle_seconds),
             recv_bytes=_RECEIVE_BYTES,
             inbuf_overflow=_BUFFER_BYTES,
             outbuf_overflow=_BUFFER_BYTES,

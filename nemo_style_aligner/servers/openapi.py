@@ -270,6 +270,15 @@ _SCHEMAS: dict[str, Schema] = {
             "platform": _TEXT,
             "inputs": _list(_object({"name": _TEXT, "datatype": _TEXT, "shape": _SIZES})),
             "outputs": _list(_object({"name": _TEXT, "datatype": _TEXT, "shape": _SIZES})),
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "max_sequence_length": _COUNT,
+                    "vocab_size": _COUNT,
+                    "max_rows": _COUNT,
+                    "tokenizer": _TEXT,
+                },
+            },
         }
     ),
     "ModelConfig": _object(

@@ -16,6 +16,8 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
+from nemo_style_aligner.telemetry.logging import with_fields
+
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -47,7 +49,7 @@ def log_requests(app: Flask) -> None:
                 "client": request.remote_addr,
                 **g.details,
             }
-            logger.log(level, "%s", key_values(fields))
+            logger.log(level, "%s", key_values(fields), extra=with_fields(fields))
         return response
 
     app.before_request(begin)

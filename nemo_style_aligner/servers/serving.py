@@ -60,7 +60,7 @@ class ModelServer:
         return self._http.port if self._http is not None else 0
 
     def request_stop(self) -> None:
-        """Rank 0: end `run` on all ranks as SIGTERM does."""
+        """End `run` on all ranks as SIGTERM does. On any rank, from any thread or a handler."""
         self._stop_requested = True
         if self._dispatcher is not None:
             self._dispatcher.request_stop()

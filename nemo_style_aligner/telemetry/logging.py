@@ -1,21 +1,30 @@
-"""Log lines of a job with many ranks: one line per record, each with its rank."""
+"""Log lines of a job with many ranks: one line per record, each with its rank, as text or as JSON."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-_FORMAT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+
+_TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+_FIELDS = "fields"  # attribute of a record
 
 
-def configure_logging(rank: int = 0, level: int = logging.INFO) -> None:
-    """Send log records to standard error as single lines that start with time and rank.
+def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
+    """Send log records to standard error, one line each: text that starts with time and rank, or a JSON object.
 
     Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks have to say alike is
     said once. Calling it again replaces the earlier set-up.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT.format(rank=rank), datefmt="%H:%M:%S"))
+    text = logging.Formatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -24,3 +33,34 @@ def configure_logging(rank: int = 0, level: int = logging.INFO) -> None:
     # These packages report every request and every kernel at INFO.
     for noisy in ("urllib3", "werkzeug", "waitress", "filelock", "megatron", "torch", "transformers", "httpx"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``extra`` of a logging call whose record has ``fields``: keys of its JSON line. Text does not show them."""
+    return {_FIELDS: dict(fields)}
+
+
+class JsonFormatter(logging.Formatter):
+    """Records as JSON objects, one per line.
+
+    Keys: ``time`` (ISO 8601, UTC), ``rank``, ``level``, ``logger``, ``message``; ``exception`` with its traceback, and
+    the record's own (`with_fields`).
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": time.isoformat("T", "milliseconds"),
+            "rank": self._rank,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps({**getattr(record, _FIELDS, {}), **line}, default=str)

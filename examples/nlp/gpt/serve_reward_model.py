@@ -3,8 +3,10 @@
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.config_checks import check_job
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.job_setup import start_watchdog
+from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
+from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import job
@@ -15,8 +17,13 @@ def main(cfg: DictConfig) -> int:
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.seed
     )
+    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
+    watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
-    return serve(listen_as_reward_model(cfg, layout, base), build_reward_service(cfg, base), RunControl())
+    status = serve(listen_as_reward_model(cfg, layout, base), build_reward_service(cfg, base), control)
+    if watchdog is not None:
+        watchdog.stop()
+    return status
 
 
 if __name__ == "__main__":
