@@ -204,6 +204,9 @@ class HttpClient:
             allow_redirects=False,
             stream=True,
         ) as response:
+            if "Content-Length" not in response.headers and "Transfer-Encoding" not in response.headers:
+                # Python reads a head that ends early as a whole one, and an answer without a length to the end.
+                raise requests.ConnectionError("the answer's head is cut off: it does not say how long the answer is")
             chunks = []
             try:
                 while chunk := response.raw.read1(_CHUNK_BYTES):  # whatever has come; `read` would wait for all of them
