@@ -321,6 +321,16 @@ def test_a_busy_client_reports_what_is_done_with_its_next_lease() -> None:
         worker.close()
 
 
+def test_a_client_that_does_not_read_holds_up_nobody() -> None:
+    queue = WorkQueue()
+    with serve(queue) as server, socket.create_connection(("127.0.0.1", server.port)) as deaf:
+        queue.start_round(0, list(range(10**15, 10**15 + 60000)))
+        body = json.dumps({"batch_size": 60000, "worker": "deaf", "request": 1}).encode()
+        head = f"PUT /get_idx HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        deaf.sendall((head.encode() + body) * 40)  # 40 MiB of answers
+        assert put(server, "/get_idx", {"batch_size": 1, "worker": "w"}).json() == []
+
+
 def test_stop_frees_the_port_and_ends_the_client() -> None:
     server = WorkQueueServer(WorkQueue())
     worker = client(server, http_limits=ClientLimits(total_s=0.5))

@@ -119,6 +119,8 @@ class WsgiServer:
             recv_bytes=_RECEIVE_BYTES,
             inbuf_overflow=_BUFFER_BYTES,
             outbuf_overflow=_BUFFER_BYTES,
+            # Where an application's thread would wait for a client that does not read. The server's own must not.
+            outbuf_high_watermark=_BUFFER_BYTES if threads else 2**40,
             asyncore_use_poll=True,
             ident=None,
         )
