@@ -135,7 +135,7 @@ def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendez
     engine.build()
 
     def refit() -> None:
-        engine.refit(export_weights(model, args.bucket_megabytes * 2**20), engine.weight_version + 1)
+        engine.refit(export_weights(model, args.bucket_megabytes * 2**20, transient=True), engine.weight_version + 1)
 
     refit()  # touches all memory that stays
     compilations = engine.num_compilations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
+from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.shared_buckets import shared_buckets
 from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights, lendable_weights
 
 BASE = {
@@ -91,8 +94,11 @@ def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[
     for key, tensor in streamed.items():
         check(tensor.dtype == dtype, f"{name}: {key} is {tensor.dtype}")
         check(torch.equal(tensor.float(), weights[key]), f"{name}: {key} differs")
+    shared = {key: tensor.clone() for key, tensor in export_weights(model, bucket_bytes, transient=True)}
+    check(list(shared) == list(streamed), f"{name}: names or order differ in shared memory")
+    check(all(torch.equal(shared[key], streamed[key]) for key in shared), f"{name}: values differ in shared memory")
     other = build_model(architecture, MODEL_CFG, dtype, trainable=False)
-    import_weights(other, export_weights(model, bucket_bytes))  # a stream as source
+    import_weights(other, export_weights(model, bucket_bytes, transient=True))  # a stream as source
     for (key, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         check(torch.equal(a, b), f"{name}: local {key} differs after import from a stream")
     if dtype == torch.float32:
@@ -140,7 +146,7 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             check(copied == {"embed_tokens", "lm_head"} | more_ranks_than_groups, f"{name}: copies {copied}")
         else:
             check(not viewed, f"{name}: views {viewed}")
-        engine.refit(export_weights(model, 4096, without=viewed), version=0)
+        engine.refit(export_weights(model, 4096, without=viewed, transient=True), version=0)
         results = sorted(engine.generate(requests, params), key=lambda result: result.request_id)
         check(bool(engine.statistics.preemptions) == (name == "llama"), f"{name}: {engine.statistics}")
         what = f"{name}: responses over {size} ranks differ"
@@ -157,6 +163,29 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             check("request 0" in str(error), f"{name}: {error}")
         else:
             check(False, f"{name}: a diverged model went unnoticed")
+
+
+def shared_memory() -> None:
+    """It is kept and grows; where a rank runs on another host nobody uses it."""
+    everybody = dist.new_group(list(range(dist.get_world_size())))
+    buckets = shared_buckets(everybody, 1000)
+    check(buckets is not None and shared_buckets(everybody, 500) is buckets, "shared memory is not kept")
+    buckets = shared_buckets(everybody, 100_000)
+    check(buckets is not None and buckets.num_bytes >= 100_000, "shared memory does not grow")
+    for turn in range(20):
+        bucket = buckets.next()
+        bucket[dist.get_rank()] = turn + dist.get_rank()
+        buckets.publish()
+        expected = [turn + rank for rank in range(dist.get_world_size())]
+        check(bucket[: dist.get_world_size()].tolist() == expected, "a rank reads what another did not write")
+    for name, value in (("_BOOT_ID", Path(__file__)), ("_find", lambda address: None)):
+        kept = getattr(shared_buckets_module, name)
+        if dist.get_rank() == 1:
+            setattr(shared_buckets_module, name, value)
+        elsewhere = dist.new_group(list(range(dist.get_world_size())))
+        check(shared_buckets(elsewhere, 1000) is None, "memory is shared with another host")
+        check(shared_buckets(elsewhere, 1000) is None, "the second answer is another")
+        setattr(shared_buckets_module, name, kept)
 
 
 def reward_round_trip(dtype: torch.dtype) -> None:
@@ -184,6 +213,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[1:]]
+    shared_memory()
     expected: dict[str, torch.Tensor] = {}
     responses: dict[str, list[GenerationResult]] = {}
     for tp_size, pp_size in layouts:

@@ -95,7 +95,8 @@ class GenerationSchedule:
         with self._timer("refit"):
             if self._unload_engine:
                 generator.reload()
-            generator.refit(export_weights(self._model, without=generator.viewed_weights), version)
+            weights = export_weights(self._model, without=generator.viewed_weights, transient=True)
+            generator.refit(weights, version)
 
     def drop(self, step: int) -> None:
         """A step is made: its rollouts are not needed any more."""

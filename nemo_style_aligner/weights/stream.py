@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors, weight_layout
+from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
@@ -72,7 +73,11 @@ class TensorSource:
 
 
 def export_weights(
-    model: ShardedModel, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, without: Collection[str] = ()
+    model: ShardedModel,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    without: Collection[str] = (),
+    transient: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (Hugging Face name, full tensor) in the table's order, the same on every rank of the model.
 
@@ -86,6 +91,8 @@ def export_weights(
         bucket_bytes: size of what one round of communication gathers. Memory in use is about twice that, or
             twice the largest parameter if that is larger.
         without: tensors to leave out, the same on every rank: parameters that consist of them alone are skipped.
+        transient: a tensor need not outlive the next one. Ranks on CPUs of one host then exchange through memory that
+            they share and keep, of the size said above, once for all of them.
     """
     layout = model.layout
     entries, head_dtype = _table(model)
@@ -96,8 +103,16 @@ def export_weights(
             if not entry.is_copy:
                 yield from _hf_parts(entry, [parameters[entry].detach()])
         return
-    for stage, dtype, bucket in _buckets(model, entries, head_dtype, bucket_bytes):
-        yield from _exchange(layout, stage, dtype, bucket, parameters)
+    buckets = list(_buckets(model, entries, head_dtype, bucket_bytes))
+    shared = None
+    if transient and device().type == "cpu":
+        most = max((_hf_bytes(dtype, bucket) for _, dtype, bucket in buckets), default=0)
+        shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
+    for stage, dtype, bucket in buckets:
+        if shared is None:
+            yield from _exchange(layout, stage, dtype, bucket, parameters)
+        else:
+            yield from _share(layout, stage, dtype, bucket, parameters, shared)
 
 
 def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
@@ -169,6 +184,38 @@ def _exchange(
         end = offset + math.prod(shape)
         yield from _hf_parts(entry, [shard[offset:end].view(shape) for shard in gathered])
         offset = end
+
+
+def _share(
+    layout: ParallelLayout,
+    stage: int,
+    dtype: torch.dtype,
+    bucket: list[LayoutEntry],
+    parameters: Mapping[LayoutEntry, torch.nn.Parameter],
+    shared: SharedBuckets,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One round in shared memory: every rank of the owning stage writes its pieces of the full tensors."""
+    memory = shared.next()
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in bucket:
+        parts = []
+        for part in entry.parts:
+            own, memory = memory.tensor_split([math.prod(part.shape) * dtype.itemsize])
+            tensors[part.name] = own.view(dtype).view(part.shape)
+            parts.append(tensors[part.name])
+        if stage == layout.pp_rank:
+            parameter, dim = parameters[entry].detach(), entry.split_dim or 0
+            for piece in entry.pieces(layout.tp_size):
+                if piece.rank == layout.tp_rank and piece.part != PADDING:
+                    source = parameter.narrow(dim, piece.offset, piece.length)
+                    parts[piece.part].narrow(dim, piece.start, piece.length).copy_(source)
+    shared.publish()
+    yield from tensors.items()
+
+
+def _hf_bytes(dtype: torch.dtype, bucket: list[LayoutEntry]) -> int:
+    """Of a bucket's tensors, without padding."""
+    return sum(math.prod(part.shape) for entry in bucket for part in entry.parts) * dtype.itemsize
 
 
 def _hf_parts(entry: LayoutEntry, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
