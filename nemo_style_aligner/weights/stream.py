@@ -9,38 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
-from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors
+from nemo_style_aligner.weights.sharded_model import ShardedModel, is_head, layout_table, listing, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
-
-_HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class ShardedModel(Protocol):
-    """What the stream needs of a model (`models.gpt.MegatronModel` is one)."""
-
-    gpt: Any
-    config: Any
-    architecture: ModelArchitecture
-    layout: ParallelLayout
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under `GPTModel`'s names."""
-
-    @property
-    def has_reward_head(self) -> bool:
-        """Whether the model ends in a reward head."""
 
 
 @runtime_checkable
@@ -95,8 +76,8 @@ def export_weights(
             they share and keep, of the size said above, once for all of them.
     """
     layout = model.layout
-    entries, head_dtype = _table(model)
-    parameters = _local_parameters(model, entries)
+    entries, head_dtype = layout_table(model)
+    parameters = local_parameters(model, entries)
     entries = tuple(entry for entry in entries if not all(part.name in without for part in entry.parts))
     if layout.tp_size == layout.pp_size == 1:
         for entry in entries:
@@ -126,9 +107,9 @@ def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[st
     layout = model.layout
     if layout.pp_size > 1 or (layout.tp_rank, layout.tp_size) != (rank, size):
         return {}
-    entries, _ = _table(model)
+    entries, _ = layout_table(model)
     found = {}
-    for entry, parameter in _local_parameters(model, entries).items():
+    for entry, parameter in local_parameters(model, entries).items():
         length = entry.parts[0].shape[0] if entry.order == "vocabulary" and size == 1 else len(parameter)
         found[tuple(part.name for part in entry.parts)] = parameter.detach()[:length]
     return found
@@ -145,7 +126,7 @@ def _buckets(
     for entry in entries:
         if entry.is_copy:
             continue
-        dtype = head_dtype if _is_head(entry) else model.config.params_dtype
+        dtype = head_dtype if is_head(entry) else model.config.params_dtype
         key = (entry.stage(model.architecture.num_layers, pp_size), dtype)
         nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
         if open_key is not None and (key != open_key or size + nbytes > bucket_bytes):
@@ -281,15 +262,15 @@ class _ImportTarget:
 
     def __init__(self, model: ShardedModel, new_head: bool) -> None:
         self.layout = model.layout
-        entries, _ = _table(model)
+        entries, _ = layout_table(model)
         # Tied models' checkpoints may carry the embedding twice.
         self.ignored = {"lm_head.weight"} if new_head or model.architecture.tied_embeddings else set()
         if new_head:
-            self.ignored |= {part.name for entry in entries if _is_head(entry) for part in entry.parts}
-            entries = tuple(entry for entry in entries if not _is_head(entry))
+            self.ignored |= {part.name for entry in entries if is_head(entry) for part in entry.parts}
+            entries = tuple(entry for entry in entries if not is_head(entry))
         self.expected = hf_tensors(entries)
         self.optional = {part.name for entry in entries if entry.optional for part in entry.parts}
-        self.parameters = _local_parameters(model, entries)
+        self.parameters = local_parameters(model, entries)
         self.wanted: dict[str, list[tuple[LayoutEntry, int]]] = {}
         for entry in self.parameters:
             for index, part in enumerate(entry.parts):
@@ -299,7 +280,7 @@ class _ImportTarget:
         """Compare with the table, whatever stage a tensor belongs to: every rank finds the same fault."""
         missing = [name for name in self.expected if name not in shapes and name not in self.optional]
         if missing:
-            raise ValueError(f"the weights lack {_listing(missing)}: not a checkpoint of this architecture")
+            raise ValueError(f"the weights lack {listing(missing)}: not a checkpoint of this architecture")
         for name, shape in shapes.items():
             self.check_tensor(name, shape)
 
@@ -335,69 +316,3 @@ class _ImportTarget:
     def _my_pieces(self, entry: LayoutEntry) -> list[Piece]:
         rank = 0 if entry.split_dim is None else self.layout.tp_rank
         return [piece for piece in entry.pieces(self.layout.tp_size) if piece.rank == rank]
-
-
-# ---- both ---------------------------------------------------------------------------------------
-
-
-def _table(model: ShardedModel) -> tuple[tuple[LayoutEntry, ...], torch.dtype]:
-    """The model's layout table and the dtype of its head."""
-    attributes, head_dtype = _head_facts(model) if model.has_reward_head else (0, model.config.params_dtype)
-    entries = weight_layout(model.architecture, padded_vocab_size=model.gpt.vocab_size, num_attributes=attributes)
-    return entries, head_dtype
-
-
-def _is_head(entry: LayoutEntry) -> bool:
-    return entry.megatron_names[0].startswith("rm_head.")
-
-
-def _local_parameters(model: ShardedModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
-    """The table's entries that this rank holds, with their parameters.
-
-    Raises:
-        ValueError: the model has a parameter that the table does not know, lacks one or has another shape.
-    """
-    layout, num_layers = model.layout, model.architecture.num_layers
-    first_layer = layout.pp_rank * (num_layers // layout.pp_size)
-    named = {_global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
-    found: dict[LayoutEntry, torch.nn.Parameter] = {}
-    for entry in entries:
-        name = next((name for name in entry.megatron_names if name in named), None)
-        if name is None:
-            if entry.stage(num_layers, layout.pp_size) == layout.pp_rank and not entry.is_copy:
-                raise ValueError(f"the model has no parameter {' or '.join(entry.megatron_names)}")
-            continue
-        parameter = named.pop(name)
-        if tuple(parameter.shape) != entry.shard_shape(layout.tp_size):
-            raise ValueError(
-                f"{name} has shape {list(parameter.shape)} on this rank, the layout table says "
-                f"{list(entry.shard_shape(layout.tp_size))}"
-            )
-        found[entry] = parameter
-    named = {name: p for name, p in named.items() if not name.startswith("rm_head.")}
-    if named:
-        raise ValueError(f"the layout table has no entry for the model's {_listing(list(named))}")
-    return found
-
-
-def _global_name(name: str, first_layer: int) -> str:
-    """Layers are numbered from 0 on every pipeline stage: shift to the model's numbers."""
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
-
-
-def _head_facts(model: ShardedModel) -> tuple[int, torch.dtype]:
-    """The reward head's outputs and dtype, which only the last stage knows."""
-    facts = torch.zeros(2, dtype=torch.int64, device=device())
-    if model.layout.is_last_stage:
-        weight = model.gpt.rm_head.weight
-        facts = torch.tensor([weight.shape[0], _HEAD_DTYPES.index(weight.dtype)], dtype=torch.int64, device=device())
-    if model.layout.pp_size > 1:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(facts, src=dist.get_global_rank(group, model.layout.pp_size - 1), group=group)
-    attributes, dtype = facts.tolist()
-    return attributes, _HEAD_DTYPES[dtype]
-
-
-def _listing(names: list[str], most: int = 5) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
