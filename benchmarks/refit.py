@@ -31,9 +31,10 @@ from common import SHAPES, available_cores, print_table, spread, write_json
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.shard import TensorParallel
+from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights
+from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
 
 LIMIT_SECONDS = 900.0
 
@@ -46,6 +47,7 @@ class Case:
     tensor_parallel: int
     pipeline_parallel: int
     engine_tensor_parallel: int
+    step: StepChoice = "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -55,6 +57,7 @@ class Case:
 
 CASES = (
     Case("same layout", 1, 1, 1),
+    Case("same layout, in torch", 1, 1, 1, step="torch"),  # which views the trainer's weights
     Case("TP 2 to whole", 2, 1, 1),
     Case("PP 2 to whole", 1, 2, 1),
     Case("PP 2 to TP 2", 1, 2, 2),
@@ -131,11 +134,15 @@ def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendez
         max_sequence_length=64,
         eos_id=0,
         tensor_parallel=TensorParallel(rank, case.num_ranks) if case.engine_tensor_parallel > 1 else None,
+        step=case.step,
+        lent_weights=lambda: lendable_weights(model, rank, case.engine_tensor_parallel),
     )
     engine.build()
 
     def refit() -> None:
-        engine.refit(export_weights(model, args.bucket_megabytes * 2**20, transient=True), engine.weight_version + 1)
+        bucket_bytes = args.bucket_megabytes * 2**20
+        weights = export_weights(model, bucket_bytes, without=engine.viewed_weights, transient=True)
+        engine.refit(weights, engine.weight_version + 1)
 
     refit()  # touches all memory that stays
     compilations = engine.num_compilations

@@ -69,13 +69,12 @@ def _open(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | None:
     dist.broadcast_object_list(box, src=leader, group=group)
     if dist.get_rank() != leader and box[0] is not None:
         file = _find(box[0])
-    everybody = torch.tensor(int(file is not None))
+    memory = None if file is None else mmap.mmap(file, num_bytes)
+    everybody = torch.tensor(int(memory is not None))
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)
-    memory = mmap.mmap(file, num_bytes) if file is not None and everybody else None
-    dist.barrier(group)  # the others find the leader's file as long as it is open
     if file is not None:
-        os.close(file)
-    return None if memory is None else SharedBuckets(group, memory)
+        os.close(file)  # the leader's now that the others have found it; mapped memory stays
+    return SharedBuckets(group, memory) if memory is not None and everybody else None
 
 
 def _create(num_bytes: int) -> int | None:
