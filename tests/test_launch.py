@@ -177,10 +177,11 @@ def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
+from listeners import listeners
 from nemo_style_aligner.parallel.launch import job
 
 @job("gpt_ppo_critic")
@@ -188,6 +189,10 @@ def main(cfg: DictConfig) -> None:
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     print(f"sum {total.item():g} on rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="", flush=True)
+    dist.barrier()
+    others = [listener for listener in listeners(os.getpid()) if not listener.is_local]
+    print(f"reachable from other machines: {others}\\n", end="", flush=True)
+    dist.barrier()
     mode = cfg.exp_manager.name
     if mode == "raise" and dist.get_rank() == dist.get_world_size() - 1:
         raise RuntimeError("this rank is broken")
@@ -205,7 +210,7 @@ CLEAN = {
     for name, value in os.environ.items()
     if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "TORCHELASTIC_", "NEMO_STYLE_"))
     and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
 
 MPIRUN = Path(sys.executable).parent / "mpirun"
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="Open MPI is not installed: pip install -e '.[mpi]'")
@@ -251,6 +256,8 @@ def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> Non
     assert result.returncode == 0, result.stderr
     assert "sum 3 on rank 0 of 2" in result.stdout and "sum 3 on rank 1 of 2" in result.stdout
     assert result.stderr.count("model.mcore_gpt=True: has no effect") == 1  # rank 0 says it, once
+    if by != "mpirun":  # where MPI's own sockets are open; torchrun's agent listens as well, but is no rank
+        assert result.stdout.count("reachable from other machines: []") == 2, result.stdout
     assert [path.name for path in script.parent.iterdir() if path.name != "__pycache__"] == ["script.py"]
 
 
@@ -258,6 +265,7 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     result = run(script, "trainer.devices=1", "exp_manager.name=well")
     assert result.returncode == 0, result.stderr
     assert "sum 1 on rank 0 of 1" in result.stdout
+    assert "reachable from other machines: []" in result.stdout
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)

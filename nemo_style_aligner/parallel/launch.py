@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -38,7 +39,12 @@ from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringSta
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.logging import configure_logging
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 
 # ---- setting up ---------------------------------------------------------------------------------
@@ -108,11 +114,15 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
-    if rollout_ranks:
+    if info.master_addr == LOOPBACK and info.launcher != "torchrun":  # torchrun brings a store of its own
+        store, rank, size = _loopback_store(info, timeout), info.rank, info.world_size
+    else:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    if rollout_ranks:
         worlds.initialize(store, rank, size, rollout_ranks, backend, timeout)
     else:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
     _logger.info(
         "%d ranks, started by %s, %s, %d threads each",
@@ -133,15 +143,19 @@ def bind_address(host: str | None, info: LaunchInfo) -> str:
     if host is not None:
         return host
     in_cluster = "SLURM_JOB_ID" in os.environ or info.local_world_size < info.world_size
-    return "0.0.0.0" if in_cluster else "127.0.0.1"
+    return "0.0.0.0" if in_cluster else LOOPBACK
 
 
 def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
-    """Fill in where rank 0 listens: under MPI rank 0 tells the others, alone it is this process's own affair."""
+    """Fill in where rank 0 listens: under MPI rank 0 tells the others, alone it is this process's own affair.
+
+    Ranks that are all on one machine meet on loopback.
+    """
     if info.master_addr is not None:
-        return info
+        is_one_node = info.launcher == "slurm" and info.local_world_size == info.world_size
+        return dataclasses.replace(info, master_addr=LOOPBACK) if is_one_node else info
     if info.world_size == 1:
-        return dataclasses.replace(info, master_addr="127.0.0.1", master_port=free_port())
+        return dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # ranks that wait in MPI would spin otherwise
     try:
         from mpi4py import MPI
@@ -155,9 +169,31 @@ def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
             f"the launcher started {info.world_size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: it was built for "
             f"another MPI; use the mpirun that belongs to it ({os.path.dirname(sys.executable)}/mpirun, if installed)"
         )
-    address = "127.0.0.1" if info.local_world_size == info.world_size else own_address()
+    address = LOOPBACK if info.local_world_size == info.world_size else own_address()
     address, port = MPI.COMM_WORLD.bcast((address, free_port()) if info.rank == 0 else None, root=0)
     return dataclasses.replace(info, master_addr=address, master_port=port)
+
+
+def _loopback_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of one machine meet. torch's own would listen on every interface; it asks for no secret."""
+    from torch.distributed import TCPStore
+
+    listener = None
+    if info.rank == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                opened.bind((LOOPBACK, info.master_port))
+            except OSError as error:
+                raise LaunchError(
+                    f"port {info.master_port}, on which the ranks were to meet, cannot be used ({error.strerror}): "
+                    f"start the job again, with another MASTER_PORT if you have set one"
+                ) from error
+            opened.listen(info.world_size)
+            listener = opened.detach()  # the store closes it
+    return TCPStore(
+        LOOPBACK, info.master_port, info.world_size, info.rank == 0, timeout=timeout, master_listen_fd=listener
+    )
 
 
 def _share_cores(info: LaunchInfo) -> None:

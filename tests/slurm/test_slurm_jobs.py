@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import requests
 import torch
-from cluster import TESTBED, Cluster, Listener, SlurmJob, listeners
+from cluster import TESTBED, Cluster, SlurmJob
 from conftest import Artefacts
 from job_processes import ROOT, stored_weights
+from listeners import Listener, listeners
 
 from nemo_style_aligner.telemetry.logger import read_metrics
 
@@ -282,7 +283,7 @@ def open_ports(job: SlurmJob) -> dict[Listener, int | None]:
         for rank, node in enumerate(nodes):
             address = testbed_address(node)
             for listener in listeners(ranks[rank]):
-                if listener.address.startswith("127."):
+                if listener.is_local:
                     continue
                 assert listener.address in ("0.0.0.0", address), listener
                 try:
@@ -293,13 +294,11 @@ def open_ports(job: SlurmJob) -> dict[Listener, int | None]:
     return found
 
 
-def test_nothing_answers_without_the_secret(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
-    """From another machine, while the job trains: the critic's service on one node, the work queue on another.
+def check_open_ports(job: SlurmJob) -> None:
+    """From another machine nothing answers without the secret: neither the critic's service nor the work queue.
 
     torch.distributed's own ports are open as well (docs/service.md); they speak no HTTP.
     """
-    job = submit_ppo(cluster, artefacts, tmp_path / "results")
-    job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
     found = open_ports(job)
     critic_port = 30000 + job.id % 2700
     assert found[Listener("n1", critic_port)] == 401, found
@@ -311,9 +310,10 @@ def test_nothing_answers_without_the_secret(cluster: Cluster, artefacts: Artefac
 def test_a_component_that_dies_takes_the_job_with_it(
     script: str, cluster: Cluster, artefacts: Artefacts, tmp_path: Path
 ) -> None:
-    """SIGKILL to the critic, which may not be restarted, or to one of the actor's ranks."""
+    """SIGKILL to the critic, which may not be restarted, or to one of the actor's ranks. Before, knock at its ports."""
     job = submit_ppo(cluster, artefacts, tmp_path / "results", CRITIC_RESTARTS="0")
     job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
+    check_open_ports(job)
     job.kill_rank(script, 0 if "critic" in script else 1)
     state = job.wait(TIMEOUT)
     assert state.name == "FAILED" and state.exit_code not in (0, 75) and state.restarts == 0, job.describe()
