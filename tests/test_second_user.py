@@ -112,6 +112,7 @@ def test_the_services_of_a_run_are_closed(folder: Path) -> None:
         worker = WorkQueueClient("127.0.0.1", work_server.port, token=secret.value)
         worker.start_round(0, [])
         assert worker.lease(2) == [1, 2]
+        worker.close()
     finally:
         work_server.stop()
     assert found.pop("write open") == "done"  # the stranger does try

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import stat
@@ -131,7 +132,7 @@ def final_weights(results: Path) -> dict[str, torch.Tensor]:
     return stored_weights(results / "actor" / "checkpoints" / "megatron_gpt_ppo_actor.nemo")
 
 
-def testbed_address(node: str) -> str:
+def node_address(node: str) -> str:
     """testbed.sh gives it to ``n1``, ``n2``, ..."""
     return f"10.213.9.{node.removeprefix('n')}"
 
@@ -276,22 +277,23 @@ def open_ports(job: SlurmJob) -> dict[Listener, int | None]:
 
     None: not at all, or not in HTTP.
     """
-    found: dict[Listener, int | None] = {}
+    addresses: dict[Listener, str] = {}
     for script, nodes in (("serve_ppo_critic.py", ("n1",)), ("train_gpt_ppo_actor.py", ("n2", "n3"))):
         ranks = job.ranks(script)
         assert len(ranks) == len(nodes), job.describe()
         for rank, node in enumerate(nodes):
-            address = testbed_address(node)
-            for listener in listeners(ranks[rank]):
-                if listener.is_local:
-                    continue
-                assert listener.address in ("0.0.0.0", address), listener
-                try:
-                    answer = requests.get(f"http://{address}:{listener.port}/status", timeout=3)
-                    found[Listener(node, listener.port)] = answer.status_code
-                except requests.RequestException:
-                    found[Listener(node, listener.port)] = None
-    return found
+            found = {listener for listener in listeners(ranks[rank]) if not listener.is_local}
+            assert {listener.address for listener in found} <= {"0.0.0.0", node_address(node)}, found
+            addresses |= {Listener(node, listener.port): node_address(node) for listener in found}
+
+    def ask(listener: Listener) -> int | None:
+        try:
+            return requests.get(f"http://{addresses[listener]}:{listener.port}/status", timeout=5).status_code
+        except requests.RequestException:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
+        return dict(zip(addresses, pool.map(ask, addresses), strict=True))
 
 
 def check_open_ports(job: SlurmJob) -> None:
@@ -311,7 +313,8 @@ def test_a_component_that_dies_takes_the_job_with_it(
     script: str, cluster: Cluster, artefacts: Artefacts, tmp_path: Path
 ) -> None:
     """SIGKILL to the critic, which may not be restarted, or to one of the actor's ranks. Before, knock at its ports."""
-    job = submit_ppo(cluster, artefacts, tmp_path / "results", CRITIC_RESTARTS="0")
+    endless = ("trainer.ppo.max_epochs=100", "trainer.ppo.max_steps=900")
+    job = submit_ppo(cluster, artefacts, tmp_path / "results", endless, CRITIC_RESTARTS="0")
     job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
     check_open_ports(job)
     job.kill_rank(script, 0 if "critic" in script else 1)
