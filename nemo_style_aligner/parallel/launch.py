@@ -178,6 +178,7 @@ def _loopback_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
     """Where the ranks of one machine meet. torch's own would listen on every interface; it asks for no secret."""
     from torch.distributed import TCPStore
 
+    assert info.master_port is not None  # whoever sets the address sets it, too
     listener = None
     if info.rank == 0:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
