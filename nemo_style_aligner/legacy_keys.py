@@ -70,8 +70,6 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.*.limit_train_batches", "not supported, see max_steps", allowed=(1.0, *_NONE)),
     LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
     LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
-    LegacyKey("model.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
-    LegacyKey("model.ppo.offload_adam_states", "has no effect: the optimizer's states stay on their device"),
     # The model's build
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),

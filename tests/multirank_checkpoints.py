@@ -43,6 +43,7 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExpor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
@@ -710,6 +711,49 @@ def not_trusted(folder: Path) -> dict[str, Any]:
     return Job(dp=2).run(run)
 
 
+def offloaded(folder: Path) -> dict[str, Any]:
+    """Adam's states in other memory between updates, and during a save. On a CPU both are host memory."""
+    jobs = {
+        "bf16 distributed dp2": Job(dp=2, dtype=torch.bfloat16),
+        "fp32 distributed": Job(),
+        "bf16 plain reward": Job(distributed=False, dtype=torch.bfloat16, reward=True),
+    }
+
+    def places(model: MegatronModel, optimizer: Optimizer) -> dict[str, list[int]]:
+        inner = optimizer.megatron.chained_optimizers[0].optimizer
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        return {
+            "moments": [t.data_ptr() for p in parameters for t in inner.state[p].values()],
+            "main weights": [p.data_ptr() for p in parameters],
+            "weights": [p.data_ptr() for p in model.gpt.parameters()],
+        }
+
+    def run(model: MegatronModel, optimizer: Optimizer, directory: Path, away: bool) -> Any:
+        seed_everything(0)
+        m, losses, moved = manager(directory), [], {}
+        if away:
+            optimizer._offload = AdamOffload(optimizer._parts(), model.module)
+        optimizer.offload_states()  # before there are any
+        for step in range(1, 4):
+            losses += train(model, optimizer, 1)
+            before = places(model, optimizer)
+            optimizer.offload_states()
+            optimizer.offload_states()  # twice is once
+            after = places(model, optimizer)
+            moved = {k: sum(a != b for a, b in zip(before[k], after[k], strict=True)) / len(before[k]) for k in before}
+            if step == 2:
+                save(m, model, optimizer, 2)
+        result = [losses, fingerprint(model, optimizer)]
+        m.resume(model, optimizer)  # into states that are away
+        return moved, [*result, train(model, optimizer, 2), fingerprint(model, optimizer)]
+
+    results = {}
+    for name, job in jobs.items():
+        both = [job.run(run, folder / f"{name} {away}", away) for away in (False, True)]
+        results[name] = {"moved": [moved for moved, _ in both], "runs": [run for _, run in both]}
+    return results
+
+
 def pruning(folder: Path) -> dict[str, Any]:
     """What is left after saves with these monitored values."""
 
@@ -836,8 +880,20 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS = (
-    *(archives, reward_model, exact_resume, layout_change, killed, behind, damaged, full_disk, pruning, resuming),
-    *(nonfinite, killed_at_random, not_trusted),
+    *(
+        archives,
+        reward_model,
+        exact_resume,
+        layout_change,
+        killed,
+        behind,
+        offloaded,
+        damaged,
+        full_disk,
+        pruning,
+        resuming,
+    ),
+    *(pruning, resuming, nonfinite, killed_at_random, not_trusted),
 )
 
 

@@ -1,20 +1,27 @@
-"""For test_models.py: log-probs and entropies of a vocabulary split over ranks, and their gradients.
+"""For test_models.py: log-probs and entropies of a vocabulary split over ranks, and their gradients; recomputation.
 
 ``python multirank_models.py <folder>`` leaves ``<folder>/split.safetensors``: each rank's slice, together. The third
-rank holds nothing but padding of the vocabulary.
+rank holds nothing but padding of the vocabulary. ``<folder>/recompute.pt``: what a training pass on packed rows gives
+and keeps for its backward pass, with activations recomputed or not, sharded by sequence parallelism or not.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from multirank_ppo import fork_ranks
 from safetensors.torch import save_file
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import logprobs
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.logprobs import Prediction, predict
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.parallel.groups import all_gather_rows, initialize_model_parallel
 
 RANKS, VOCAB, PADDED, TEMPERATURE = 3, 21, 42, 0.7  # slices of 14 rows: 14, 7 and 0 true ones
@@ -50,5 +57,68 @@ def split(folder: Path) -> None:
         save_file({k: v.contiguous() for k, v in results.items()}, folder / "split.safetensors")
 
 
+class SavedBytes:
+    """Counts the bytes that a forward pass keeps for its backward pass, weights apart."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._is_backward = False
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
+
+    def _keep(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()  # held, so that no address is used twice
+        if not self._is_backward and storage.data_ptr() not in self._weights:
+            self._kept[storage.data_ptr()] = storage
+        return x
+
+    def _give(self, x: torch.Tensor) -> torch.Tensor:
+        self._is_backward = True  # what is computed again from here on is kept for a moment only
+        return x
+
+    @property
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+
+def recompute(folder: Path) -> None:
+    """The same loss of the same packed rows, with every way to save memory."""
+    architecture = ModelArchitecture(
+        num_layers=2, hidden_size=24, ffn_hidden_size=36, num_attention_heads=6, num_query_groups=3, vocab_size=VOCAB
+    )
+    tokens = torch.randint(0, VOCAB, (5, 40), generator=torch.Generator().manual_seed(3))
+    wanted = torch.arange(39) < torch.tensor([39, 7, 30, 12, 20])[:, None]
+    results: dict[str, Any] = {}
+    for sharded in (False, True):
+        for granularity in (None, "selective", "full"):
+            config = {
+                "optim": {"name": "distributed_fused_adam"},
+                "sequence_parallel": sharded,
+                "activations_checkpoint_granularity": granularity,
+            }
+            torch.manual_seed(4)
+            model = build_model(architecture, config, torch.float32)
+            saved = SavedBytes(model)
+            model.module.train()
+            with saved.hooks:
+                loss = train_step(
+                    model,
+                    Tokens(tokens),
+                    wanted,
+                    MicroBatching(5),
+                    lambda output, batch: (-output.sum(), (output != 0).sum(), {}),
+                    scoring=Scoring(),
+                )["loss"]
+            gradients = torch.cat([p.main_grad.flatten().clone() for p in model.gpt.parameters()])
+            results[f"{granularity}, {'sharded' if sharded else 'whole'}"] = (loss, gradients, saved.total)
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "recompute.pt")
+
+
+def scenarios(folder: Path) -> None:
+    split(folder)
+    recompute(folder)
+
+
 if __name__ == "__main__":
-    fork_ranks(Path(sys.argv[1]), RANKS, lambda: split(Path(sys.argv[1])))
+    fork_ranks(Path(sys.argv[1]), RANKS, lambda: scenarios(Path(sys.argv[1])))

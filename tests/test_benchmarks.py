@@ -39,6 +39,10 @@ ARGUMENTS = {
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
         *("--rounds", "1", "--threads", "1"),
     ],
+    "memory.py": [
+        *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
+        *("--threads", "1"),
+    ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "growth.py": [
         *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
@@ -182,6 +186,18 @@ def test_service(reports: dict[str, Report]) -> None:
         assert entry["requests"] > 0 and entry["requests_per_second"] > 0 and 0 <= entry["pauses"] < 1
         latency = entry["latency_seconds"]
         assert 0 < latency["p50"] <= latency["p95"] <= latency["p99"]
+
+
+def test_memory(reports: dict[str, Report]) -> None:
+    output, report = reports["memory.py"]
+    assert list(report["cases"]) == ["packed", "selective", "full", "padded"], output
+    for result in report["cases"].values():
+        assert result["measured"].keys() - {"update"} == result["predicted"].keys()
+        assert min(result["predicted"].values()) > 0 and min(result["measured"].values()) >= 0
+    said = [
+        report["cases"][case]["predicted"]["forward + backward"] for case in ("padded", "packed", "selective", "full")
+    ]
+    assert said == sorted(said, reverse=True) and len(set(said)) == 4
 
 
 def test_training_pass(reports: dict[str, Report]) -> None:

@@ -158,7 +158,9 @@ class Pair:
     def curves(self, name: str) -> dict[str, list[tuple[int, float]]]:
         """A job's numbers, apart from times and from how busy the engines were."""
         curves = read_metrics(self.folder / name)
-        return {key: points for key, points in curves.items() if not key.startswith(("timers/", "generation/"))}
+        return {
+            key: points for key, points in curves.items() if not key.startswith(("timers/", "memory/", "generation/"))
+        }
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """Of the job's archive."""

@@ -175,10 +175,34 @@ def dense_reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"values": values.detach(), "hidden gradient": hidden.grad, "weight gradient": weight.grad}
 
 
-def test_split_vocabulary_equals_dense(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What multirank_models.py leaves."""
+    folder = tmp_path_factory.mktemp("three_ranks")
+    run([sys.executable, str(ROOT / "tests" / "multirank_models.py"), str(folder)], folder / "ranks.log", 120)
+    return folder
+
+
+def test_recomputation_and_sequence_parallelism_save_memory_and_change_nothing(three_ranks: Path) -> None:
+    """Packed rows at TP 3: ``activations_checkpoint_granularity`` and ``sequence_parallel`` do what they say."""
+    results = torch.load(three_ranks / "recompute.pt", weights_only=True)
+    loss, gradients, _ = results["None, whole"]
+    assert loss > 0 and gradients.abs().max() > 0.01
+    for case, (other_loss, other_gradients, _) in results.items():
+        assert other_loss == pytest.approx(loss, rel=1e-6), case
+        torch.testing.assert_close(other_gradients, gradients, atol=1e-6, rtol=1e-5, msg=lambda m, c=case: f"{c}: {m}")
+    saved = {case: size for case, (_, _, size) in results.items()}
+    for way in ("whole", "sharded"):
+        assert saved[f"full, {way}"] < 0.6 * saved[f"selective, {way}"] < 0.54 * saved[f"None, {way}"], saved
+        # Computed again with the same numbers in the same order: the same bits.
+        assert all(torch.equal(results[f"{g}, {way}"][1], results[f"None, {way}"][1]) for g in ("selective", "full"))
+    for granularity in ("None", "selective", "full"):
+        assert saved[f"{granularity}, sharded"] < 0.8 * saved[f"{granularity}, whole"], saved
+
+
+def test_split_vocabulary_equals_dense(three_ranks: Path) -> None:
     """Log-probs, entropy and both gradients at TP 3, in chunks, with padding, against the dense formulas."""
-    run([sys.executable, str(ROOT / "tests" / "multirank_models.py"), str(tmp_path)], tmp_path / "ranks.log", 120)
-    split = load_file(tmp_path / "split.safetensors")
+    split = load_file(three_ranks / "split.safetensors")
     for name, expected in dense_reference(torch.float32).items():
         for way in ("whole", "sequence parallel"):
             # Logits are as large as 50 here.

@@ -106,7 +106,7 @@ class ToyCritic:
 
     def __init__(self) -> None:
         self.model = SimpleNamespace(weight=1.0)
-        self.optimizer = SimpleNamespace(step_count=0)
+        self.optimizer = SimpleNamespace(step_count=0, offload_states=lambda: None)
         self.trained: list[float] = []
         self.dies_at: float | None = None
 

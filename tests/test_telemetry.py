@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import json
@@ -10,6 +11,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
+from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -138,6 +141,41 @@ def test_a_timer_closes_when_its_body_raises_and_synchronises_at_both_ends() -> 
         pass
     assert timer.consume_durations() == {"train": 2, "next": 0}
     assert calls == [0, 2, 2, 2]
+
+
+class Peaks:
+    """A meter that has been told."""
+
+    def __init__(self, *peaks: int) -> None:
+        self._peaks = list(peaks)
+
+    def take(self) -> int:
+        return self._peaks.pop(0) << 30
+
+
+def test_each_scope_has_its_peak_of_memory() -> None:
+    timer = ScopedTimer(memory=Peaks(9, 1, 5, 2, 3, 7, 4))
+    with timer("step"):  # 9 was before
+        with timer("generate"):  # 1 before it, 5 in it
+            pass
+        with timer("train"), contextlib.suppress(ValueError):  # 2 before it, 3 in it
+            raise ValueError
+    other = threading.Thread(target=lambda: timer("thread").__enter__())
+    other.start()  # takes no reading
+    other.join()
+    assert timer.consume_peaks() == {"step/generate_peak_gib": 5, "step/train_peak_gib": 3, "step_peak_gib": 7}
+    assert timer.consume_peaks() == {}
+
+
+@pytest.mark.parametrize("meter", [peak_meter, SampledPeak])
+def test_a_peak_that_is_gone_is_seen_once(meter: Callable[[], PeakMeter]) -> None:
+    peaks, size = meter(), 200 * 2**20
+    before = peaks.take()
+    block = b"x" * size  # written to: untouched memory is not resident
+    time.sleep(0.1)  # a sampling meter must get to look
+    del block
+    assert peaks.take() > before + 0.8 * size
+    assert peaks.take() < before + 0.2 * size
 
 
 def test_timers_of_another_thread_do_not_nest_in_ours() -> None:

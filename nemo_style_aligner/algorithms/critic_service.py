@@ -15,6 +15,7 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class CriticService:
         self.metrics = metrics
         self.reset = reset
         self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it was about to write
-        self.timer = ScopedTimer()
+        self.timer = ScopedTimer(memory=peak_meter())
 
     @property
     def step(self) -> int:
@@ -65,10 +66,12 @@ class CriticService:
 
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rewards (if the reward model is here) and values; see `ModelBackend.infer`."""
+        self.critic.optimizer.offload_states()
         answer = {}
-        if self.reward_model is not None:
-            answer["rewards"] = self.reward_model.rewards(tokens, lengths)
-        answer["values"] = self.critic.values(tokens, lengths)
+        with self.timer("infer_time"):
+            if self.reward_model is not None:
+                answer["rewards"] = self.reward_model.rewards(tokens, lengths)
+            answer["values"] = self.critic.values(tokens, lengths)
         return answer
 
     def train(
@@ -91,6 +94,7 @@ class CriticService:
         for offset, report in enumerate(applied):
             self.metrics.log_metrics(report, before + offset, "train/")
         self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
         loss = sum(report["loss"] for report in applied) / max(1, len(applied))
         if len(applied) < len(reports):
             self.metrics.log_metrics({"skipped_updates": reports[-1]["skipped_updates"]}, self.step, "train/")

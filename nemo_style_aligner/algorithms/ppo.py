@@ -185,7 +185,7 @@ class PPOTrainer:
                 if was_finished:  # by a run that may have been killed between its last checkpoint and its archive
                     self._write_checkpoint()
                 self.finish_save()
-        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        self._log_phases()
 
     def make_step(self) -> None:
         """One PPO step, counted."""
@@ -236,6 +236,8 @@ class PPOTrainer:
     def _rollouts(
         self, prompts: PromptSource, start: int, stream: int, is_training: bool
     ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
+        with self.timer("offload"):
+            self.actor.optimizer.offload_states()
         version = self.ppo_optimization_step
         pending = self.schedule.generate(prompts, start, self.step, stream, version)
         if is_training:
@@ -385,10 +387,14 @@ class PPOTrainer:
         return interval > 0 and (self.step % interval == 0 or self.is_finished)
 
     def log_step(self, progress: ProgressBar) -> None:
-        """Log the step's durations and move the progress bar."""
-        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        """Log the step's durations and peaks of memory, and move the progress bar."""
+        self._log_phases()
         shown = ("train_rewards", "train_init_policy_kl", "train_generation_length", "val_rewards")
         progress.update(1, {name: self._last_metrics[name] for name in shown if name in self._last_metrics})
+
+    def _log_phases(self) -> None:
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
+        self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
 
     def _log_samples(self, key: str, rollouts: RolloutBatch, scores: Scores) -> None:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)

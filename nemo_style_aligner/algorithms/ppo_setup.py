@@ -22,6 +22,7 @@ from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank
 from nemo_style_aligner.servers.client import SequencesToScore
 from nemo_style_aligner.servers.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 
@@ -65,7 +66,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.checkpoints,
         run.metrics,
         run.control,
-        ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None),
+        ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None, memory=peak_meter()),
     )
     run.resume(actor.model, actor.optimizer, trainer)
     critic.begin()
@@ -97,7 +98,8 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
     ppo = cfg.trainer.ppo
     nonfinite = NonFinitePolicy.from_config(ppo)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
+    clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, clip, nonfinite, offload=offload)
     return Actor(
         model,
         optimizer,

@@ -70,7 +70,8 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     nonfinite = NonFinitePolicy.from_config(ppo)
 
     def make_optimizer() -> Optimizer:
-        return Optimizer(model, cfg.model.optim, schedule, float(ppo.gradient_clip_val or 0.0), nonfinite)
+        clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.offload_adam_states)
+        return Optimizer(model, cfg.model.optim, schedule, clip, nonfinite, offload=offload)
 
     critic = Critic(
         model,

@@ -22,6 +22,7 @@ from nemo_style_aligner.models.supervised_losses import Objective
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -114,7 +115,7 @@ class SupervisedTrainer:
         self.metrics = metrics
         self.run_control = run_control
         self.batching = batching
-        self.timer = ScopedTimer()
+        self.timer = ScopedTimer(memory=peak_meter())
         self.step = 0
         self._last_metrics: dict[str, float] = {}
         self._is_validation_due = False
@@ -156,6 +157,7 @@ class SupervisedTrainer:
         self.step += 1
         self._is_validation_due = self.is_due(self.settings.val_check_interval)
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
+        self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
         self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
 
     def validate_if_due(self) -> None:

@@ -38,18 +38,18 @@ def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -
     tensors: ShardedTensors = {}
     for index, inner in enumerate(_inner(optimizer.megatron)):
         inner.init_state_fn(inner.optimizer, inner.config)  # before the first update there are no moments yet
-        if isinstance(inner, DistributedOptimizer):
+        if _is_sharded(inner):
             state = _distributed_state(inner, model, prefix, is_loading=False)
             named = {f"{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
         else:
-            named = _plain_tensors(inner, model, prefix)
+            named = _whole_tensors(inner, model, prefix)
         tensors |= {f"{_PREFIX}{index}.{name}": tensor for name, tensor in named.items()}
     return tensors
 
 
 def makes_copies(optimizer: Optimizer) -> bool:
     """Whether the data of `optimizer_tensors` are copies that nobody else holds; the live tensors if not."""
-    return all(isinstance(inner, DistributedOptimizer) for inner in _inner(optimizer.megatron))
+    return all(_is_sharded(inner) for inner in _inner(optimizer.megatron))
 
 
 def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
@@ -74,7 +74,7 @@ def load_optimizer(
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
     """
     for inner in _inner(optimizer.megatron):
-        if isinstance(inner, DistributedOptimizer):
+        if _is_sharded(inner):
             state = _distributed_state(inner, model, prefix, is_loading=True)
             named = {f"{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
             values = {number: {key: t.data for key, t in entry.items()} for number, entry in state.items()}
@@ -82,7 +82,7 @@ def load_optimizer(
             inner.load_parameter_state_from_fully_reshardable(values)
         else:
             inner.init_state_fn(inner.optimizer, inner.config)
-            load_sharded_tensors(_plain_tensors(inner, model, prefix), source, folder, ignored=(prefix, _PREFIX))
+            load_sharded_tensors(_whole_tensors(inner, model, prefix), source, folder, ignored=(prefix, _PREFIX))
     for group in optimizer.megatron.param_groups:
         group["step"] = counters["adam_step"]
     optimizer.step_count = counters["step_count"]
@@ -116,18 +116,31 @@ def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
             optimizer.model_param_group_index_map[parameter] = (group_index, order)
 
 
-def _plain_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
-    """The live tensors of an optimizer that is not distributed.
+def _is_sharded(optimizer: MegatronOptimizer) -> bool:
+    """Whether no rank has the whole of a parameter's state."""
+    return isinstance(optimizer, DistributedOptimizer) and optimizer.data_parallel_group.size() > 1
 
-    megatron-core's own way mistakes one parameter for another where a bf16 model has an fp32 head.
+
+def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
+    """The live tensors of an optimizer that does not share them with other ranks.
+
+    megatron-core's own way mistakes one parameter for another where a bf16 model has an fp32 head, or copies everything
+    several times where it is distributed over one rank.
     """
-    states = optimizer.optimizer.state
+    if isinstance(optimizer, DistributedOptimizer):
+        _correct_parameter_order(optimizer)
     named: ShardedTensors = {}
     for name, sharded in _parameters(model, prefix):
-        # bf16 parameters have an fp32 main copy; others are their own.
-        main = getattr(sharded.data, "main_param", sharded.data)
-        values: dict[str, torch.Tensor] = {"param": main.data, **{key: states[main][key] for key in _MOMENTS}}
-        for key, value in values.items():
+        parameter = sharded.data
+        if isinstance(optimizer, DistributedOptimizer):  # its only shard is the flattened parameter
+            group, order = optimizer.model_param_group_index_map[parameter]
+            main = optimizer.optimizer.param_groups[group]["params"][order]
+        else:
+            # bf16 parameters have an fp32 main copy; others are their own.
+            main = getattr(parameter, "main_param", parameter)
+        moments = optimizer.optimizer.state[main]
+        for key, value in {"param": main.detach(), **{key: moments[key] for key in _MOMENTS}}.items():
+            value = value.view(parameter.shape)
             named[f"{key}.{name}"] = _like(sharded, f"{_PREFIX}state.{key}.{sharded.key}", value)
     return named
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_style_aligner.models.recompute import computed_again
+
 
 class RMSNorm(torch.autograd.Function):
     """x / rms(x) * weight over the last dimension, computed in fp32 (arXiv:1910.07467)."""
@@ -15,10 +17,16 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., h] of any dtype, weight fp32 [h] -> x's shape and dtype."""
+        out, scale = RMSNorm.compute(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def compute(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and what x is multiplied by, fp32 [..., 1]."""
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight).to(x.dtype), scale
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
@@ -38,7 +46,11 @@ class SwiGLU(MegatronModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What `MLP` calls between its two linear layers."""
-        return _SwiGLU.apply(x)
+        out = _SwiGLU.apply(x)
+        if self.config.recompute_granularity == "selective" and out.requires_grad:
+            kept = x.detach()
+            computed_again(out, lambda: _swiglu(kept))
+        return out
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -47,8 +59,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _swiglu(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -59,3 +70,8 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_x
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -132,7 +132,9 @@ def transformer_config(
             "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
         }
     elif granularity == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        # Without Transformer Engine, layers recompute what pays with their attention: see `models.recompute`.
+        modules = ["core_attn"] if has_transformer_engine() else []
+        recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
     elif granularity is not None:
         raise ValueError(f"model.activations_checkpoint_granularity={granularity!r}: choose null, selective or full")
     bf16 = dtype == torch.bfloat16

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -25,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
 from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
+from nemo_style_aligner.models.recompute import ColumnLinear, RowLinear, computed_again
 
 
 def has_transformer_engine() -> bool:
@@ -42,6 +42,7 @@ class Norm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
+        self.is_recomputed = config.recompute_granularity == "selective"
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.bias = None
@@ -56,7 +57,11 @@ class Norm(torch.nn.Module):
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         shape = (x.shape[-1],)
         if self.bias is None:
-            return RMSNorm.apply(x, weight, self.eps)
+            out = RMSNorm.apply(x, weight, self.eps)
+            if self.is_recomputed and out.requires_grad:
+                kept, scale = x.detach(), weight.detach()
+                computed_again(out, lambda: RMSNorm.compute(kept, scale, self.eps)[0])
+            return out
         return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
 
 
@@ -75,9 +80,9 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
                 module=TorchSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=ColumnLinear,
                     core_attention=CausalAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=RowLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
@@ -87,9 +92,9 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear,
+                    linear_fc1=ColumnLinear,
                     activation_func=SwiGLU if config.use_te_activation_func else None,
-                    linear_fc2=RowParallelLinear,
+                    linear_fc2=RowLinear,
                 ),
             ),
             mlp_bda=get_bias_dropout_add,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,7 +17,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
 from nemo_style_aligner.models.gpt import MegatronModel, uses_distributed_optimizer
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy, SkipCounter
-from nemo_style_aligner.parallel.groups import all_reduce_sums
+from nemo_style_aligner.models.offload import AdamOffload
+from nemo_style_aligner.parallel.groups import all_reduce_sums, device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +75,9 @@ class Optimizer:
 
     Weights of one dimension (norms and biases) do not decay.
 
+    Args:
+        offload: let `offload_states` move Adam's states to host memory (``offload_adam_states``); no effect on a CPU.
+
     Attributes:
         step_count: updates made so far; those that were skipped do not count.
         skips: those that were skipped for NaN or Inf.
@@ -83,6 +90,7 @@ class Optimizer:
         schedule: Schedule,
         clip_grad: float,
         nonfinite: NonFinitePolicy = STOP,
+        offload: bool = False,
     ) -> None:
         use_fused_adam_where_megatron_has_none()
         betas = optim.get("betas") or (0.9, 0.98)
@@ -112,6 +120,12 @@ class Optimizer:
             # megatron leaves this to its own scheduler: norms and biases have wd_mult 0.
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
         model.config.grad_scale_func = self.megatron.scale_loss
+        self._offload: AdamOffload | None = None
+        if offload and device().type == "cpu":
+            if dist.get_rank() == 0:
+                logger.info("offload_adam_states has no effect on a CPU: the optimizer's states are in host memory")
+        elif offload:
+            self._offload = AdamOffload(self._parts(), model.module)
 
     @property
     def learning_rate(self) -> float:
@@ -140,6 +154,8 @@ class Optimizer:
             NonFiniteError: loss or gradients hold NaN or Inf, and the run does not skip such updates, or too many in a
                 row. Nothing was applied.
         """
+        if self._offload is not None:
+            self._offload.bring_back()
         lr = self.learning_rate
         found_inf = self.megatron.prepare_grads()
         norm = self.megatron.get_grad_norm()
@@ -160,10 +176,20 @@ class Optimizer:
         """As megatron-core's own ``step`` does between preparing gradients and applying them."""
         if self.clip_grad <= 0.0:
             return
-        chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
-        for inner in chained:
-            if not getattr(inner, "is_stub_optimizer", False) and (parameters := inner.get_parameters()):
+        for inner in self._parts():
+            if parameters := inner.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, self.clip_grad, grad_norm)
+
+    def _parts(self) -> list[MegatronOptimizer]:
+        """Those that this rank has parameters in."""
+        chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
+        return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+    def offload_states(self) -> None:
+        """Move Adam's states to host memory until the next `step`, if the config asks for it. Gradients are dropped."""
+        if self._offload is not None:
+            self.megatron.zero_grad()  # main weights must not hold on to gradients on the device
+            self._offload.offload()
 
     def reload_model_params(self) -> None:
         """Take the model's weights as the new main weights (after loading a model without its optimizer)."""

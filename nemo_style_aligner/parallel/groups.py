@@ -146,14 +146,19 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
 
 
 def background_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for collectives in another thread than the main one; None for one rank. Collective.
+    """A gloo group of all ranks for collectives in another thread than the main one. Collective.
 
     Two threads in one group would take part in each other's collectives.
 
     Args:
         timeout: of its collectives; torch's own unless given.
+
+    Returns:
+        None, for the default group, where one rank has nobody to meet in it.
     """
-    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+    if dist.get_world_size() == 1 and dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def all_reduce_max(value: int) -> int:

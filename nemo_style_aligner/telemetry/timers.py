@@ -1,4 +1,4 @@
-"""Nested timers for the phases of a step."""
+"""Nested timers for the phases of a step, and the most memory in each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.memory import PeakMeter
 
 
 class ScopedTimer:
@@ -28,13 +29,20 @@ class ScopedTimer:
         synchronize: called before each reading of the clock, so that work queued on a device counts where
             it was queued. ``None`` on a CPU.
         clock: seconds, monotonic.
+        memory: measures the peak of each of the main thread's scopes; None: nobody asks for it.
     """
 
     def __init__(
-        self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        memory: PeakMeter | None = None,
     ) -> None:
         self._synchronize = synchronize
         self._clock = clock
+        self._memory = memory
+        self._open_peaks: list[int] = []  # bytes, of the main thread's open scopes
+        self._peaks: dict[str, int] = {}
         self._open_scopes = threading.local()
         self._lock = threading.Lock()
         self._durations: dict[str, float] = {}
@@ -46,6 +54,10 @@ class ScopedTimer:
         scopes.append(name)
         activity.enter(name)
         path = "/".join(scopes)
+        is_metered = self._memory is not None and threading.current_thread() is threading.main_thread()
+        if is_metered:
+            self._note_peak()
+            self._open_peaks.append(0)
         started = self._read_clock()
         try:
             yield
@@ -53,6 +65,9 @@ class ScopedTimer:
             elapsed = self._read_clock() - started
             scopes.pop()
             activity.leave()
+            if is_metered:
+                self._note_peak()
+                self._peaks[path] = max(self._peaks.get(path, 0), self._open_peaks.pop())
             with self._lock:
                 self._durations[path] = self._durations.get(path, 0.0) + elapsed
 
@@ -66,6 +81,17 @@ class ScopedTimer:
         with self._lock:
             durations, self._durations = self._durations, {}
         return durations
+
+    def consume_peaks(self) -> dict[str, float]:
+        """``<scope>_peak_gib``: the most memory in GiB in each scope that has closed since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return {f"{path}_peak_gib": size / 2**30 for path, size in peaks.items()}
+
+    def _note_peak(self) -> None:
+        """What was held since the last time counts for every scope that was open."""
+        if self._memory is not None:
+            peak = self._memory.take()
+            self._open_peaks = [max(size, peak) for size in self._open_peaks]
 
     def _read_clock(self) -> float:
         if self._synchronize is not None:

@@ -1,0 +1,205 @@
+"""What a training step keeps in memory, phase by phase, against the model in docs/performance.md.
+
+    python benchmarks/memory.py [--shape smollm2-135m] [--precision 32] [--sequences 16] [--json FILE]
+
+Packed rows with activations kept, recomputed selectively, and recomputed whole; and what none of this would cost:
+rows padded to the longest, with logits of all positions. Each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import SHAPES, available_cores, computes_in_bf16, print_table, write_json
+from training_pass import OPTIM, Workload, make_workload
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
+from nemo_style_aligner.models import gpt, logprobs
+from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.telemetry.memory import peak_meter
+
+CASES = ("packed", "selective", "full", "padded")
+_PHASES = ("weights, gradients, Adam", "log-probs", "forward + backward", "update", "copy for a save")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The memory model: bytes of a rank without parallelism."""
+
+    architecture: ModelArchitecture
+    dtype: torch.dtype
+
+    @property
+    def static(self) -> int:
+        """Weights, fp32 gradients, moments, and fp32 main weights in bf16."""
+        return self.architecture.num_parameters * (18 if self.dtype == torch.bfloat16 else 16)
+
+    def activations(self, tokens: int, case: str) -> int:
+        """Kept for the backward pass of a micro batch."""
+        a = self.architecture
+        h, f = a.hidden_size, a.ffn_hidden_size
+        heads, groups = (n * a.kv_channels for n in (a.num_attention_heads, a.num_query_groups))
+        layer = 4 * h + 3 * heads + (3 if case == "padded" else 2) * groups + 3 * f
+        if case == "selective":
+            layer -= 2 * h + f
+        total = a.num_layers * (h if case == "full" else layer) + (layer if case == "full" else 0)
+        return self.dtype.itemsize * tokens * total
+
+    def output_layer(self, positions: int, is_padded: bool) -> int:
+        """Logits and the gradient of the weight, both in fp32 (and the latter once more in the model's dtype)."""
+        a = self.architecture
+        gradient = a.vocab_size * a.hidden_size * (4 if is_padded and self.dtype == torch.float32 else 8)
+        if is_padded:  # logits, their log-softmax, and the gradient of either
+            return 3 * 4 * positions * a.vocab_size + gradient
+        chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
+        return chunk * (2 if self.dtype == torch.bfloat16 else 1) + gradient
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
+    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.precision = args.precision or ("bf16" if torch.cuda.is_available() or computes_in_bf16() else "32")
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    results = {}
+    for case in args.cases:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=run_case, args=(case, args, sender))
+        process.start()
+        sender.close()
+        results[case] = receiver.recv()
+        process.join()
+    report(results)
+    settings = {key: str(value) for key, value in vars(args).items()}
+    write_json(args.json, {"settings": settings, "parameters": SHAPES[args.shape].num_parameters, "cases": results})
+
+
+def run_case(case: str, args: argparse.Namespace, answer: Any) -> None:
+    """Measured and predicted bytes of each phase, beyond what was there before it began."""
+    torch.set_num_threads(args.threads)
+    architecture, dtype = SHAPES[args.shape], parse_precision(args.precision)
+    workload = make_workload(args, architecture)
+    with single_process():
+        answer.send(measure(case, args, Model(architecture, dtype), workload))
+
+
+def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workload: Workload) -> dict[str, Any]:
+    is_padded = case == "padded"
+    meter = peak_meter()
+    start = settled(meter.take)
+    granularity = case if case in ("selective", "full") else None
+    config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+    model = build_model(model_of_memory.architecture, config, model_of_memory.dtype)
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-6, name="constant"), 1.0)
+    batching = MicroBatching(args.padded_rows, None if is_padded else args.max_tokens)
+    actor = Actor(
+        *(model, optimizer, None),
+        training_batching=batching,
+        forward_batching=batching,
+        temperature=1.0,
+        ratio_eps=0.2,
+        entropy_bonus=0.0,
+    )
+    batch = workload.batch
+    wanted = torch.ones_like(batch.mask, dtype=torch.bool) if is_padded else batch.mask != 0
+    if is_padded:
+        gpt.predict = all_logits  # type: ignore[assignment]
+    optimizer.step(0.0, "nothing, for the moments to be there")
+
+    def train() -> None:
+        model.module.train()
+        optimizer.zero_grad()
+        train_step(model, batch, wanted, batching, actor._loss, scoring=Scoring())
+
+    def score() -> None:
+        width = wanted.shape[1]
+        forward(model, Tokens(batch.tokens), wanted, batching, lambda x, _: x, (width,), Scoring())
+
+    def copy() -> None:
+        snapshot(prepare(model_tensors(model.gpt)))
+
+    static = settled(meter.take)
+    measured = {"weights, gradients, Adam": static - start}
+    actions: dict[str, Callable[[], Any]] = {
+        "log-probs": score,
+        "forward + backward": train,
+        "update": lambda: optimizer.step(0.0, "a benchmark"),
+        "copy for a save": copy,
+    }
+    for name, action in actions.items():
+        before = settled(meter.take)
+        action()
+        measured[name] = max(0, meter.take() - before)
+
+    used = used_lengths(wanted)
+    parts = micro_batches(used, batching)
+    tokens = max(sum(used[i] for i in part) for part in parts)
+    positions = max(int(wanted[part].sum()) for part in parts)
+    m = model_of_memory
+    predicted = {
+        "weights, gradients, Adam": m.static,
+        "log-probs": m.output_layer(positions, is_padded) - m.output_layer(0, is_padded),
+        "forward + backward": m.activations(tokens, case) + m.output_layer(positions, is_padded),
+        "copy for a save": m.architecture.num_parameters * m.dtype.itemsize,
+    }
+    return {"tokens": tokens, "positions": positions, "measured": measured, "predicted": predicted}
+
+
+def settled(take: Callable[[], int]) -> int:
+    """Bytes held now, after what can be given back was."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    take()
+    return take()
+
+
+def all_logits(
+    hidden_states: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: logprobs.Prediction, **_: Any
+) -> torch.Tensor:
+    """`logprobs.predict` as it is without chunks: logits of all positions, and autograd."""
+    logits = F.linear(hidden_states[:, 0].index_select(0, wanted.outputs), weight[:vocab_size]).float()
+    return logits.log_softmax(-1).gather(1, wanted.targets[:, None])[:, 0]
+
+
+def report(results: dict[str, dict[str, Any]]) -> None:
+    """MB: measured, and in brackets what the model says."""
+    rows = []
+    for phase in _PHASES:
+        cells = []
+        for result in results.values():
+            said = result["predicted"].get(phase)
+            cells.append(f"{result['measured'][phase] / 1e6:.0f}" + (f" ({said / 1e6:.0f})" if said else ""))
+        rows.append((phase, *cells))
+    rows.append(("tokens of the largest micro batch", *(str(result["tokens"]) for result in results.values())))
+    print("MB, in brackets what the memory model says\n")
+    print_table(("", *results), rows)
+
+
+if __name__ == "__main__":
+    main()

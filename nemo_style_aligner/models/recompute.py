@@ -1,0 +1,61 @@
+"""Cheap activations that are computed again in the backward pass instead of being kept (selective recomputation).
+
+megatron-core's ``core_attn`` recomputes attention for the sake of its scores, which `scaled_dot_product_attention`
+never stores. What is large and cheap here are the inputs of linear layers that come straight out of a norm or a gated
+activation: those two keep what they were computed from anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+_AGAIN = "_compute_again"
+
+
+def computed_again(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``x``, with the way to compute it again, bit for bit. The linear layer that takes it next will not keep it."""
+    setattr(x, _AGAIN, again)
+    return x
+
+
+def _not_keeping(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """While inside, autograd keeps the way to compute ``x`` in place of ``x``, where there is one."""
+    again = getattr(x, _AGAIN, None)
+    if again is None:
+        return contextlib.nullcontext()
+
+    def pack(saved: torch.Tensor) -> Any:
+        is_x = saved.data_ptr() == x.data_ptr() and saved.numel() == x.numel()
+        return (again, saved.shape) if is_x else saved
+
+    def unpack(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        compute, shape = kept
+        with torch.no_grad():
+            return compute().view(shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """megatron-core's, which does not keep inputs that can be `computed_again`."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        with _not_keeping(input_):
+            return super().forward(input_, *args, **kwargs)
+
+
+class RowLinear(RowParallelLinear):
+    """megatron-core's, which does not keep inputs that can be `computed_again`."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """As the base class."""
+        with _not_keeping(input_):
+            return super().forward(input_)

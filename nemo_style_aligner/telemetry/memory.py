@@ -1,0 +1,78 @@
+"""The most memory that this process held at once, between two moments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+
+class PeakMeter(Protocol):
+    """Measures peaks, one interval after the other."""
+
+    def take(self) -> int:
+        """The most bytes held since the last call, which ends here; a new interval begins."""
+        ...
+
+
+class DevicePeak:
+    """Of this rank's GPU, in tensors, as torch's allocator counts."""
+
+    def take(self) -> int:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+class ResidentPeak:
+    """Of the process's resident set, as Linux counts: exact, and free of charge between the calls."""
+
+    _STATUS = Path("/proc/self/status")
+    _RESET = Path("/proc/self/clear_refs")
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def take(self) -> int:
+        for line in self._STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                self._reset()
+                return int(line.split()[1]) * 1024
+        raise OSError(f"{self._STATUS} has no VmHWM")
+
+    def _reset(self) -> None:
+        self._RESET.write_text("5")  # the high-water mark goes down to the present size
+
+
+class SampledPeak:
+    """Of the resident set, looked at 50 times a second: where the system does not keep the peak."""
+
+    _SECONDS = 0.02
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peak = 0
+        threading.Thread(target=self._watch, name="memory-peak", daemon=True).start()
+
+    def take(self) -> int:
+        peak, self._peak = max(self._peak, self._process.memory_info().rss), 0
+        return peak
+
+    def _watch(self) -> None:
+        while True:
+            self._peak = max(self._peak, self._process.memory_info().rss)
+            time.sleep(self._SECONDS)
+
+
+def peak_meter() -> PeakMeter:
+    """What fits this rank: its GPU's memory, or the resident set of a process without one."""
+    if torch.cuda.is_available():
+        return DevicePeak()
+    try:
+        return ResidentPeak()
+    except OSError:  # another system, or one that does not allow it
+        return SampledPeak()
