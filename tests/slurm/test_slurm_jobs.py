@@ -313,8 +313,11 @@ def test_a_component_that_dies_takes_the_job_with_it(
     script: str, cluster: Cluster, artefacts: Artefacts, tmp_path: Path
 ) -> None:
     """SIGKILL to the critic, which may not be restarted, or to one of the actor's ranks. Before, knock at its ports."""
-    endless = ("trainer.ppo.max_epochs=100", "trainer.ppo.max_steps=900")
-    job = submit_ppo(cluster, artefacts, tmp_path / "results", endless, CRITIC_RESTARTS="0")
+    overrides = (
+        *("trainer.ppo.max_epochs=100", "trainer.ppo.max_steps=900"),  # it goes on while the ports are asked
+        "trainer.ppo.batch_iterator.use_flask=True",
+    )
+    job = submit_ppo(cluster, artefacts, tmp_path / "results", overrides, CRITIC_RESTARTS="0")
     job.wait_for(lambda: steps_made(job) >= 1, TIMEOUT, "the first step")
     check_open_ports(job)
     job.kill_rank(script, 0 if "critic" in script else 1)
