@@ -77,7 +77,7 @@ WAYS = (
     Way("apart", rollout_ranks=1),
     Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
     Way("stale", rollout_ranks=1, staleness=1),
-    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3")),
+    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3", "rollout rank 3")),
     Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2),
 )
 
@@ -158,6 +158,8 @@ class Critic:
         self.steps.append((step, experience))
         if self._stop_at == f"train {step}":
             os.kill(os.getpid(), signal.SIGUSR1)
+        if self._stop_at == f"rollout rank {step}":
+            self._stop_the_rollout_rank()
         if self._way.staleness and step + 1 < STEPS and not self._way.stops:
             self._see_the_next_responses(step)
         self._scorer.step = step + 1
@@ -171,6 +173,15 @@ class Critic:
         deadline = time.monotonic() + 60
         while link.add(f"round/{step + 2 + validations}/count", 0) < NUM_SAMPLES:
             assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"
+            time.sleep(0.01)
+
+    def _stop_the_rollout_rank(self) -> None:
+        link = worlds.link()
+        assert link is not None
+        os.kill(int(link.read("pid")), signal.SIGUSR1)
+        deadline = time.monotonic() + 60
+        while not link.has("signal"):
+            assert time.monotonic() < deadline, "the rollout rank keeps its stop signal to itself"
             time.sleep(0.01)
 
     def result(self) -> float:
@@ -230,6 +241,7 @@ def generate(folder: Path, way: Way) -> None:
     """A run of the rollout ranks."""
     link = worlds.link()
     assert link is not None
+    link.put("pid", str(os.getpid()).encode())
     cfg = config(folder, way)
     base = open_base_model(str(folder / "sft.nemo"), cfg)
     build_rollout_rank(cfg, link, base.architecture, base.dtype, base.tokenizer).serve()

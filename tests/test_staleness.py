@@ -135,8 +135,8 @@ def test_waiting_is_named(folder: Path) -> None:
 def test_stopped_and_resumed_is_as_if_never_stopped(
     trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
 ) -> None:
-    """While a step trains and the next one's responses are under way; and between a step's responses and its training.
-    The responses are in the checkpoint: the weights that made them are gone."""
+    """While a step trains and the next one's responses are under way; between a step's responses and its training; by a
+    signal that only the rollout rank got. The responses are in the checkpoint: the weights that made them are gone."""
     expected, tensors = trained("stale"), trained("stale_stopped")
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []

@@ -75,6 +75,7 @@ class RemoteGenerator:
     def start(self, prompts: Sequence[Prompt], seed: int) -> RemoteRound:
         self._num_rounds += 1
         name = f"round/{self._num_rounds}"
+        pass_on_signals(self._link)
         if self._link.rank == 0:
             self._link.put(name, pack_request(RoundRequest(list(prompts), seed)))
             self._link.post({"kind": "generate", "round": name})
