@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from job_processes import ROOT, run
 from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
+from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.parallel.worlds import Link, await_message
+from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, pack_results, unpack_request, unpack_results
 from nemo_style_aligner.telemetry.logger import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -141,3 +146,48 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
     assert curves("stale_stopped") == curves("stale")
+
+
+# ---- between the worlds -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link(rank=0, size=2, num_rollout_ranks=1, store=dist.HashStore(), weights=None)
+
+
+def test_messages_of_any_length(link: Link) -> None:
+    for content in (b"", b"short", bytes(range(256)) * (9 * 2**12)):  # the store itself takes 8 MiB
+        assert not link.has("message")
+        link.put("message", content)
+        assert link.has("message") and link.read("message") == content
+        link.drop("message")
+        assert link.store.num_keys() == 0
+    link.drop("message")
+
+
+def test_commands_come_in_order_and_do_not_stay(link: Link) -> None:
+    link.post({"kind": "refit", "version": 3})
+    link.post({"kind": "end", "status": 75})
+    assert link.command(0) == {"kind": "refit", "version": 3}
+    assert link.command(1) == {"kind": "end", "status": 75}
+    assert link.store.num_keys() == 1  # how many there were
+
+
+def test_a_wait_ends_when_the_other_side_does_nothing(link: Link) -> None:
+    seen = iter([0, 1, 2, 2, 2, 2, 2])
+    with pytest.raises(TimeoutError, match=r"responses: nothing came for 0\.05 s .*wait_seconds.* last 1 ranks"):
+        await_message(link, "never", 0.05, lambda: next(seen), "waiting for responses")
+    assert next(seen) == 2  # it went on for as long as there was progress
+
+
+def test_prompts_and_responses_come_out_as_they_went_in() -> None:
+    logprobs = torch.tensor([-0.1, -3.0e-7, -12.5], dtype=torch.float32).tolist()
+    results = [
+        GenerationResult(7, [1, 2, 3], [4, 5, 6], logprobs, "stop", 12),
+        GenerationResult(0, [9], [8], [-1.0], "length", 0),
+    ]
+    assert unpack_results(pack_results(results)) == results
+    assert unpack_results(pack_results([])) == []  # a rank without a share
+    request = RoundRequest([Prompt(3, [1, 2], 7.3), Prompt(3, [1, 2], 7.3), Prompt(0, [5])], seed=2**63 - 1)
+    assert unpack_request(pack_request(request)) == request

@@ -28,7 +28,7 @@ def pack_results(results: Sequence[GenerationResult]) -> bytes:
     ]
     return safetensors.torch.save(
         {
-            "facts": torch.tensor(facts, dtype=torch.int64).view(-1, 5),
+            "facts": torch.tensor(facts, dtype=torch.int64).view(len(facts), 5),
             "tokens": _flat([r.prompt_ids + r.token_ids for r in results], torch.int32),
             "logprobs": _flat([r.logprobs for r in results], torch.float32),
         }
