@@ -230,7 +230,7 @@ class Campaign:
             self.harmed[kind.removesuffix("'s disk")] += 1
             self._fill_disk(kind.removesuffix("'s disk"), deadline)
         elif kind == "everything":
-            self.harmed.update(jobs)
+            self.harmed.update(list(jobs))
             for job in jobs.values():
                 job.kill()
         else:
