@@ -49,7 +49,7 @@ ARGUMENTS = {
         *("--rounds", "1", "--micro-batch", "2"),
     ],
     "learning.py": [
-        *("--variants", "default", "unpacked", "--seeds", "1", "2", "--max-operand", "29"),
+        *("--variants", "default", "unpacked", "--seeds", "1", "2", "--max-operand", "39"),
         *("--base-steps", "3", "--sft-steps", "3", "--rm-steps", "4", "--ppo-steps", "2"),
     ],
     "ppo_step.py": [

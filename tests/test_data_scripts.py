@@ -76,7 +76,8 @@ def parsed(text: str) -> tuple[int, int, int, int | None]:
 @pytest.mark.parametrize("operation", ["add", "subtract", "multiply"])
 def test_arithmetic(tmp_path: Path, tokenizer: Tokenizer, operation: str) -> None:
     make = script("make_arithmetic").main
-    make(["--output", str(tmp_path), "--operation", operation, "--max-operand", "12", "--test-questions", "30"])
+    operands = ["--min-operand", "2", "--max-operand", "14"]
+    make(["--output", str(tmp_path), "--operation", operation, *operands, "--test-questions", "30"])
     check_datasets_can_read(tmp_path, tokenizer)
     questions: dict[str, set[frozenset[int]]] = {"train": set(), "test": set()}
     for split, kept in questions.items():
@@ -96,6 +97,7 @@ def test_arithmetic(tmp_path: Path, tokenizer: Tokenizer, operation: str) -> Non
     assert len(rows(tmp_path / "test_prompts.jsonl")) in (30, 31)
     assert len(rows(tmp_path / "train_prompts.jsonl")) + len(rows(tmp_path / "test_prompts.jsonl")) == 13**2
     assert not questions["train"] & questions["test"]
+    assert set().union(*questions["train"], *questions["test"]) == set(range(2, 15))
 
 
 def test_arithmetic_options(tmp_path: Path) -> None:

@@ -45,11 +45,13 @@ def main() -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How much of everything; the defaults are the demo's."""
     parser.add_argument("--seed", type=int, default=1234)
+    # Operands of as many digits each: where they have one or two, it depends on the seed when sums are understood.
+    parser.add_argument("--min-operand", type=int, default=10)
     parser.add_argument("--max-operand", type=int, default=99)
-    parser.add_argument("--base-steps", type=int, default=800)
+    parser.add_argument("--base-steps", type=int, default=600)
     parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
-    parser.add_argument("--rm-steps", type=int, default=800)
+    parser.add_argument("--rm-steps", type=int, default=600)
     parser.add_argument("--ppo-steps", type=int, default=10)
 
 
@@ -61,8 +63,8 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             # The same seed holds out the same questions.
             demo.run(
                 "data", python(DATA_SCRIPTS / "make_arithmetic.py"), "--output", folder / data, "--seed", args.seed,
-                "--max-operand", args.max_operand, "--test-questions", 500, "--sft-errors", errors,
-                "--mistakes", "refusals", "--wrong-per-question", 6,
+                "--min-operand", args.min_operand, "--max-operand", args.max_operand, "--test-questions", 500,
+                "--sft-errors", errors, "--mistakes", "refusals", "--wrong-per-question", 6,
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
@@ -93,7 +95,7 @@ def supervised(demo: Demo, args: argparse.Namespace, name: str, start: Path, dat
         "model.data.train_ds.global_batch_size=64", "model.data.train_ds.micro_batch_size=64",
         "trainer.sft.max_epochs=100", f"trainer.sft.max_steps={steps}", f"trainer.sft.val_check_interval={steps}",
         "trainer.sft.save_interval=0", f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr / 10}",
-        "model.optim.sched.constant_steps=0", "model.optim.sched.warmup_steps=20",
+        "model.optim.sched.constant_steps=0", "model.optim.sched.warmup_steps=20", "model.optim.betas=[0.9,0.95]",
         f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
     )  # fmt: skip
     return log_dir / "checkpoints" / "megatron_gpt_sft.nemo"

@@ -37,7 +37,7 @@ class Task:
     """What is asked, and what kind of mistakes wrong answers are."""
 
     operation: str
-    max_operand: int
+    operands: range
     mistakes: str
 
 
@@ -59,7 +59,7 @@ def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[st
 
 def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
     """Right answers to other questions that are clearly wrong for this one: nobody compares what is nearly equal."""
-    others = [(rng.randint(0, task.max_operand), rng.randint(0, task.max_operand)) for _ in range(NUM_GUESSES)]
+    others = [(rng.choice(task.operands), rng.choice(task.operands)) for _ in range(NUM_GUESSES)]
     right = right_answer(question, task.operation)
     answers = {right_answer(other, task.operation) for other in others}
     wrong = sorted(answer for answer in answers if abs(answer - right) >= CLEARLY_WRONG)
@@ -82,9 +82,9 @@ def slips(question: Question, operation: str, rng: random.Random) -> list[int]:
     return rng.sample(sorted(mistakes), len(mistakes))
 
 
-def split_questions(max_operand: int, test_questions: int, rng: random.Random) -> tuple[list[Question], list[Question]]:
+def split_questions(operands: range, test_questions: int, rng: random.Random) -> tuple[list[Question], list[Question]]:
     """(training, test) questions. Both orders of two operands fall on the same side."""
-    pairs = [(a, b) for a in range(max_operand + 1) for b in range(a, max_operand + 1)]
+    pairs = [(a, b) for a in operands for b in operands if a <= b]
     rng.shuffle(pairs)
     test: list[Question] = []
     while len(test) < test_questions and pairs:
@@ -92,8 +92,8 @@ def split_questions(max_operand: int, test_questions: int, rng: random.Random) -
     training = [question for pair in pairs for question in orders(pair)]
     if not training:
         raise SystemExit(
-            f"--max-operand {max_operand} makes {(max_operand + 1) ** 2} questions, which leaves none for training "
-            f"after --test-questions {test_questions}"
+            f"--min-operand {operands[0]} and --max-operand {operands[-1]} make {len(operands) ** 2} questions, which "
+            f"leaves none for training after --test-questions {test_questions}"
         )
     rng.shuffle(training)
     rng.shuffle(test)
@@ -129,7 +129,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
     parser.add_argument("--operation", choices=OPERATIONS, default="add")
-    parser.add_argument("--max-operand", type=int, default=49, help="operands go from 0 to this (default: 49)")
+    parser.add_argument("--min-operand", type=int, default=0, help="the smallest operand (default: 0)")
+    parser.add_argument("--max-operand", type=int, default=49, help="the largest operand (default: 49)")
     parser.add_argument("--test-questions", type=int, default=250, help="about how many to hold out (default: 250)")
     parser.add_argument(
         "--sft-fraction", type=float, default=1.0, help="share of the training questions with a demonstration"
@@ -147,6 +148,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in ("max_operand", "test_questions", "wrong_per_question"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= options.min_operand <= options.max_operand:
+        parser.error("--min-operand must be between 0 and --max-operand")
     for name, least in (("sft_fraction", 1e-9), ("sft_errors", 0.0)):
         if not least <= getattr(options, name) <= 1:
             parser.error(f"--{name.replace('_', '-')} must be between 0 and 1")
@@ -156,9 +159,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     # A generator of its own for each kind of file: changing one kind's size leaves the others as they were.
-    training, test = split_questions(options.max_operand, options.test_questions, random.Random(options.seed))
+    operands = range(options.min_operand, options.max_operand + 1)
+    training, test = split_questions(operands, options.test_questions, random.Random(options.seed))
     shown = training[: max(1, round(options.sft_fraction * len(training)))]
-    task = Task(options.operation, options.max_operand, options.mistakes)
+    task = Task(options.operation, operands, options.mistakes)
     rngs = {name: random.Random(f"{options.seed} {name}") for name in ("train_sft", "train_comp", "test_comp")}
     files = {
         "train_sft": demonstrations(shown, task, options.sft_errors, rngs["train_sft"]),
