@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -880,19 +881,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS = (
-    *(
-        archives,
-        reward_model,
-        exact_resume,
-        layout_change,
-        killed,
-        behind,
-        offloaded,
-        damaged,
-        full_disk,
-        pruning,
-        resuming,
-    ),
+    *(archives, reward_model, exact_resume, layout_change, killed, behind, offloaded, damaged, full_disk),
     *(pruning, resuming, nonfinite, killed_at_random, not_trusted),
 )
 

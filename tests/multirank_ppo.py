@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
 from omegaconf import DictConfig, OmegaConf
@@ -246,7 +247,8 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         for part in ("actor", "critic"):
             curves = read_metrics(log_dir / part)
             metrics |= {f"{part}/{k}/{step}": v for k, points in curves.items() for step, v in points}
-        metrics = {k: v for k, v in metrics.items() if "timers/" not in k} | {"critic_loss": critic_loss}
+        metrics = {k: v for k, v in metrics.items() if "timers/" not in k and "memory/" not in k}
+        metrics["critic_loss"] = critic_loss
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
         (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
