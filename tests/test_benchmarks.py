@@ -127,9 +127,9 @@ def test_balance(reports: dict[str, Report]) -> None:
 
 def test_work_queue(reports: dict[str, Report]) -> None:
     output, report = reports["work_queue.py"]
-    # One by one, every id is leased once and completed once, and every worker asks once in vain.
-    assert report["batches"]["1"]["requests"] == 2 * 64 + 8, output
-    assert 2 * 64 / 4 + 8 <= report["batches"]["4"]["requests"] < 2 * 64 + 8
+    # One by one, every id is leased once, completed along with the next lease, and every worker asks once in vain.
+    assert report["batches"]["1"]["requests"] == 64 + 8, output
+    assert 64 / 4 + 8 <= report["batches"]["4"]["requests"] < 64 + 8
     for row in report["batches"].values():
         assert row["ids_per_second"].keys() == SPREAD and row["ids_per_second"]["min"] > 0
         assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]
