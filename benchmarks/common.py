@@ -147,6 +147,11 @@ def computes_in_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
 
 
+def default_precision() -> str:
+    """``trainer.precision`` that this machine computes fastest in: "bf16", or "32" where bf16 is emulated."""
+    return "bf16" if torch.cuda.is_available() or computes_in_bf16() else "32"
+
+
 def _processor() -> str:
     return _cpuinfo("model name") or platform.processor()
 

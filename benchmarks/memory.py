@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import SHAPES, available_cores, computes_in_bf16, print_table, write_json
-from training_pass import OPTIM, Workload, make_workload
+from common import SHAPES, available_cores, default_precision, print_table, write_json
+from training_pass import OPTIM, Workload, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
@@ -73,18 +73,12 @@ class Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
-    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
+    add_workload_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    args.precision = args.precision or ("bf16" if torch.cuda.is_available() or computes_in_bf16() else "32")
+    args.precision = args.precision or default_precision()
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     results = {}
     for case in args.cases:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common import (
     SHAPES,
     available_cores,
-    computes_in_bf16,
+    default_precision,
     long_tailed,
     measure_rates,
     print_table,
@@ -68,20 +68,14 @@ class Workload:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
-    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
+    add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    precision = args.precision or ("bf16" if torch.cuda.is_available() or computes_in_bf16() else "32")
+    precision = args.precision or default_precision()
     dtype = parse_precision(precision)
     architecture = SHAPES[args.shape]
     with single_process():
@@ -120,6 +114,17 @@ def main() -> None:
             "seconds": seconds,
         },
     )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, what `make_workload` reads, and how it is divided into micro batches."""
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
+    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
 
 
 def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> Workload:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -20,17 +21,6 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.weights.stream import export_weights, lendable_weights
 
-VOCAB = 53
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "init_method_std": 0.2,
-}
 ARCHITECTURES = {
     "llama": ModelArchitecture(**SHAPE),
     "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),

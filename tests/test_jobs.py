@@ -372,14 +372,7 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
             "trainer.ppo.save_interval=2",
         )
         victim = Job(command, tmp_path / "actor_first.log")
-        try:
-            wait_for_checkpoint(victim, log_dir, 2)
-            os.kill(ranks_of(victim)[2], signal.SIGKILL)
-            killed = time.monotonic()
-            assert victim.wait(30) in (128 + signal.SIGKILL, 1), victim.describe()
-            assert time.monotonic() - killed < 15
-        finally:
-            victim.kill()
+        kill_a_rank(victim, 2, log_dir)
         assert max(step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]) < 7, "over before it was killed"
         run(command, tmp_path / "actor_second.log", TIMEOUT)
     curves = check_actor_log(log_dir, steps=8)
@@ -450,6 +443,19 @@ def wait_for_checkpoint(actor: Job, log_dir: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+def kill_a_rank(actor: Job, rank: int, log_dir: Path) -> None:
+    """After the second step's checkpoint; the job ends within seconds."""
+    try:
+        wait_for_checkpoint(actor, log_dir, 2)
+        os.kill(ranks_of(actor)[rank], signal.SIGKILL)
+        killed = time.monotonic()
+        # The supervisor reports whoever it sees end first: the killed rank, or another one, which misses it.
+        assert actor.wait(30) in (128 + signal.SIGKILL, 1), actor.describe()
+        assert time.monotonic() - killed < 15
+    finally:
+        actor.kill()
+
+
 def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path: Path) -> None:
     """One rank of the actor is killed: the job ends within seconds. Critic and actor, started again, go on from their
     checkpoints. The actor is asked to stop, between two saves or in the middle of a step, and started again. They end
@@ -459,15 +465,7 @@ def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path
         undisturbed = exact_actor(artefacts, straight / "actor", port)
         with exact_critic(artefacts, broken / "critic") as (_, other_port):
             victim = exact_actor(artefacts, broken / "actor", other_port)
-            try:
-                wait_for_checkpoint(victim, broken / "actor", 2)
-                os.kill(ranks_of(victim)[1], signal.SIGKILL)
-                killed = time.monotonic()
-                # The supervisor reports whoever it sees end first: the killed rank, or the other one, which misses it.
-                assert victim.wait(30) in (128 + signal.SIGKILL, 1), victim.describe()
-                assert time.monotonic() - killed < 15
-            finally:
-                victim.kill()
+            kill_a_rank(victim, 1, broken / "actor")
         undisturbed.check(TIMEOUT)
     done = max(step for step, _ in read_metrics(broken / "actor")["train_rollouts/rewards"])
     assert done < 7, "the run was over before it was killed: make it longer"

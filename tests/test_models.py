@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from job_processes import ROOT, run
 from safetensors.torch import load_file
+from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.algorithms.critic_service import CriticService
@@ -36,17 +37,7 @@ from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
-VOCAB, EOS = 53, 1
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "init_method_std": 0.2,
-}
+EOS = 1
 ARCHITECTURES = {
     "llama": ModelArchitecture(**SHAPE),
     "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),
