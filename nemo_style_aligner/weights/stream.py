@@ -80,9 +80,10 @@ def export_weights(
     parameters = local_parameters(model, entries)
     entries = tuple(entry for entry in entries if not all(part.name in without for part in entry.parts))
     if layout.tp_size == layout.pp_size == 1:
+        scratch: dict[int, torch.Tensor] | None = {} if transient else None
         for entry in entries:
             if not entry.is_copy:
-                yield from _hf_parts(entry, [parameters[entry].detach()])
+                yield from _hf_parts(entry, [parameters[entry].detach()], scratch)
         return
     buckets = list(_buckets(model, entries, head_dtype, bucket_bytes))
     shared = None
@@ -199,13 +200,24 @@ def _hf_bytes(dtype: torch.dtype, bucket: list[LayoutEntry]) -> int:
     return sum(math.prod(part.shape) for entry in bucket for part in entry.parts) * dtype.itemsize
 
 
-def _hf_parts(entry: LayoutEntry, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The Hugging Face tensors in a parameter's shards (all ranks'); views where one piece is the whole."""
+def _hf_parts(
+    entry: LayoutEntry, shards: list[torch.Tensor], scratch: dict[int, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors in a parameter's shards (all ranks'); views where one piece is the whole.
+
+    Others are copies: in new memory, or in that of ``scratch``, by part, which the next parameter overwrites.
+    """
     dim = entry.split_dim or 0
     pieces = sorted(entry.pieces(len(shards)), key=lambda piece: (piece.part, piece.start))
     for part, tensor in enumerate(entry.parts):
         views = [shards[p.rank].narrow(dim, p.offset, p.length) for p in pieces if p.part == part]
-        yield tensor.name, views[0] if len(views) == 1 else torch.cat(views, dim)
+        if len(views) == 1:
+            yield tensor.name, views[0]
+        elif scratch is None:
+            yield tensor.name, torch.cat(views, dim)
+        else:
+            memory = scratch.setdefault(part, views[0].new_empty(0)).resize_(0)  # keeps its memory
+            yield tensor.name, torch.cat(views, dim, out=memory)
 
 
 # ---- import ------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ static double product_error(int rows, int features, int half) {
     std::vector<float> scales(count * PANEL), source((size_t)features * HIDDEN);
     for (float& x : source) x = widen(narrow(number()));
     PackArguments pack{data.data(), scales.data(), source.data(), HIDDEN, 1, features, HIDDEN, k, 0, half};
-    for (int row = 0; row < features; row += 8) pack_rows(pack, row, std::min(8, features - row));
+    for (int line = 0; line < num_lines(pack); ++line) pack_line(pack, line);
+    lines_end();
     std::vector<act_t> a((size_t)round_up(rows, 32) * k);
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < HIDDEN; ++j) set_as(&a[(size_t)i * k + j], number());

@@ -209,14 +209,51 @@ struct PackArguments {
     int32_t half;
 };
 
-// Up to eight neighbouring rows of the source, which go to neighbouring lanes of one panel.
-static void pack_rows(const PackArguments& p, int row, int n) {
+// Rows that fill a line: 16 lanes, 64 bytes of a panel for each k (for each pair of bf16).
+constexpr int LINE_ROWS = 16;
+
+// The first half of a line and the second, past the caches: what was there is not read, and nothing reads it soon.
+// Other threads see it after `lines_end`.
+static INLINE void store_line(panel_t* line, vu8 first, vu8 second) {
+    constexpr int HALF = 32 / sizeof(panel_t);
+#ifdef __AVX__
+    typedef long long vl4 __attribute__((vector_size(32)));
+    if ((uintptr_t)line % 32 == 0) {
+        __builtin_ia32_movntdq256((vl4*)line, (vl4)first);
+        __builtin_ia32_movntdq256((vl4*)(line + HALF), (vl4)second);
+        return;
+    }
+#endif
+    store(line, first);
+    store(line + HALF, second);
+}
+static INLINE void lines_end() {
+#ifdef __AVX__
+    __builtin_ia32_sfence();
+#endif
+}
+
+// Eight words of a panel, two bf16 or one float each, of the next numbers of a source row.
+static INLINE vu8 words_of(const float* source, const float*) { return load<vu8>(source); }
+static INLINE vu8 words_of(const bf16* source, const bf16*) { return load<vu8>(source); }
+static INLINE vu8 words_of(const bf16* source, const float*) {
+    typedef uint16_t vh8 __attribute__((vector_size(16)));
+    return __builtin_convertvector(load<vh8>(source), vu8) << 16;
+}
+static INLINE vu8 words_of(const float* source, const bf16*) {
+    vu8 a = load<vu8>(source), b = load<vu8>(source + 8);
+    a = (a + 0x7fff + ((a >> 16) & 1)) >> 16; // as `narrow`
+    b = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    return __builtin_shuffle(a, b, vu8{0, 2, 4, 6, 8, 10, 12, 14}) |
+           __builtin_shuffle(a, b, vu8{1, 3, 5, 7, 9, 11, 13, 15}) << 16;
+}
+
+// Up to LINE_ROWS neighbouring rows of the source, which go to neighbouring lanes of one panel.
+template <class Source> static void pack_rows(const PackArguments& p, const Source* source, int row, int n) {
     const Place place = place_of(p.first_row + row, p.half);
     weight_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
-    auto value = [&](int i, int k) -> float {
-        const size_t at = (size_t)(row + i) * p.source_stride + k;
-        return p.source_is_f32 ? ((const float*)p.source)[at] : widen(((const bf16*)p.source)[at]);
-    };
+    source += (size_t)row * p.source_stride;
+    auto value = [&](int i, int k) { return widen(source[(size_t)i * p.source_stride + k]); };
 #if STORAGE_INT8
     for (int i = 0; i < n; ++i) {
         float most = 0;
@@ -227,39 +264,30 @@ static void pack_rows(const PackArguments& p, int row, int n) {
             panel[pair_index<weight_t>(k, place.lane + i, PANEL)] = (int8_t)std::nearbyint(value(i, k) / scale);
     }
 #else
-    // Words of 32 bits, two bf16 or one float, are transposed in squares of eight; words(at) are eight of a source row.
     constexpr int PER_WORD = sizeof(panel_t) == 2 ? 2 : 1;
     int k = 0;
-    auto pack_squares = [&](auto words) {
-        for (; k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) {
-            vu8 in[8], out[8];
+    for (; n == LINE_ROWS && k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) { // two squares of eight words
+        vu8 in[8], first[8], second[8];
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) in[i] = words((size_t)(row + i) * p.source_stride + k);
-            transpose8(in, out);
+        for (int i = 0; i < 8; ++i) in[i] = words_of(source + (size_t)i * p.source_stride + k, panel);
+        transpose8(in, first);
 #pragma GCC unroll 8
-            for (int w = 0; w < 8; ++w)
-                store(panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD, out[w]);
-        }
-    };
-    const float* floats = (const float*)p.source;
-    const bf16* halves = (const bf16*)p.source;
-    if (n == 8 && p.source_is_f32 == (sizeof(panel_t) == 4)) {
-        pack_squares([&](size_t at) { return load<vu8>((const panel_t*)p.source + at); });
-    } else if (n == 8 && p.source_is_f32) {
-        pack_squares([&](size_t at) {
-            vu8 pairs;
-            for (int w = 0; w < 8; ++w)
-                pairs[w] = narrow(floats[at + 2 * w]) | (uint32_t)narrow(floats[at + 2 * w + 1]) << 16;
-            return pairs;
-        });
-    } else if (n == 8) {
-        pack_squares([&](size_t at) {
-            vu8 wide;
-            for (int w = 0; w < 8; ++w) wide[w] = (uint32_t)halves[at + w] << 16;
-            return wide;
-        });
+        for (int i = 0; i < 8; ++i) in[i] = words_of(source + (size_t)(8 + i) * p.source_stride + k, panel);
+        transpose8(in, second);
+#pragma GCC unroll 8
+        for (int w = 0; w < 8; ++w)
+            store_line(panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD, first[w], second[w]);
     }
     for (; k < p.columns; ++k)
         for (int i = 0; i < n; ++i) set_as(panel + pair_index(k, place.lane + i, PANEL), value(i, k));
 #endif
 }
+
+// All rows that share a line (or what there is of it) with row `line * LINE_ROWS` of the matrix's half.
+static void pack_line(const PackArguments& p, int line) {
+    const int begin = line * LINE_ROWS - p.first_row % LINE_ROWS;
+    const int row = begin > 0 ? begin : 0, end = begin + LINE_ROWS < p.rows ? begin + LINE_ROWS : p.rows;
+    if (p.source_is_f32) pack_rows(p, (const float*)p.source, row, end - row);
+    else pack_rows(p, (const bf16*)p.source, row, end - row);
+}
+static int num_lines(const PackArguments& p) { return (p.first_row % LINE_ROWS + p.rows + LINE_ROWS - 1) / LINE_ROWS; }

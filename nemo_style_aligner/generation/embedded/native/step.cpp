@@ -344,14 +344,9 @@ void step_pack(void* context, const PackArguments* arguments) {
     const PackArguments& p = *arguments;
     Counter& counter = c.counters[0];
     counter.reset();
-    // Groups of rows that go to neighbouring lanes: up to the next multiple of eight.
-    const int lead = std::min(p.rows, (8 - p.first_row % 8) % 8);
-    const int groups = (p.rows - lead + 7) / 8;
-    c.team.run([&](int thread) {
-        for (int row = 0; thread == 0 && row < lead; ++row) pack_rows(p, row, 1);
-        counter.each(groups, PANEL / 8, [&](int g) { // a panel at a time
-            pack_rows(p, lead + g * 8, std::min(8, p.rows - lead - g * 8));
-        });
+    c.team.run([&](int) {
+        counter.each(num_lines(p), PANEL / LINE_ROWS, [&](int line) { pack_line(p, line); }); // a panel at a time
+        lines_end();
     });
 }
 
