@@ -92,6 +92,20 @@ def test_fp32_logits_equal_hugging_face(family: str, kernel: str) -> None:
     torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-5)
 
 
+def test_gates_far_from_zero() -> None:
+    """SiLU below -88, where e^-x is beyond float32, is 0: neither NaN nor x itself."""
+    model = hf_model("llama")
+    with torch.no_grad():
+        for layer, scale in zip(model.model.layers, (100, 300, 3000), strict=True):
+            layer.mlp.gate_proj.weight *= scale
+    step = native_step("llama", torch.float32, "avx2")
+    step.weights.copy_from(weights_of(model).items(), "full")
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()])
+    logits = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kernel", BF16_KERNELS)
 def test_bf16_logits_are_those_of_rounded_weights(kernel: str) -> None:
     """Against fp32 arithmetic on the same bf16 weights; activations and cache are rounded to bf16 here and there."""

@@ -75,11 +75,12 @@ static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place for x <= 88; exactly 0 below -87, where results would be denormal; NaN of NaN.
+// e^x to about 2 units in the last place; exactly 0 below -87, where results would be denormal, and infinity above 88,
+// just before they are; NaN of NaN.
 // x is split into n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7
 // (remainder below 6e-9).
 static INLINE vf vexp(vf x) {
-    const vf low = splat(-87.0f);
+    const vf low = splat(-87.0f), high = splat(88.0f);
     vf c = low > x ? low : x;        // in this order NaN stays NaN
     const float round = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = c * 1.44269504089f + round;
@@ -96,6 +97,7 @@ static INLINE vf vexp(vf x) {
     p = p * f + 1.0f;
     vi exponent = ((vi)shifted - 0x4B400000) << 23;
     vf y = (vf)((vi)p + exponent) + (c - c); // NaN again, which the integer addition may have hidden
+    y = x > high ? splat(INFINITY) : y; // where the exponent has no bits left
     return x < low ? vf{} : y;
 }
 
