@@ -69,7 +69,7 @@ def _open(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | None:
     dist.broadcast_object_list(box, src=leader, group=group)
     if dist.get_rank() != leader and box[0] is not None:
         file = _find(box[0])
-    memory = None if file is None else mmap.mmap(file, num_bytes)
+    memory = None if file is None else _map(file, num_bytes)
     everybody = torch.tensor(int(memory is not None))
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)
     if file is not None:
@@ -92,6 +92,13 @@ def _address(file: int) -> _Address | None:
     try:
         return _Address(_BOOT_ID.read_text(), f"/proc/{os.getpid()}/fd/{file}", (status.st_dev, status.st_ino))
     except OSError:
+        return None
+
+
+def _map(file: int, num_bytes: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(file, num_bytes)
+    except OSError:  # no room for it here; the others are waiting to hear so
         return None
 
 

@@ -87,8 +87,8 @@ def export_weights(
         return
     buckets = list(_buckets(model, entries, head_dtype, bucket_bytes))
     shared = None
-    if transient and device().type == "cpu":
-        most = max((_hf_bytes(dtype, bucket) for _, dtype, bucket in buckets), default=0)
+    if buckets and transient and device().type == "cpu":
+        most = max(_hf_bytes(dtype, bucket) for _, dtype, bucket in buckets)
         shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
     for stage, dtype, bucket in buckets:
         if shared is None:
