@@ -140,7 +140,11 @@ def test_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path) -> None:
     saved = load_tokenizer(tmp_path / "saved")
     saved.save(tmp_path / "saved")  # onto itself
     assert saved.text_to_ids(text) == ids and type(saved) is type(tokenizer)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode(text, add_special_tokens=False) == ids
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.encode(text, add_special_tokens=False) == ids
+    for marked in ("<s>User: 6</s>", "User: 6</s> Assistant: 12</s></s>\n", "</s>", "6<s>6</s", ""):
+        assert saved.text_to_ids(marked) == theirs.encode(marked, add_special_tokens=False), marked
+
 
 
 def test_sentencepiece_model_with_chat_template(sentencepiece_model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,9 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
 
+# `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3). Behind
+# a model it overrides the model's own: messages that follow each other are merged.
+_NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3, 0])
 
 # Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.
 _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n"
@@ -168,9 +172,19 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = model.get_piece_size()
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.chat_template = chat_template
+        # sentencepiece itself never makes control pieces of text, and puts a space before every text, which belongs
+        # to the first part only when special tokens cut a text in parts.
+        pieces = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
+        self._special = re.compile("(" + ("|".join(map(re.escape, pieces)) or "(?!)") + ")")
+        self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=model_file.read_bytes() + _NO_DUMMY_PREFIX)
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), out_type=int)
+        cut = [self._special.split(text) for text in texts]  # of each: a part, then special tokens and parts in turn
+        encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
+        for ids, parts in zip(encoded, cut, strict=True):
+            for piece, part in zip(parts[1::2], parts[2::2], strict=True):
+                ids += [self._model.piece_to_id(piece), *self._later_parts.encode(part, out_type=int)]
+        return encoded
 
     def ids_to_text(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if int(i) not in self.special_ids])
