@@ -37,6 +37,7 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("model.regression.loss_mask_val", (float,)),
     ("trainer.ppo.kl_estimator", (str,)),
     ("trainer.ppo.kl_clamp", (float,)),
+    ("*max_tokens_per_micro_batch", (int,)),
     ("trainer.ppo.importance_weight_cap", (float,)),
     ("trainer.ppo.importance_sequence_bounds", (list,)),
     ("trainer.ppo.generation.num_slots", (int,)),
@@ -66,6 +67,24 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("exp_manager.wandb_logger_kwargs.*", (bool, int, float, str, list, dict)),
 )
 
+NULLABLE: tuple[str, ...] = (
+    "exp_manager.explicit_log_dir",
+    "exp_manager.watchdog_minutes",
+    "exp_manager.wandb_logger_kwargs.*",
+    "exp_manager.checkpoint_callback_params.monitor",
+    "trainer.*.save_interval",
+    "trainer.*.val_check_interval",
+    "trainer.*.gradient_clip_val",
+    "trainer.ppo.generation.num_slots",
+    "model.optim.sched",
+    "model.optim.sched.*",
+    "model.data.*.truncation_field",
+    "model.ppo.sampling_params.end_strings",
+)
+"""Keys that have a default, and for which null means something too. It does for the model's own keys: as its checkpoint
+says."""
+
+_MODEL_SECTIONS = ("data", "optim", "ppo", "regression", "reward_standardization")
 _ARCHITECTURE = ModelArchitecture(
     num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
 ).to_nemo_config()
@@ -74,13 +93,21 @@ _ARCHITECTURE = ModelArchitecture(
 def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
     """One line for each value of another type than its key has.
 
-    Null fits everywhere, a whole number wherever a number does, and a whole number in the form of a float (``1e3``)
-    wherever a whole number does. Numbers are taken as text where text is wanted.
+    Null is for keys whose default it is, and those for which it means something. A whole number fits wherever a number
+    does, and a whole number in the form of a float (``1e3``) wherever a whole number does. Numbers are taken as text
+    where text is wanted.
     """
     problems = []
-    for key, value in _values(cfg):
+    for key, value in values(cfg):
+        if isinstance(value, OmegaConfBaseException):  # reported with the values it refers to
+            continue
+        if value is None:
+            default = _default(key, defaults)
+            if default is not None and not _is_nullable(key):
+                problems.append(f"{key}=null: this key needs a value; its default is {default}")
+            continue
         wanted = _types(key, defaults)
-        if value is None or not wanted or any(_fits(value, kind) for kind in wanted):
+        if not wanted or any(_fits(value, kind) for kind in wanted):
             continue
         names = " or ".join(_NAMES[kind] for kind in wanted)
         problems.append(f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}")
@@ -91,10 +118,7 @@ def _types(key: str, defaults: DictConfig) -> Types:
     for pattern, types in TYPES:
         if fnmatchcase(key, pattern):
             return types
-    try:
-        default = OmegaConf.select(defaults, key, throw_on_missing=False)
-    except OmegaConfBaseException:  # it refers to a key that has no value yet
-        return ()
+    default = _default(key, defaults)
     section, _, name = key.partition(".")
     if default is None and section == "model":
         default = _ARCHITECTURE.get(name)
@@ -103,6 +127,19 @@ def _types(key: str, defaults: DictConfig) -> Types:
     if isinstance(default, ListConfig):
         return (list,)
     return () if default is None else (type(default),)
+
+
+def _default(key: str, defaults: DictConfig) -> Any:
+    try:
+        return OmegaConf.select(defaults, key, throw_on_missing=False)
+    except OmegaConfBaseException:  # it refers to a key that has no value yet
+        return None
+
+
+def _is_nullable(key: str) -> bool:
+    section, _, name = key.partition(".")
+    is_models_own = section == "model" and "." not in name and name not in _MODEL_SECTIONS
+    return is_models_own or any(fnmatchcase(key, pattern) for pattern in NULLABLE)
 
 
 def _fits(value: Any, kind: type) -> bool:
@@ -117,20 +154,21 @@ def _fits(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is there, with its dotted key; lists are values, sections are not."""
+def values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is there, with its dotted key; lists are values, sections are not.
+
+    Or the `OmegaConfBaseException` that says why the values it refers to do not make one.
+    """
     for name in map(str, cfg):
-        key = f"{prefix}{name}"
         if OmegaConf.is_missing(cfg, name):
             continue
+        key = f"{prefix}{name}"
         try:
             value = cfg[name]
-        except (
-            OmegaConfBaseException
-        ):  # an interpolation of something missing or of another type: reported by its source
+        except OmegaConfBaseException as error:
+            yield key, error
             continue
         if isinstance(value, DictConfig):
-            if len(value):
-                yield from _values(value, f"{key}.")
+            yield from values(value, f"{key}.")
         else:
             yield key, list(value) if isinstance(value, ListConfig) else value

@@ -205,3 +205,13 @@ finish() {
     fi
     exit "$status"
 }
+
+# train NAME SCRIPT OVERRIDE...: a job of this one trainer, from start to finish.
+train() {
+    start "$1" "" "${@:2}"
+    local training=$STARTED
+    stop_on_signals "$1" "$training"
+    while is_running "$training"; do pause; done
+    status_of "$training"
+    finish "$1" "$STATUS"
+}

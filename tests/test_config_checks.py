@@ -118,6 +118,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),
     ),
     "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
+    "critic": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.trained_critic=keeep model.max_tokens_per_micro_batch=0",
+        (
+            "remote_critic_rm.trained_critic=keeep: choose refuse or keep", "model.max_tokens_per_micro_batch=0: must",
+            "model.ppo.forward_max_tokens_per_micro_batch=0: must be 1",
+        ),
+    ),
     "optimizer": ("gpt_sft", 1, "model.optim.name=sgd", ("model.optim.name=sgd: choose distributed_fused_adam",)),
     "betas": ("gpt_sft", 1, "model.optim.betas=[0.9,1.0]", ("model.optim.betas=[0.9, 1.0]: must be in [0, 1)",)),
     "number of betas": ("gpt_sft", 1, "model.optim.betas=[0.9]", ("model.optim.betas=[0.9]: give two numbers",)),
@@ -193,10 +200,6 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "pretrained_checkpoint.restore_from_path=null", ("restore_from_path is not set",),
     ),
     "model that is not there": ("inference_rm", 1, "rm_model_file=/none.nemo", ("rm_model_file=/none.nemo does not",)),
-    "a length that others are computed from": (
-        "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=null",
-        ("trainer.ppo.trt_llm.max_input_len: cannot be computed", "max_length is not set: give it a value"),
-    ),
     "nobody to generate beside training": (
         "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",
         ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: nobody could generate while a step trains",),
@@ -320,6 +323,12 @@ def test_wrong_types_are_all_named() -> None:
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
         "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number or a number",
+        "model.max_tokens_per_micro_batch=many": "model.max_tokens_per_micro_batch='many': must be a whole number",
+        "trainer.ppo.num_ppo_epochs=null": "trainer.ppo.num_ppo_epochs=null: this key needs a value; its default is 1",
+        "remote_critic_rm.timeouts.training_seconds=null": "its default is 7800",
+        "model.ppo.num_rollout_samples=null": "its default is 512",
+        "trainer.ppo.trt_llm.max_input_len=null": "its default is 2048",  # computed from others
+        "trainer.ppo.batch_iterator=null": "trainer.ppo.batch_iterator=null: this key needs a value",
     }
     cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:
@@ -333,7 +342,8 @@ def test_wrong_types_are_all_named() -> None:
 def test_values_that_only_look_like_another_type_pass() -> None:
     cfg = composed(
         "gpt_ppo_actor", "model.optim.lr=1", "trainer.ppo.max_steps=1e3", "exp_manager.name=7", "trainer.precision=32",
-        "trainer.ppo.save_interval=null", "model.data.data_prefix=[a.jsonl]", "trainer.ppo.kl_clamp=2",
+        "trainer.ppo.save_interval=null", "trainer.ppo.gradient_clip_val=null", "model.micro_batch_size=null",
+        "exp_manager.explicit_log_dir=null", "model.data.data_prefix=[a.jsonl]", "trainer.ppo.kl_clamp=2",
     )  # fmt: skip
     assert check_config(cfg, "gpt_ppo_actor") == []
 

@@ -23,6 +23,7 @@ from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config_types import values
 from nemo_style_aligner.models.gpt import layout_problems, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
@@ -146,7 +147,7 @@ def _read_model_config(name: str, cfg: DictConfig) -> dict[str, Any]:
 
 
 def _out_of_range(view: JobView) -> Iterator[str]:
-    for key, value in _values(view.cfg):
+    for key, value in values(view.cfg):
         if isinstance(value, OmegaConfBaseException):
             yield f"{key}: cannot be computed from the values it refers to: {str(value).splitlines()[0]}"
             continue
@@ -156,23 +157,6 @@ def _out_of_range(view: JobView) -> Iterator[str]:
         choices = find_choices(key)
         if choices and value is not None and value not in choices:
             yield f"{key}={value}: choose {', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-
-
-def _values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name in map(str, cfg):
-        key, value = f"{prefix}{name}", _value(cfg, name)
-        if isinstance(value, DictConfig):
-            yield from _values(value, f"{key}.")
-        else:
-            yield key, list(value) if isinstance(value, ListConfig) else value
-
-
-def _value(cfg: DictConfig, name: str) -> Any:
-    """A value, or the `OmegaConfBaseException` that says why the values it refers to do not make one."""
-    try:
-        return cfg[name]
-    except OmegaConfBaseException as error:
-        return error
 
 
 def _attempt(read: Callable[[], Any]) -> Iterator[str]:
@@ -199,9 +183,7 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
         yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
     if view.name in ("training_rm", "gpt_ppo_critic", "inference_rm"):
         yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
-    if view.name == "gpt_ppo_actor" and view.get(_PPO_LENGTH) is None:
-        yield f"{_PPO_LENGTH} is not set: give it a value"
-    elif view.name == "gpt_ppo_actor":
+    if view.name == "gpt_ppo_actor":
         for problem in _attempt(lambda: sampling_params(cfg)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
 

@@ -1,7 +1,6 @@
 """Which values a config key may take, where that is a matter of the key alone: ranges and choices.
 
-Patterns are dotted keys with ``*`` for any text. Null passes everywhere: what it means is said in ``conf/``, and keys
-that need a value are named in `config_checks`.
+Patterns are dotted keys with ``*`` for any text. Null passes everywhere: `config_types` knows which keys need a value.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
+from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
 from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.models.nonfinite import Action
 from nemo_style_aligner.telemetry.logging import LOG_FORMATS
@@ -100,6 +100,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.tensor_model_parallel_size", _COUNT),
     ("model.pipeline_model_parallel_size", _COUNT),
     ("model.*micro_batch_size", _COUNT),
+    ("model.*max_tokens_per_micro_batch", _COUNT),
     ("model.*global_batch_size", _COUNT),
     ("model.encoder_seq_length", Range(2)),
     ("model.max_position_embeddings", Range(2)),
@@ -137,6 +138,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.ppo.generation.weight_format", ("dtype", "int8")),
     ("trainer.ppo.generation.step", ("auto", "native", "torch")),
     ("trainer.ppo.trt_llm.backend", ("engine", "pytorch")),
+    ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
     ("model.rm_placement", ("auto", "swap", "resident")),
     ("model.reward_model_type", ("binary_ranking", "regression")),
     ("model.activations_checkpoint_granularity", ("selective", "full")),

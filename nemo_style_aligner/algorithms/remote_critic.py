@@ -18,6 +18,7 @@ from nemo_style_aligner.telemetry import activity
 logger = logging.getLogger(__name__)
 
 TrainedCritic = Literal["refuse", "keep"]
+_AGREEMENT_SECONDS = 5.0
 _KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back to the older if the newer is damaged
 
 
@@ -48,10 +49,19 @@ class CriticTraining:
     def result(self) -> float:
         """Collective: wait for the update; its mean loss, on every rank."""
         with activity.bounded(self._critic.timeout_s):
-            loss = None if self._future is None else self._future.result()
-            loss, position = broadcast_object((loss, self._critic.client.position))
+            # An update may take longer than a collective: nobody waits in one for it.
+            while (answer := broadcast_object(self._answer())) is None:
+                pass
+        loss, position = answer
         self._critic.client.follow(position)
         return loss
+
+    def _answer(self) -> tuple[float, CriticPosition] | None:
+        """Loss and where the critic is now; None: not yet, or not on this rank."""
+        if self._future is None:
+            return None
+        done, _ = concurrent.futures.wait([self._future], _AGREEMENT_SECONDS)
+        return (self._future.result(), self._critic.client.position) if done else None
 
 
 class RemoteCritic:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
 
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import all_reduce_max
@@ -28,14 +26,3 @@ def check() -> None:
     if number := agree():
         raise StopEarlyError(f"received {signal.Signals(number).name}")
 
-
-@contextlib.contextmanager
-def local_work(can_be_interrupted: bool = True) -> Iterator[None]:
-    """Work of this rank alone, which a stop signal ends in the middle; behind it a stop point. Collective.
-
-    Args:
-        can_be_interrupted: False where the body has collectives after all.
-    """
-    with stop_signals.interruptible(can_be_interrupted):
-        yield
-    check()

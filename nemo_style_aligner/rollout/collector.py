@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.parallel import stop_points
+from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
 from nemo_style_aligner.rollout.generator import Generator, Round
@@ -139,11 +139,12 @@ def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
     """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-    with stop_points.local_work():
+    with stop_signals.interruptible():
         for served in responses.scores():
             activity.progress()
             rewards.append(served.rewards)
             values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
+    stop_points.check()
     ids = all_gather_rows(
         torch.tensor([r.request_id for r in responses.results], dtype=torch.int64, device=where)
     ).cpu()
