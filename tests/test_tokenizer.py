@@ -146,7 +146,6 @@ def test_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path) -> None:
         assert saved.text_to_ids(marked) == theirs.encode(marked, add_special_tokens=False), marked
 
 
-
 def test_sentencepiece_model_with_chat_template(sentencepiece_model: Path, tmp_path: Path) -> None:
     (tmp_path / "some.model").write_bytes(sentencepiece_model.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}" + CHATML)

@@ -28,8 +28,8 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
 
-# `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3). Behind
-# a model it overrides the model's own: messages that follow each other are merged.
+# `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3).
+# Behind a model it overrides the model's own: messages that follow each other are merged.
 _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3, 0])
 
 # Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.

@@ -25,4 +25,3 @@ def check() -> None:
     """Collective: a stop point. Raises `StopEarlyError` on every rank if one of them got a stop signal."""
     if number := agree():
         raise StopEarlyError(f"received {signal.Signals(number).name}")
-
