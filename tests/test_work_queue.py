@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ import pytest
 import requests
 from job_processes import ROOT
 
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
+from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.rollout import work_client, work_server
+from nemo_style_aligner.rollout.generator import LocalGenerator
+from nemo_style_aligner.rollout.intake import AcceptedResponses
+from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rollout.remote import RemoteRound
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
+from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -253,6 +264,9 @@ def test_the_token_is_needed() -> None:
         with pytest.raises(RequestRefusedError, match="401"):
             client(server, token="wrong").lease(1)
         assert client(server, token="s3cret").lease(1) == [1]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+            stranger.sendall(b"PUT /get_idx HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            assert stranger.recv(100).startswith(b"HTTP/1.1 401")  # the body is not waited for, nor stored
         assert requests.get(f"http://127.0.0.1:{server.port}/health", timeout=10).status_code == 200
 
 
@@ -330,6 +344,98 @@ def test_a_client_that_does_not_read_holds_up_nobody() -> None:
         head = f"PUT /get_idx HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         deaf.sendall((head.encode() + body) * 40)  # 40 MiB of answers
         assert put(server, "/get_idx", {"batch_size": 1, "worker": "w"}).json() == []
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def add(self, result: GenerationResult) -> None:
+        self.got.append(result.request_id)
+
+    def flush(self) -> None:
+        pass
+
+
+def respond(request: GenerationRequest) -> GenerationResult:
+    return GenerationResult(request.request_id, request.prompt_ids, [3], [0.0], "stop", 0)
+
+
+def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() -> None:
+    """Nobody else took them: they are its own again, it does not begin them anew, and completes each once."""
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, clock=clock)
+    with serve(queue) as server:
+        worker, sink, begun = WorkQueueClient("127.0.0.1", server.port, server=server), Sink(), []
+        worker.start_round(2, list(range(8)))
+        accepted = AcceptedResponses(worker, sink)
+        supply = RequestSupply(worker, GenerationGroup(0, 1), 4, [Prompt(i, [1, 2]) for i in range(8)], seed=7)
+        while supply.wait():
+            requests_, running = iter(supply), []
+            while running or not begun:
+                while len(running) < 4 and (request := next(requests_, None)) is not None:
+                    running.append(request)
+                    begun.append(request.request_id)
+                if len(begun) == 4:
+                    clock.now = 11.0
+                supply.num_running -= 1
+                accepted.add(respond(running.pop()))  # the newest: the others are under way when ids are leased again
+            accepted.flush()
+        worker.close()
+    assert sorted(sink.got) == list(range(8))
+    assert queue.status()["total"]["expired"] > 0 and queue.status()["total"]["completed"] == 8
+    assert len(begun) < 8 + queue.status()["total"]["expired"]
+
+
+def test_requests_for_very_many_ids_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (work_client, work_server):
+        monkeypatch.setattr(module, "MAX_IDS_PER_REQUEST", 100)
+    queue, count = WorkQueue(), 250
+    with serve(queue) as server:
+        worker = WorkQueueClient("127.0.0.1", server.port, server=server)
+        worker.start_round(2, range(count))
+        taken: list[int] = []
+        while ids := worker.lease(count):
+            taken += ids
+        assert worker.complete(taken) == list(range(count))
+        assert queue.status()["state"] == DRAINED
+        worker.close()
+
+
+def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came in the refit, where nothing is interrupted: nothing is generated any more, nor waited for."""
+    begun: list[int] = []
+
+    class Engine:
+        num_slots = 4
+        statistics = GenerationStatistics()
+        num_compilations = 0
+
+        def generate(self, source: Iterable[GenerationRequest], sampling: Any) -> Iterator[GenerationResult]:
+            for request in source:
+                begun.append(request.request_id)
+                yield respond(request)
+
+    class Silent:
+        """A link to rollout ranks that have nothing to say."""
+
+        rank = 1
+
+    engine, link, sampling, sink = Engine(), Silent(), None, Sink()
+    prompts = [Prompt(i, [1]) for i in range(8)]
+    monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
+    with single_process():
+        queue = WorkQueue()
+        with serve(queue) as server:
+            worker = WorkQueueClient("127.0.0.1", server.port, server=server)
+            local = LocalGenerator(engine, worker, sampling, GenerationGroup(0, 1))  # type: ignore[arg-type]
+            with pytest.raises(StopEarlyError):
+                local.start(prompts, 1).run(sink)
+            assert queue.status()["state"] == DRAINED  # no other rank waits
+            worker.close()
+        with pytest.raises(StopEarlyError):
+            RemoteRound(link, "round/1", prompts, wait_seconds=5.0).run(sink)  # type: ignore[arg-type]
+    assert begun == sink.got == []
 
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:

@@ -101,11 +101,12 @@ class RemoteRound:
 
     def run(self, sink: ResponseSink) -> None:
         with stop_signals.interruptible():
-            for result in self._results:
-                sink.add(result)
-            while len(self._results) < len(self._numbers):
-                sink.add(self._take_next())
-            sink.flush()
+            if not stop_signals.received():  # a signal that came before interrupts nothing
+                for result in self._results:
+                    sink.add(result)
+                while len(self._results) < len(self._numbers):
+                    sink.add(self._take_next())
+                sink.flush()
         stop_points.check()
 
     def wait(self) -> list[GenerationResult]:

@@ -77,9 +77,9 @@ class RequestSupply:
     def _lease(self, wait: bool = False) -> None:
         """As many ids as there are free slots, on all ranks of the group."""
         ids: list[int] = []
-        # An engine of several ranks cannot be interrupted (the collector's `local_work`): it takes no more.
-        is_stopping = self._group.group is not None and bool(stop_signals.received())
-        if self._group.is_leader and not is_stopping:
+        # A stop signal interrupts a round, but not one that has yet to begin, nor an engine that ranks share: they take
+        # nothing more.
+        if self._group.is_leader and not stop_signals.received():
             ids = self._work.lease(max(1, self._num_slots - self.num_running), wait=wait)
         self._ids.extend(self._group.share(ids))
 

@@ -7,7 +7,6 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
-import math
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 from nemo_style_aligner.rollout.work_queue import DRAINED
 from nemo_style_aligner.rollout.work_server import (
+    MAX_IDS_PER_REQUEST,
     MAX_IDS_WITH_LEASE,
     REFUSED_HEADER,
     SHARE_HEADER,
@@ -71,6 +71,9 @@ class WorkQueueClient:
     Leases and completions go out one after the other on a thread and a connection of their own; a lease takes the
     completions that wait along. While ids are held, a second thread tells the queue every quarter of ``lease_seconds``
     that the worker lives, as long as it gets on: it leases, completes, or ``progress()`` changes.
+
+    A worker that was silent for longer than its lease may be served ids again that its caller is still at: they are its
+    own once more, and the caller does not get them a second time.
 
     ``slots``: ids that the worker works on at the same time. A quarter as many are leased ahead, while others will
     find enough to fill their slots all the same. 0: nothing ahead.
@@ -142,7 +145,9 @@ class WorkQueueClient:
         return ids
 
     def complete(self, ids: Sequence[int]) -> list[int]:
-        return self.complete_async(ids).result()
+        pieces = [ids[start : start + MAX_IDS_PER_REQUEST] for start in range(0, len(ids), MAX_IDS_PER_REQUEST)]
+        answers = [self.complete_async(piece) for piece in pieces]
+        return [item_id for answer in answers for item_id in answer.result()]
 
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
         completion = _Completion(self._round, list(ids))
@@ -194,6 +199,13 @@ class WorkQueueClient:
     # -------------------------------------------------------------- in the sender's and the heartbeat's thread
 
     def _ask(self, round_number: int | None, n: int) -> list[int]:
+        while True:
+            leased = self._request_lease(round_number, min(n, MAX_IDS_PER_REQUEST))
+            ids = self._heartbeat.hold(round_number, leased)
+            if ids or not leased:
+                return ids
+
+    def _request_lease(self, round_number: int | None, n: int) -> list[int]:
         self._request_number += 1
         content: dict[str, Any] = {"batch_size": n, "request": self._request_number}
         done = self._waiting(round_number, MAX_IDS_WITH_LEASE)
@@ -206,18 +218,17 @@ class WorkQueueClient:
         self._drained = not ids and response.headers.get(STATE_HEADER) == DRAINED
         self._share = int(response.headers.get(SHARE_HEADER, 0))
         self._unfinished = int(response.headers.get(UNFINISHED_HEADER, 0))
-        self._heartbeat.hold(ids)
         return ids
 
     def _complete(self, completion: _Completion) -> list[int]:
         """Report it, and all others that wait: the slower the queue, the fewer requests it gets."""
         if completion.accepted is None:
-            done = self._waiting(completion.round_number)
+            done = self._waiting(completion.round_number, MAX_IDS_PER_REQUEST)
             ids = [item_id for other in done for item_id in other.ids]
             self._note_completed(done, self._put("/complete", completion.round_number, {"ids": ids}).json()["refused"])
         return completion.accepted or []
 
-    def _waiting(self, round_number: int | None, limit: float = math.inf) -> list[_Completion]:
+    def _waiting(self, round_number: int | None, limit: int) -> list[_Completion]:
         """The round's completions that were not reported yet, as many as have ``limit`` ids together."""
         waiting: list[_Completion] = []
         for completion in tuple(self._completed):
@@ -230,7 +241,7 @@ class WorkQueueClient:
         refused = set(refused)
         for completion in done:
             completion.accepted = [item_id for item_id in completion.ids if item_id not in refused]
-            self._heartbeat.let_go(completion.ids)
+            self._heartbeat.let_go(completion.round_number, completion.ids)
             self._completed.remove(completion)
         if refused:
             logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(refused))
@@ -251,22 +262,24 @@ class _Heartbeat:
         self._progress = progress
         self._limits = limits
         self._lock = threading.Lock()
-        self._held: set[int] = set()
+        self._held: set[tuple[int | None, int]] = set()  # round and id
         self._moves = 0  # leases and completions so far
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="work-queue-heartbeat", daemon=True)
         self._thread.start()
 
-    def hold(self, ids: Sequence[int]) -> None:
-        """The worker has got ``ids``."""
+    def hold(self, round_number: int | None, ids: Sequence[int]) -> list[int]:
+        """The worker has got ``ids``; those of them that it did not hold already."""
         with self._lock:
-            self._held.update(ids)
+            new = [item_id for item_id in ids if (round_number, item_id) not in self._held]
+            self._held.update((round_number, item_id) for item_id in new)
             self._moves += 1
+        return new
 
-    def let_go(self, ids: Sequence[int]) -> None:
+    def let_go(self, round_number: int | None, ids: Sequence[int]) -> None:
         """The worker is done with ``ids``."""
         with self._lock:
-            self._held.difference_update(ids)
+            self._held.difference_update((round_number, item_id) for item_id in ids)
             self._moves += 1
 
     def forget(self) -> None:

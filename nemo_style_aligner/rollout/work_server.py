@@ -10,7 +10,7 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 from nemo_style_aligner.rollout.work_queue import RoundMismatchError, WorkQueue
-from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token
+from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class WorkQueueServer:
             threads=0,  # no request waits for anything
             max_body_bytes=2 * MAX_BODY_BYTES,
             name="rollout work queue",
+            may_send_body=token_check(token),
         )
         self.host, self.port = host, self._server.port
         logger.info("rollout work queue on http://%s:%d", self.host, self.port)
