@@ -1,22 +1,29 @@
-"""Other people's clients and tools against the service: schemathesis, tritonclient, PyTriton, curl-like requests."""
+"""Clients and tools against the service: schemathesis, tritonclient, PyTriton, plain requests; our own on bad links."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
 from served_critic import CountingBackend, get, infer_body, outputs, post, serve, tensor, train_body
+
+from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
 VALUES, REWARDS = [[1.0, 3.0], [4.0, 0.0]], [[6.0], [9.0]]
@@ -211,3 +218,67 @@ def test_a_failure_of_the_model_names_the_requests(caplog: pytest.LogCaptureFixt
         server.thread.join(20)
     failures = [record for record in caplog.records if "the-one" in record.message]
     assert {record.levelname for record in failures} == {"ERROR", "WARNING"}  # the dispatcher's and the answer's
+
+
+# ------------------------------------------------------------------ our own client
+
+
+@contextlib.contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[HttpClient, list[socket.socket]]]:
+    """A client of a server that does ``answer`` with each connection; the connections that it got."""
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(listener.accept()[0])
+                    answer(connections[-1])
+
+        threading.Thread(target=accept, daemon=True).start()
+        client = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        try:
+            yield client, connections
+        finally:
+            client.close()
+            for connection in connections:
+                connection.close()
+
+
+def reply(connection: socket.socket, status: bytes = b"200 OK", fields: bytes = b"") -> None:
+    connection.sendall(b"HTTP/1.1 %s\r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, fields))
+
+
+def test_sending_may_take_longer_than_connecting() -> None:
+    """A slow link: the first try gets through, though it takes several times the limit for connecting."""
+    size = 12 * 2**20
+
+    def read_slowly(connection: socket.socket) -> None:
+        received = 0
+        while received < size:
+            received += len(connection.recv(2**18))
+            time.sleep(0.01)
+        reply(connection)
+
+    with listening(read_slowly) as (client, connections):
+        limits = ClientLimits(connect_s=0.05, read_s=10.0, total_s=30.0, away_s=1.0)
+        started = time.monotonic()
+        assert client.request("POST", "/x", limits=limits, body=bytes(size)).status_code == 200
+        assert time.monotonic() - started > 2 * limits.connect_s and len(connections) == 1
+
+
+def test_a_server_that_does_not_take_a_request_is_silent_and_not_away() -> None:
+    with listening(lambda connection: None) as (client, connections):
+        limits = ClientLimits(connect_s=5.0, read_s=0.2, total_s=0.5, away_s=3600.0, first_backoff_s=0.01)
+        with pytest.raises(ServerUnavailableError, match=r"limit 0\.5 s.*silent for too long"):
+            client.request("POST", "/x", limits=limits, body=bytes(2**25))
+        assert len(connections) > 1
+
+
+def test_a_busy_server_is_not_away() -> None:
+    """However short the patience with a server that is away, one that says "later" is asked later."""
+    answers = [b"429 Too Many Requests", b"504 Gateway Timeout", b"200 OK"]
+    with listening(lambda connection: reply(connection, answers.pop(0))) as (client, _):
+        limits = ClientLimits(total_s=20.0, away_s=0.01, first_backoff_s=0.1)
+        assert client.request("GET", "/x", limits=limits).status_code == 200

@@ -65,15 +65,14 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
 
     class Parser(HTTPRequestParser):
         error: Error | None
+        expect_continue: bool
 
         def received(self, data: bytes) -> int:
             consumed: int = super().received(data)
             size = max(self.content_length, self.body_bytes_received)
-            if self.error is not None:
-                if not isinstance(self.error, RefusedRequest):
-                    self.error = RefusedRequest(self.error.code, self.error.reason, str(self.error.body))
-            elif (
-                may_send_body is not None
+            if (
+                self.error is None
+                and may_send_body is not None
                 and self.headers_finished
                 and size > limits.max_body_without_token
                 and not may_send_body(self.headers)
@@ -82,7 +81,11 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
                     401, "Unauthorized", "a body of this size is not read without the token of this run",
                     [("WWW-Authenticate", "Bearer")],
                 )  # fmt: skip
+            if self.error is not None:
+                if not isinstance(self.error, RefusedRequest):
+                    self.error = RefusedRequest(self.error.code, self.error.reason, str(self.error.body))
                 self.completed = True
+                self.expect_continue = False  # else waitress says "go on", and reads the body of a refused request
             return consumed
 
     class Channel(HTTPChannel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import random
 import socket
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 import requests
 import requests.adapters
+import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
@@ -30,8 +32,9 @@ RETRY_STATUSES = frozenset({429, 502, 503, 504})
 # Of these the ones of a server that is starting or shutting down.
 AWAY_STATUSES = frozenset({502, 503})
 _CHUNK_BYTES = 2**16
-# A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later.
-_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+# A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
+# or when what was sent is not taken for two minutes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 
 
 class ServerUnavailableError(RuntimeError):
@@ -52,7 +55,8 @@ class ClientLimits:
     """How long a request may take, in seconds."""
 
     connect_s: float = 5.0
-    read_s: float = 660.0  # silence of the server in one try: more than the time it may take to answer
+    # Silence of the server in one try, while it takes the request or before it answers: more than answering may take.
+    read_s: float = 660.0
     total_s: float = 1800.0  # over all tries
     # How long the server may be away meanwhile (no connection, or one that breaks; starting; shutting down). This time
     # is not counted in total_s. None: it is, and has no limit of its own.
@@ -109,9 +113,11 @@ class _Clock:
         """Which limit waiting for another ``wait`` seconds would exceed."""
         if self.limits.away_s is None:
             return f"limit {self.limits.total_s:g} s" if self.elapsed + wait >= self.limits.total_s else None
+        if self._away_since is None:
+            return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 else None
         if self.away + wait >= self.limits.away_s:
             return f"the server was away for {self.away:.1f} s, limit {self.limits.away_s:g} s"
-        return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 and self._away_since is None else None
+        return None
 
 
 class HttpClient:
@@ -193,9 +199,11 @@ class HttpClient:
         limits: ClientLimits,
         remaining: float,
     ) -> HttpAnswer:
-        """One try, which ends within ``remaining`` seconds however slowly the answer drips in."""
+        """One try, which ends within ``remaining`` seconds however slowly the request or the answer drips."""
         deadline = time.monotonic() + remaining
-        with self._session().request(
+        session, sending = self._session()
+        sending.silence_s, sending.deadline = limits.read_s, deadline
+        with session.request(
             method,
             self.base_url + path,
             data=body,
@@ -227,21 +235,33 @@ class HttpClient:
         for session in sessions:
             session.close()
 
-    def _session(self) -> requests.Session:
-        session = getattr(self._local, "session", None)
-        if session is None:
-            session = requests.Session()
+    def _session(self) -> tuple[requests.Session, _SendLimits]:
+        """This thread's own, and the limits that hold for what it sends next."""
+        if not hasattr(self._local, "session"):
+            self._local.sending = _SendLimits()
+            self._local.session = session = requests.Session()
             session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
             session.headers.update(self._headers)
-            session.mount("http://", _KeepaliveAdapter())
-            self._local.session = session
+            session.mount("http://", _Adapter(self._local.sending))
             with self._lock:
                 self._sessions.append(session)
-        return session
+        return self._local.session, self._local.sending
 
 
-class _KeepaliveAdapter(requests.adapters.HTTPAdapter):
-    """Connections whose dead peer is noticed."""
+@dataclasses.dataclass
+class _SendLimits:
+    """For a request being sent: the server's longest silence in seconds, and the end by the monotonic clock."""
+
+    silence_s: float = math.inf
+    deadline: float = math.inf
+
+
+class _Adapter(requests.adapters.HTTPAdapter):
+    """Connections whose dead peer is noticed, and which send within limits of their own."""
+
+    def __init__(self, sending: _SendLimits) -> None:
+        self._sending = sending
+        super().__init__()
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         options = [
@@ -252,6 +272,31 @@ class _KeepaliveAdapter(requests.adapters.HTTPAdapter):
             if hasattr(socket, name):  # Linux
                 options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
         super().init_poolmanager(*args, socket_options=options, **kwargs)
+        self.poolmanager.pool_classes_by_scheme = {"http": _pool_class(self._sending)}
+
+
+def _pool_class(limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
+    class Connection(urllib3.connection.HTTPConnection):
+        def send(self, data: Any) -> None:
+            """urllib3 would send all of ``data`` within the time limit for connecting."""
+            if self.sock is None:
+                self.connect()
+            view = memoryview(data)
+            try:
+                for start in range(0, len(view), _CHUNK_BYTES):
+                    remaining = limits.deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise TimeoutError
+                    self.sock.settimeout(min(limits.silence_s, remaining))
+                    super().send(view[start : start + _CHUNK_BYTES])
+            except TimeoutError as error:
+                message = "the request was taken too slowly"
+                raise urllib3.exceptions.ReadTimeoutError(None, None, message) from error  # type: ignore[arg-type]
+
+    class Pool(urllib3.HTTPConnectionPool):
+        ConnectionCls = Connection
+
+    return Pool
 
 
 def _reason(error: requests.RequestException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import enum
 import threading
@@ -188,6 +189,11 @@ class JobQueue:
             if remaining <= 0:
                 return None
             self._changed.wait(remaining)
+
+    def discard(self, job: Job) -> None:
+        """Forget a job whose caller has given it up; no effect on one that was taken already."""
+        with self._changed, contextlib.suppress(ValueError):
+            self._jobs.remove(job)
 
     def refuse_waiting(self, error: ProtocolError) -> None:
         """Answer every job that was not taken yet with ``error``."""

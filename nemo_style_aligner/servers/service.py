@@ -285,6 +285,7 @@ class _Routes:
             return job.future.result(timeout=limit)
         except concurrent.futures.TimeoutError as error:
             job.future.cancel()
+            self._queue.discard(job)  # with its tensors: only jobs that are outstanding take memory
             raise ProtocolError(
                 504, f"{endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
             ) from error
