@@ -65,6 +65,7 @@ class Way:
     lr: float = 5e-3
     pp: int = 1
     generation_tp: int = 1
+    logprobs: str = "trainer"
     stops: tuple[str, ...] = ()  # in turn: where the run gets a stop signal, before it is started again
 
     @property
@@ -75,6 +76,7 @@ class Way:
 WAYS = (
     Way("together"),
     Way("together_lr0", lr=0.0),
+    Way("engine_logprobs", logprobs="engine"),
     Way("apart", rollout_ranks=1),
     Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
     Way("stale", rollout_ranks=1, staleness=1),
@@ -95,6 +97,7 @@ def config(folder: Path, way: Way) -> DictConfig:
                     "val_check_interval": 2,
                     "save_interval": 2,
                     "staleness": way.staleness,
+                    "policy_logprobs": way.logprobs,
                     "rollout_devices": way.rollout_ranks,
                     "mask_truncated": False,
                     "importance_weight_cap": 2.0,

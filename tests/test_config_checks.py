@@ -200,6 +200,14 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "pretrained_checkpoint.restore_from_path=null", ("restore_from_path is not set",),
     ),
     "model that is not there": ("inference_rm", 1, "rm_model_file=/none.nemo", ("rm_model_file=/none.nemo does not",)),
+    "log-probs that nothing can be compared with": (
+        "gpt_ppo_actor", 1, "trainer.ppo.policy_logprobs=engine trainer.ppo.importance_weight_cap=2",
+        ("trainer.ppo.policy_logprobs=engine, trainer.ppo.importance_weight_cap=2: without log-probs of the trainer",),
+    ),
+    "log-probs of earlier weights": (
+        "gpt_ppo_actor", 2, "trainer.ppo.policy_logprobs=engine trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1",
+        ("trainer.ppo.policy_logprobs=engine, trainer.ppo.staleness=1: the engine's log-probs are then of earlier",),
+    ),
     "nobody to generate beside training": (
         "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",
         ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: nobody could generate while a step trains",),

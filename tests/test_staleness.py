@@ -76,6 +76,17 @@ def test_curves_are_those_of_one_world(curves: Callable[[str], dict[str, list[tu
     assert [step for step, _ in curves("apart")["val_rollouts/rewards"]] == [2, 4, 5]
 
 
+def test_the_engines_log_probs_serve_as_the_policys(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+) -> None:
+    """policy_logprobs=engine: the same run up to rounding, without the pass."""
+    gaps = {way: dict(curves(way)["train_rollouts/engine_logprob_gap_max"]) for way in ("together", "engine_logprobs")}
+    assert all(gaps["together"].values()) and not any(gaps["engine_logprobs"].values())
+    for name, tensor in trained("together").items():
+        other = trained("engine_logprobs")[name]
+        torch.testing.assert_close(other, tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_a_step_ahead_with_weights_that_stay_is_on_policy(trained: Callable[[str], Tensors]) -> None:
     """The same prompts, random streams and numbers; only that updates, without effect, were made in between."""
     expected, tensors = trained("together_lr0"), trained("stale_lr0")

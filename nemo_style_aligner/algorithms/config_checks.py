@@ -341,6 +341,22 @@ def _importance(view: JobView) -> Iterator[str]:
         yield f"{key}={bounds}: give two numbers, a lower bound from 0 on and a higher one"
 
 
+def _policy_logprobs(view: JobView) -> Iterator[str]:
+    key, ppo = "trainer.ppo.policy_logprobs", "trainer.ppo"
+    if view.get(key) != "engine":
+        return
+    corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
+    if view.get(f"{ppo}.staleness"):
+        said = view.said(key, f"{ppo}.staleness")
+        yield f"{said}: the engine's log-probs are then of earlier weights; choose trainer"
+
+    elif asked := [name for name in corrections if view.get(name) is not None]:
+        yield (
+            f"{view.said(key, *asked)}: without log-probs of the trainer's there is nothing to correct by; choose "
+            f"{key}=trainer, or set {' and '.join(asked)} to null"
+        )
+
+
 def _services(view: JobView) -> Iterator[str]:
     critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
     if view.get("remote_critic_rm.combine_rm_and_critic_server"):
@@ -365,6 +381,7 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
         _generation,
         _rollout_ranks,
         _importance,
+        _policy_logprobs,
         _services,
     ),
     "inference_rm": _COMMON,

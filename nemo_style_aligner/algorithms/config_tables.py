@@ -132,6 +132,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.*.on_nonfinite", get_args(Action)),
     ("trainer.ppo.staleness", (0, 1)),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),
+    ("trainer.ppo.policy_logprobs", ("trainer", "engine")),
     ("trainer.ppo.reference_policy_placement", ("auto", "swap", "resident")),
     ("trainer.ppo.generation.engine", ("embedded", "megatron", "trtllm")),
     ("trainer.ppo.generation.refit_check", ("off", "sampled", "full")),

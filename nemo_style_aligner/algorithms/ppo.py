@@ -45,6 +45,7 @@ class PPOSettings:
         num_table_rows: sample responses logged per step.
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
         staleness: steps by which rollouts may be behind the weights that train on them.
+        takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
         advantages: how rewards become advantages.
         nonfinite: what to do about NaN and Inf [on_nonfinite].
     """
@@ -59,6 +60,7 @@ class PPOSettings:
     num_table_rows: int
     unload_engine: bool
     staleness: int
+    takes_engine_logprobs: bool
     advantages: AdvantageSettings
     nonfinite: NonFinitePolicy
 
@@ -90,6 +92,7 @@ class PPOSettings:
             num_table_rows=int(ppo.num_table_rows),
             unload_engine=bool(ppo.trt_llm.unload_engine_train),
             staleness=int(ppo.staleness),
+            takes_engine_logprobs=ppo.policy_logprobs == "engine",
             advantages=AdvantageSettings(
                 kl_coef=float(ppo.initial_policy_kl_penalty),
                 kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
@@ -247,8 +250,10 @@ class PPOTrainer:
         tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
         # Scoring goes on in the critic job while these run.
         self.run_control.check()
-        with self.timer("logprobs"):
-            logprobs = self.actor.logprobs(tokens, mask)
+        logprobs = pending.rollouts.engine_logprobs
+        if not self.settings.takes_engine_logprobs:
+            with self.timer("logprobs"):
+                logprobs = self.actor.logprobs(tokens, mask)
         self.run_control.check()
         init_logprobs = None
         if is_training and self.actor.initial_policy is not None:
