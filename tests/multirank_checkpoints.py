@@ -6,6 +6,7 @@ starting them by torchrun takes. A rank can be killed for real. Results go to ``
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -34,7 +35,8 @@ import torch._dynamo  # slow, and the first optimizer loads it: imported here on
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import training
+from nemo_style_aligner.checkpoints import contents, training
+from nemo_style_aligner.checkpoints.background import WorkTimes
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
@@ -209,9 +211,11 @@ def save(m: CheckpointManager, model: MegatronModel, optimizer: Optimizer | None
     m.finish()
 
 
-def start_save(m: CheckpointManager, model: MegatronModel, optimizer: Any, step: int, **more: Any) -> None:
+def start_save(
+    m: CheckpointManager, model: MegatronModel, optimizer: Any, step: int, **more: Any
+) -> concurrent.futures.Future[WorkTimes]:
     options = {name: more.pop(name) for name in ("on_end", "before_publishing") if name in more}
-    m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, more, **options)
+    return m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, more, **options)
 
 
 # ---- scenarios ------------------------------------------------------------------------------
@@ -433,12 +437,12 @@ def behind(folder: Path) -> dict[str, Any]:
         start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
         train(model, optimizer, 2)
         m.poll()
-        written = {"meanwhile": names(directory), "noticed before the end": [m.is_writing, len(ended)]}
+        written = {"meanwhile": names(directory), "noticed before the end": len(ended)}
         dist.barrier()
         gate.set()
-        while m.is_writing:
+        while not ended:
             m.poll()
-        written |= {"noticed": [m.is_writing, len(ended)], "afterwards": names(directory)}
+        written |= {"noticed": len(ended), "afterwards": names(directory)}
         written["trained on"] = fingerprint(model, optimizer)
         for name, source in (("expected", folder / "blocking"), ("resumed", directory)):
             manager(source).resume(model, optimizer)
@@ -464,7 +468,7 @@ def behind(folder: Path) -> dict[str, Any]:
         start_save(m, model, optimizer, 4)
         error = "none"
         try:
-            while m.is_writing:
+            while True:  # until it is noticed
                 train(model, optimizer, 1)
                 m.poll()
         except OSError as problem:
@@ -488,8 +492,8 @@ def behind(folder: Path) -> dict[str, Any]:
         blocking["no memory"] = manager(folder / "no memory")
         results["blocking"] = {}
         for case, m in blocking.items():
-            start_save(m, model, optimizer, 6)
-            results["blocking"][case] = [m.is_writing, names(m.directory) == ["megatron_gpt-step=6-last"]]
+            done = start_save(m, model, optimizer, 6)
+            results["blocking"][case] = [done.result().background, names(m.directory) == ["megatron_gpt-step=6-last"]]
         return results
 
     return Job(dp=2).run(run)
@@ -675,10 +679,10 @@ def not_trusted(folder: Path) -> dict[str, Any]:
         directory = folder / "checkpoints"
         m = manager(directory, save_last_n=1)
         save(m, model, optimizer, 1)
-        sync_tree = training.sync_tree
-        training.sync_tree = lambda staging: (sync_tree(staging), flip(staging / "state" / "__0_0.distcp"))  # type: ignore[assignment, return-value]
+        sync_tree = contents.sync_tree
+        contents.sync_tree = lambda staging: (sync_tree(staging), flip(staging / "state" / "__0_0.distcp"))  # type: ignore[assignment, return-value]
         results["bad disk"] = error_of(lambda: save(m, model, optimizer, 2)), sorted(os.listdir(directory))
-        training.sync_tree = sync_tree
+        contents.sync_tree = sync_tree
         save(m, model, optimizer, 2)
         save(manager(directory), model, optimizer, 3)
         dist.barrier()
@@ -797,9 +801,15 @@ def resuming(folder: Path) -> dict[str, Any]:
         except (OSError, ValueError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
 
+    def exported(m: CheckpointManager, model: MegatronModel, made: list[Any]) -> int:
+        """Which of the models the archive has."""
+        other = build_model(model.architecture, {}, torch.float32, trainable=False)
+        load_nemo_weights(m.directory / "megatron_gpt.nemo", other)
+        return made.index(logprobs(other))
+
     def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
         directory = folder / "checkpoints"
-        results = {
+        results: dict[str, Any] = {
             "nothing, ignored": manager(directory).resume(model, optimizer),
             "nothing, not ignored": error_of(
                 lambda: manager(directory, resume_ignore_no_checkpoint=False).resume(model, optimizer)
@@ -807,17 +817,31 @@ def resuming(folder: Path) -> dict[str, Any]:
         }
         settings = {"monitor": "val_loss", "save_best_model": True, "filename": "m--{val_loss:.3f}-{step}"}
         export = NemoExport({"num_layers": 2}, FakeTokenizer())  # type: ignore[arg-type]
-        m = CheckpointManager(directory, CheckpointSettings(**settings), export)
         best = logprobs(model)
+        m = CheckpointManager(directory, CheckpointSettings(**settings), export)
         save(m, model, optimizer, 1, val_loss=0.1)
         train(model, optimizer, 2)
-        last = logprobs(model)
-        m.save(model, optimizer, {"step": 3}, {"val_loss": 0.7}, is_train_end=True)
-        m.save(model, optimizer, {"step": 3}, {"val_loss": 0.7}, is_train_end=True)
+        save(m, model, optimizer, 3, val_loss=0.7)
+        m.export_at_end(model)
         results["names"] = sorted(p.name for p in directory.iterdir())
-        results["model kept"] = logprobs(model) == last
-        load_nemo_weights(directory / "megatron_gpt.nemo", model)
-        results["best exported"] = logprobs(model) == best
+        results["exported"] = {"top 1": exported(m, model, [best])}
+
+        m = CheckpointManager(folder / "all", CheckpointSettings(**settings, save_top_k=-1), export)
+        made = []
+        for step, value in enumerate((0.3, 0.1, 0.2, 0.9, math.nan), 1):
+            train(model, optimizer, 1)
+            made.append(logprobs(model))
+            save(m, model, optimizer, step, val_loss=value)
+        m.export_at_end(model)
+        results["exported"]["all kept"] = exported(m, model, made)
+        results["model kept"] = logprobs(model) == made[-1]
+        file = m.directory / "m--val_loss=0.100-step=2" / "state" / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+        m.export_at_end(model)
+        results["exported"]["damaged"] = exported(m, model, made)
+        results["put aside"] = sorted(p.name for p in m.directory.glob("*.damaged"))
         results["newest"] = manager(directory).resume(model, optimizer)
         results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
         explicit = str(directory / "m--val_loss=0.100-step=1")
@@ -826,7 +850,7 @@ def resuming(folder: Path) -> dict[str, Any]:
             lambda: manager(directory, resume_from_checkpoint=str(folder / "nothing")).resume(model, optimizer)
         )
         results["not JSON"] = error_of(lambda: m.save(model, None, {"step": 4, "a": {1: 2}}, {}))
-        save(m, model, None, 5)
+        save(manager(directory), model, None, 5)
         results["no optimizer"] = error_of(lambda: manager(directory).resume(model, optimizer))
         return results
 

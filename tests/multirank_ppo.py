@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.algorithms.experience import make_experience
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
+from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.ppo_setup import build_actor
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import build_critic_service

@@ -30,7 +30,8 @@ from multirank_ppo import fork_ranks, make_archives
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
+from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.ppo_setup import build_actor
 from nemo_style_aligner.algorithms.remote_critic import CriticSave
 from nemo_style_aligner.algorithms.run_control import RunControl
@@ -80,7 +81,7 @@ WAYS = (
     Way("apart", rollout_ranks=1),
     Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
     Way("stale", rollout_ranks=1, staleness=1),
-    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3", "rollout rank 3")),
+    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3", "rollout rank 3", "score 5")),
     Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2),
 )
 

@@ -75,7 +75,7 @@ class Checkpoints:
             del self.stored[path]
         return path not in self.damaged
 
-    def save(self, model, optimizer, state, metrics, *, is_train_end, protected, on_end) -> Any:
+    def save(self, model, optimizer, state, metrics, *, protected, on_end) -> Any:
         self.finish()
         self.count += 1
         path, content = Path(f"{self.count}"), (model.weight, copy.deepcopy(state) | {"updates": optimizer.step_count})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,14 +151,24 @@ def test_waiting_is_named(folder: Path) -> None:
 
 
 def test_stopped_and_resumed_is_as_if_never_stopped(
-    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+    folder: Path, trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
 ) -> None:
     """While a step trains and the next one's responses are under way; between a step's responses and its training; by a
-    signal that only the rollout rank got. The responses are in the checkpoint: the weights that made them are gone."""
+    signal that only the rollout rank got; in the last validation. The responses are in the checkpoint: the weights that
+    made them are gone."""
     expected, tensors = trained("stale"), trained("stale_stopped")
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
     assert curves("stale_stopped") == curves("stale")
+    state, undisturbed = (_last_state(folder / "logs" / way) for way in ("stale_stopped", "stale"))
+    assert state == undisturbed
+    assert (state["step"], state["is_validation_due"]) == (STEPS, False) and "val_rewards" in state["metrics"]
+
+
+def _last_state(log_dir: Path) -> dict[str, Any]:
+    """What the trainer has in its newest checkpoint."""
+    (newest,) = (log_dir / "checkpoints").glob("*-last")
+    return json.loads((newest / "trainer_state.json").read_text())["trainer"]
 
 
 # ---- between the worlds -------------------------------------------------------------------------

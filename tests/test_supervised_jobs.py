@@ -19,11 +19,12 @@ import torch.distributed as dist
 from conftest import Artefacts
 from job_processes import Job, mpirun, run, script, stored_weights, wait_until_ready
 from omegaconf import DictConfig, OmegaConf
+from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.algorithms import run_control
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_style_aligner.algorithms.supervised import SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.algorithms.supervised_setup import (
     build_supervised_trainer,
     reward_objective,
@@ -31,12 +32,19 @@ from nemo_style_aligner.algorithms.supervised_setup import (
     sft_objective,
     sft_task,
 )
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.models.supervised_losses import LanguageModelBatch, language_model_objective
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
@@ -46,6 +54,7 @@ from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights
 
 TIMEOUT = 240.0
+OPTIM = {"name": "distributed_fused_adam"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -315,6 +324,134 @@ def test_a_validation_that_was_abandoned_is_made_up_for(
     assert [step for step, _ in got["val/loss"]] == [2, 3]
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert got[name] == expected[name], name
+
+
+# ---- the loop and its checkpoints ---------------------------------------------------------------
+
+
+class TinyRun:
+    """A run that validates after steps 2, 4 and 6, with these losses, and saves after steps 3 and 6; started anew."""
+
+    def __init__(self, layout: ParallelLayout, folder: Path, losses: Sequence[float] = (0.1, 0.5, 0.4), batch: int = 4):
+        model = build_model(ModelArchitecture(**SHAPE), {"optim": OPTIM}, torch.float32)
+        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+        self.losses = dict(zip((2, 4, 6), losses, strict=True))
+        self.archive = folder / "checkpoints" / "megatron_gpt.nemo"
+        settings = CheckpointSettings(monitor="val_loss", save_best_model=True, filename="{step}-{val_loss:.1f}")
+        self.checkpoints = CheckpointManager(folder / "checkpoints", settings, NemoExport({"num_layers": 2}, None))
+        self.seen: list[int] = []
+        self.validated: list[int] = []
+        self.weights: dict[int, torch.Tensor] = {}
+        self.stop_in_step = self.stop_in_validation = -1
+        self.trainer = SupervisedTrainer(
+            SupervisedSettings(6, 2, 3, 1, 2),
+            model,
+            optimizer,
+            language_model_objective(),
+            EpochSampler(24, batch, seed=3, shuffle=True, drop_last=True),
+            None,
+            self._batch,
+            None,
+            self.checkpoints,
+            MetricsLogger(folder),
+            RunControl(),
+            batching=MicroBatching(2),
+        )
+        self.trainer.validate = self._validate  # type: ignore[method-assign]
+        state = self.checkpoints.resume(model, optimizer)
+        if state is not None:
+            self.trainer.load_state_dict(state)
+
+    def _batch(self, indices: Sequence[int]) -> LanguageModelBatch:
+        self.seen += indices
+        if self.trainer.step + 1 == self.stop_in_step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return LanguageModelBatch(
+            torch.tensor([[(i + n) % VOCAB for n in range(6)] for i in indices]), torch.ones(len(indices), 5)
+        )
+
+    def _validate(self) -> dict[str, float]:
+        step = self.trainer.step
+        if step == self.stop_in_validation:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            self.trainer.run_control.check()
+        self.weights[step] = self._norm().clone()
+        self.validated.append(step)
+        return {"loss": self.losses[step]}
+
+    def _norm(self) -> torch.Tensor:
+        return dict(self.trainer.model.gpt.named_parameters())["decoder.final_layernorm.weight"].detach()
+
+    def fit(self) -> int:
+        """To the end, or to the stop; the exit status."""
+        self.trainer.fit()
+        stop_signals._received.clear()
+        return self.trainer.run_control.status
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.archive.parent.iterdir())
+
+    def archived_step(self) -> int:
+        """After which validated step the weights were those of the archive."""
+        load_nemo_weights(self.archive, self.trainer.model)
+        return next(step for step, norm in self.weights.items() if torch.equal(norm, self._norm()))
+
+
+def test_an_archive_that_a_killed_run_has_not_written_is_made_up_for(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    run = TinyRun(layout, tmp_path)
+    assert run.fit() == 0
+    expected = run.names()
+    run.archive.unlink()  # as if killed between the last checkpoint and the archive
+    again = TinyRun(layout, tmp_path)
+    assert again.fit() == 0
+    assert again.names() == expected and not again.validated and not again.seen
+    again.weights = run.weights
+    assert again.archived_step() == 6  # the only one that was saved with a validation
+
+
+def test_a_checkpoint_is_ranked_by_a_validation_of_its_own_weights(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """The loss of step 2, the best, is not that of steps 3 and 5, which are saved without a validation."""
+    run = TinyRun(layout, tmp_path)
+    run.stop_in_step = 5
+    assert run.fit() == 75
+    assert run.names() == ["step=3-val_loss=none", "step=5-val_loss=none-last"]
+    again = TinyRun(layout, tmp_path)
+    assert again.fit() == 0
+    assert again.names() == ["megatron_gpt.nemo", "step=5-val_loss=none", "step=6-val_loss=0.4-last"]
+    assert again.archived_step() == 6
+
+
+def test_a_validation_that_is_made_up_for_gets_into_the_last_checkpoint(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    losses = 0.5, 0.4, 0.3
+    run = TinyRun(layout, tmp_path, losses)
+    run.stop_in_validation = 6
+    assert run.fit() == 75
+    assert run.names() == ["step=3-val_loss=none", "step=6-val_loss=none-last"]
+    again = TinyRun(layout, tmp_path, losses)
+    assert again.fit() == 0 and again.validated == [6]
+    assert again.names() == ["megatron_gpt.nemo", "step=6-val_loss=0.3-last", "step=6-val_loss=none"]
+    third = TinyRun(layout, tmp_path)
+    assert third.fit() == 0 and not third.validated and third.names() == again.names()
+
+
+def test_a_run_with_another_batch_size_goes_on_with_the_next_example(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """24 examples: the run has seen 3 batches of 4, and has 3 batches of 6 to make: the rest, then the second epoch."""
+    run = TinyRun(layout, tmp_path)
+    run.stop_in_step = 3
+    assert run.fit() == 75
+    again = TinyRun(layout, tmp_path, batch=6)
+    assert again.fit() == 0
+    order = EpochSampler(24, 4, seed=3, shuffle=True, drop_last=True).order
+    assert run.seen == order(0)[:12].tolist()
+    assert again.seen == [*order(0)[12:], *order(1)[:6]]
 
 
 def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:

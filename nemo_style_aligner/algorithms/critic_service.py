@@ -121,7 +121,6 @@ class CriticService:
                 self.critic.optimizer,
                 self.state_dict(),
                 {"step": self.step},
-                is_train_end=False,
                 protected=[newest[history] for history in needed if history in newest],
                 on_end=lambda times: self.timer.record("save_background_time", times.background),
             )

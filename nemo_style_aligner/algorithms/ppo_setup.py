@@ -7,7 +7,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
-from nemo_style_aligner.algorithms.ppo import PPOSettings, PPOTrainer
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
+from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor

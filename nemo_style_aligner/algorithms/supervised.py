@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.checkpoints.background import WorkTimes
+from nemo_style_aligner.algorithms.training_loop import LoopSettings, TrainingLoop
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -19,28 +19,21 @@ from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import train_step
 from nemo_style_aligner.models.supervised_losses import Objective
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.memory import peak_meter
-from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 
 @dataclasses.dataclass(frozen=True)
-class SupervisedSettings:
-    """The loop's settings (config keys of ``trainer.sft`` or ``trainer.rm``).
+class SupervisedSettings(LoopSettings):
+    """The loop's settings (config keys of ``trainer.sft`` or ``trainer.rm``); those of `LoopSettings` first.
 
     Attributes:
-        max_steps: updates of the whole run, over all restarts.
-        val_check_interval, save_interval: updates between validations and checkpoints; 0 turns them off.
         limit_val_batches: global batches per validation.
         micro_batch_size: examples per forward-backward pass (pairs count as one).
     """
 
-    max_steps: int
-    val_check_interval: int
-    save_interval: int
     limit_val_batches: int
     micro_batch_size: int
 
@@ -75,8 +68,8 @@ Batcher = Callable[[Sequence[int]], Any]
 """Indices of this rank's examples -> a batch for the pipeline (one row per sequence)."""
 
 
-class SupervisedTrainer:
-    """The supervised loop. Every rank runs it in step.
+class SupervisedTrainer(TrainingLoop):
+    """Updates from examples. Every rank runs `fit`.
 
     Args:
         settings: see `SupervisedSettings`.
@@ -86,6 +79,9 @@ class SupervisedTrainer:
         make_train_batch, make_val_batch: turn a rank's indices into a batch.
         batching: micro batches of the rows.
     """
+
+    title = "Training"
+    settings: SupervisedSettings
 
     def __init__(
         self,
@@ -103,74 +99,23 @@ class SupervisedTrainer:
         *,
         batching: MicroBatching,
     ) -> None:
-        self.settings = settings
-        self.model = model
-        self.optimizer = optimizer
+        timer = ScopedTimer(memory=peak_meter())
+        super().__init__(settings, model, optimizer, checkpoints, metrics, run_control, timer)
         self.objective = objective
         self.train_sampler = train_sampler
         self.val_sampler = val_sampler
         self.make_train_batch = make_train_batch
         self.make_val_batch = make_val_batch
-        self.checkpoints = checkpoints
-        self.metrics = metrics
-        self.run_control = run_control
         self.batching = batching
-        self.timer = ScopedTimer(memory=peak_meter())
-        self.step = 0
-        self._last_metrics: dict[str, float] = {}
-        self._is_validation_due = False
-        self._saved_state = self.state_dict()
+        self._batches = itertools.chain.from_iterable(itertools.repeat(train_sampler))  # epoch after epoch
 
-    def fit(self) -> None:
-        """Train from the present step to ``max_steps``, or until the run is stopped."""
-        self.run_control.begin()
-        total, rank = self.settings.max_steps, self.metrics.rank
-        with self.checkpoints.last_chance(), ProgressBar(total, "Training", rank, initial=self.step) as progress:
-            batches = self._train_batches()
-            try:
-                self.run_control.check()
-                self.validate_if_due()  # put off by a run that was stopped
-                while not self.is_finished:
-                    with self.run_control.section("step"):
-                        self.make_step(next(batches))
-                        self.validate_if_due()
-                    if self.is_due(self.settings.save_interval):
-                        self.save()
-                    shown = {k: v for k, v in self._last_metrics.items() if k.endswith(("loss", "accuracy"))}
-                    progress.update(1, shown)
-                    self.checkpoints.poll()
-                    if not self.is_finished:
-                        self.run_control.check(ahead="step")
-            except StopEarlyError as reason:
-                self.save_unless_saved()
-                self.finish_save()
-                self.run_control.stop_early(self.step, reason)
-            else:
-                self.save_unless_saved()
-                self.finish_save()
-        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "train/")
-
-    def make_step(self, indices: Sequence[int]) -> None:
+    def make_step(self) -> None:
         """One update, logged and counted."""
         with self.timer("train_step_time"):
-            metrics = self.update(indices)
-        self.step += 1
-        self._is_validation_due = self.is_due(self.settings.val_check_interval)
+            metrics = self.update(next(self._batches))
+        self.count_step(metrics)
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "train/")
         self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
-        self._last_metrics |= {f"train_{name}": value for name, value in metrics.items()}
-
-    def validate_if_due(self) -> None:
-        """Validate after the steps that ask for it."""
-        if self._is_validation_due:
-            self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
-            self._is_validation_due = False
-
-    def _train_batches(self) -> Iterator[Sequence[int]]:
-        """Global batches of example indices from the present step on, epoch after epoch."""
-        self.train_sampler.consumed_samples = self.step * self.train_sampler.global_batch_size
-        while True:
-            yield from self.train_sampler
 
     def update(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer update from a global batch of example indices; the metrics that are numbers."""
@@ -228,55 +173,24 @@ class SupervisedTrainer:
         size = len(filled) // layout.dp_size
         return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 
-    def save(self) -> None:
-        """Take a copy of the state, which is written while the next steps are made."""
-        with self.timer("save_time"):
-            self.finish_save()  # the one before
-            self.run_control.save_began()
-            self.checkpoints.save(
-                self.model,
-                self.optimizer,
-                self.state_dict(),
-                self._last_metrics | {"step": self.step, "epoch": self.step // self.train_sampler.batches_per_epoch},
-                is_train_end=self.is_finished and not self._is_validation_due,
-                on_end=self._save_ended,
-            )
-        self._saved_state = self.state_dict()
-
-    def _save_ended(self, times: WorkTimes) -> None:
-        """The checkpoint is whole on disk."""
-        self.run_control.save_ended(times.total)
-        self.timer.record("save_background_time", times.background)
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        with self.timer("save_wait"):
-            self.checkpoints.finish()
-
-    def save_unless_saved(self) -> None:
-        """Write a checkpoint if anything has been done since the last one, or since the start."""
-        if self.state_dict() != self._saved_state:
-            self.save()
-
     @property
-    def is_finished(self) -> bool:
-        """Whether all steps of the run are made."""
-        return self.step >= self.settings.max_steps
+    def epoch(self) -> int:
+        """Passes over the training data completed."""
+        return self.train_sampler.epoch
 
-    def is_due(self, interval: int) -> bool:
-        """Whether an action with this interval falls on the present step; with an interval, the last step counts."""
-        return interval > 0 and (self.step % interval == 0 or self.is_finished)
+    def log_phases(self) -> None:
+        """Log the durations of what belongs to no update and no validation: saves."""
+        self.metrics.log_metrics(self.timer.consume_durations(), self.step, "train/")
+
+    def shown_metrics(self) -> dict[str, float]:
+        """What the progress bar shows."""
+        return {name: value for name, value in self._last_metrics.items() if name.endswith(("loss", "accuracy"))}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights, optimizer and random states."""
-        return {
-            "step": self.step,
-            "consumed_samples": self.step * self.train_sampler.global_batch_size,
-            "is_validation_due": self._is_validation_due,
-        }
+        return super().state_dict() | {"consumed_samples": self.train_sampler.consumed_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.step = int(state["step"])
-        self._is_validation_due = bool(state["is_validation_due"])
-        self._saved_state = self.state_dict()
+        """Continue where `state_dict` was taken, with the examples that follow, whatever the batch size is now."""
+        super().load_state_dict(state)
+        self.train_sampler.consumed_samples = int(state["consumed_samples"])

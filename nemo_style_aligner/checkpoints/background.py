@@ -60,11 +60,6 @@ class BackgroundWriter:
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: _Pending | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is work whose end nobody has taken note of."""
-        return self._pending is not None
-
     def run(
         self, work: Work, started: float, on_end: OnEnd, *, in_background: bool
     ) -> concurrent.futures.Future[WorkTimes]:

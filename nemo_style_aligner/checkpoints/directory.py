@@ -1,6 +1,6 @@
 """The directory of a job's training checkpoints: names, order, pruning. Rank 0's; nothing here is collective.
 
-`training` has the layout of a checkpoint and what becomes of damaged and unfinished ones.
+`contents` has the layout of a checkpoint, `training` what becomes of damaged and unfinished ones.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class CheckpointDirectory:
 
     def _prune(self, protected: Collection[Path]) -> None:
         """Delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
-        entries = self.entries()
-        kept = self._best(entries) + entries[: self.settings.save_last_n]
+        entries, top = self.entries(), self.settings.save_top_k
+        kept = entries if top == -1 else self._rank(entries)[:top] + entries[: self.settings.save_last_n]
         for entry in entries:
             if entry not in kept and entry.path not in protected:
                 remove_path(entry.path)
@@ -95,15 +95,13 @@ class CheckpointDirectory:
                 os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(LAST)))
         sync_file(self.path)
 
-    def _best(self, entries: list[Entry]) -> list[Entry]:
-        """The ``save_top_k`` best of ``entries`` (newest first), best first."""
+    def _rank(self, entries: list[Entry]) -> list[Entry]:
+        """``entries`` (newest first) that were measured, the best by ``monitor`` first; the newest without one."""
         if self.settings.monitor is None:
-            ranked = entries
-        else:
-            sign = 1 if self.settings.mode == "min" else -1
-            measured = [entry for entry in entries if entry.manifest.value is not None]
-            ranked = sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
-        return entries if self.settings.save_top_k == -1 else ranked[: self.settings.save_top_k]
+            return entries
+        sign = 1 if self.settings.mode == "min" else -1
+        measured = [entry for entry in entries if entry.manifest.value is not None]
+        return sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -124,11 +122,9 @@ class CheckpointDirectory:
         entries = self.entries()
         return entries[0].path if entries else None
 
-    def newest_and_best(self) -> tuple[Path | None, Path | None]:
-        """The newest finished checkpoint, and the best by ``monitor``; the newest where none was measured."""
-        entries = self.entries()
-        best = self._best(entries)
-        return entries[0].path, best[0].path if best and self.settings.save_top_k > 0 else entries[0].path
+    def ranked(self) -> list[Path]:
+        """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
+        return [entry.path for entry in self._rank(self.entries())]
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
         """What each finished checkpoint keeps for the trainer, by path, newest first. Unreadable ones are left out."""

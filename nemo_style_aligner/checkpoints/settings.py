@@ -48,6 +48,11 @@ class CheckpointSettings:
             raise ValueError(f"exp_manager.checkpoint_callback_params.save_top_k={self.save_top_k}: -1 keeps all")
         if self.save_last_n < 1:
             raise ValueError("exp_manager.checkpoint_callback_params.save_last_n must be at least 1")
+        if self.save_best_model and self.save_top_k == 0:
+            raise ValueError(
+                "exp_manager.checkpoint_callback_params.save_best_model=True with save_top_k=0: the best is not kept; "
+                "set save_top_k to 1 or more, or to -1"
+            )
 
     @classmethod
     def from_config(cls, exp_manager: Mapping[str, Any]) -> CheckpointSettings:

@@ -1,15 +1,9 @@
 """Training checkpoints: everything a job needs to go on as if it had never stopped.
 
 One directory per checkpoint below ``<log_dir>/checkpoints/``, named as ``filename`` says, the newest with
-``-last`` at its end:
-
-    manifest.json         what the checkpoint is; size and SHA-256 of every file
-    trainer_state.json    counters, sampler positions, the layout
-    random/<rank>.pt      random streams of each rank
-    state/                model and optimizer, a Megatron distributed checkpoint
-
-It is written as ``<name>.unfinished``, read back and compared with its checksums, and renamed; older ones are pruned
-after that. One whose files have changed since is put aside as ``<name>.damaged``, and the one before it is used.
+``-last`` at its end; `contents` says what is in it. It is written as ``<name>.unfinished``, read back and compared with
+its checksums, and renamed; older ones are pruned after that. One whose files have changed since is put aside as
+``<name>.damaged``, and the one before it is used.
 
 All of that happens in another thread, from a copy of the state in host memory, while the job goes on
 (``async_save``). At most one checkpoint is being written at a time.
@@ -21,7 +15,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import math
 import socket
@@ -35,39 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd, WorkTimes
-from nemo_style_aligner.checkpoints.directory import (
-    STATE,
-    TRAINER_STATE,
-    CheckpointDirectory,
-    put_aside,
-    staging_of,
-)
-from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file, sync_tree
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
-from nemo_style_aligner.checkpoints.manifest import (
-    Manifest,
-    describe_files,
-    find_damage,
-    verify_on_disk,
-)
+from nemo_style_aligner.checkpoints.contents import Contents, restore, restore_model, take, write_contents
+from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
+from nemo_style_aligner.checkpoints.durable import on_first_rank
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.checkpoints.optimizer_state import (
-    load_optimizer,
-    makes_copies,
-    optimizer_counters,
-    optimizer_tensors,
-)
-from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import load_sharded_tensors, model_tensors
-from nemo_style_aligner.checkpoints.sharded_writing import (
-    PreparedTensors,
-    bytes_to_write,
-    nonfinite_tensors,
-    prepare,
-    snapshot,
-    write_tensors,
-)
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
@@ -78,8 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "model."
-_OPTIMIZER_PREFIX = "optimizer."
 _SNAPSHOT_SHARE = 0.5  # of the memory that is free, which a copy of the state may take
 
 
@@ -92,25 +57,19 @@ class NemoExport:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Content:
-    """All that goes into a checkpoint, apart from the job that goes on.
+class _Save:
+    """A checkpoint to be written.
 
     Attributes:
         target: where it will be.
         manifest: without its files.
-        size: bytes of its tensors, over all ranks.
-        tensors, random_states: this rank's.
-        trainer_state: rank 0's is written.
-        protected: checkpoints that are not pruned.
-        before_publishing: see `CheckpointManager.save`.
+        contents: what is in it, apart from the job that goes on if it is written in the background.
+        protected, before_publishing: see `CheckpointManager.save`.
     """
 
     target: Path
     manifest: Manifest
-    size: int
-    tensors: PreparedTensors
-    random_states: bytes
-    trainer_state: str
+    contents: Contents
     protected: Collection[Path]
     before_publishing: Callable[[], None] | None
 
@@ -137,7 +96,8 @@ class CheckpointManager:
         self._files = CheckpointDirectory(directory, settings)
         self._writer = BackgroundWriter(timeout)
         self._verified: Path | None = None
-        self._saved_step: int | None = None
+        self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
+        self._is_archived = False  # so has the .nemo archive
         self._is_short_of_memory = False
 
     @property
@@ -154,20 +114,18 @@ class CheckpointManager:
         trainer_state: Mapping[str, Any],
         metrics: Mapping[str, Any],
         *,
-        is_train_end: bool = False,
         protected: Collection[Path] = (),
         before_publishing: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> concurrent.futures.Future[WorkTimes]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
 
-        Waits for the checkpoint before this one first. The .nemo archive, if it is time for one, is written before this
+        Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive is written before this
         returns. With ``async_save`` off, or where the copy does not fit into memory, so is the checkpoint.
 
         Args:
             trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
             metrics: numbers for ``filename`` and ``monitor``; ``step`` is one of them, or of ``trainer_state``.
-            is_train_end: nothing follows.
             protected: checkpoints that are not pruned this time, whatever the settings say.
             before_publishing: called by rank 0's writer when all files are verified, before they get their name; what
                 it raises fails the save.
@@ -187,24 +145,21 @@ class CheckpointManager:
         self.finish()
         values = {**{k: v for k, v in trainer_state.items() if isinstance(v, int | float)}, **metrics}
         step = int(values.get("step", 0))
+        contents = take(model, optimizer, trainer_state, step)
+        target, sequence = on_first_rank(lambda: self._files.prepare(values, contents.size))
+        in_background = self.settings.async_save and self._has_memory_for(contents)
+        save = _Save(
+            target,
+            Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}),
+            contents.copied() if in_background else contents,
+            protected,
+            before_publishing,
+        )
         on_end = on_end or (lambda _: None)
-        # Training may end right after a step that was saved anyway.
-        if is_train_end and self._saved_step == step:
-            work = functools.partial(_only, before_publishing)
-            written = self._writer.run(work, started, on_end, in_background=True)
-        else:
-            content = self._settle(model, optimizer, trainer_state, values, step, protected, before_publishing)
-            in_background = self.settings.async_save and self._has_memory_for(content.tensors, optimizer)
-            if in_background:
-                copies = snapshot(content.tensors, _copies(optimizer))
-                content = dataclasses.replace(content, tensors=copies)
-            work = functools.partial(self._write, content)
-            written = self._writer.run(work, started, on_end, in_background=in_background)
-            self._saved_step = step
-        if is_train_end:
-            self.finish()
-        if self.settings.always_save_nemo or (is_train_end and self.settings.save_nemo_on_train_end):
-            self._export(model, best=is_train_end and self.settings.save_best_model)
+        written = self._writer.run(functools.partial(self._write, save), started, on_end, in_background=in_background)
+        self._current, self._is_archived = target, self.settings.always_save_nemo
+        if self._is_archived:
+            self._export(model)
         return written
 
     def finish(self) -> None:
@@ -219,47 +174,13 @@ class CheckpointManager:
         """`finish`, if the checkpoint is whole by now on all ranks, or failed on one. Call it now and then."""
         self._writer.poll()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether there is a checkpoint for which `finish` or `poll` have not seen the end."""
-        return self._writer.is_busy
-
     def last_chance(self) -> contextlib.AbstractContextManager[None]:
         """When the body fails, a checkpoint that is being written still gets a minute to become whole."""
         return self._writer.last_chance()
 
-    def _settle(
-        self,
-        model: MegatronModel,
-        optimizer: Optimizer | None,
-        trainer_state: Mapping[str, Any],
-        values: Mapping[str, Any],
-        step: int,
-        protected: Collection[Path],
-        before_publishing: Callable[[], None] | None,
-    ) -> _Content:
-        """All that needs the state as it is now; the tensors are the live ones."""
-        state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
-        tensors = model_tensors(model.gpt, _PREFIX)
-        if optimizer is not None:
-            state["optimizer"] = optimizer_counters(optimizer)
-            tensors |= optimizer_tensors(optimizer, model, _PREFIX)
-        if spoilt := nonfinite_tensors(tensors):
-            raise FloatingPointError(
-                f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
-                "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
-            )
-        prepared = prepare(tensors)
-        size = bytes_to_write(prepared)
-        text = _encode(state)
-        target, sequence = on_first_rank(lambda: self._files.prepare(values, size))
-        manifest = Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {})
-        random_states = encoded_random_states()
-        return _Content(target, manifest, size, prepared, random_states, text, protected, before_publishing)
-
-    def _has_memory_for(self, tensors: PreparedTensors, optimizer: Optimizer | None) -> bool:
+    def _has_memory_for(self, contents: Contents) -> bool:
         """Whether the ranks of every machine can hold copies of their tensors."""
-        own = (socket.gethostname(), tensors.num_bytes(_copies(optimizer)))
+        own = (socket.gethostname(), contents.bytes_of_copy())
         everywhere: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
         needed = sum(size for host, size in everywhere if host == own[0])
@@ -274,36 +195,56 @@ class CheckpointManager:
         self._is_short_of_memory = not suffices
         return not all_reduce_max(int(not suffices))
 
-    def _write(self, content: _Content, group: dist.ProcessGroup | None) -> None:
+    def _write(self, save: _Save, group: dist.ProcessGroup | None) -> None:
         """Write, verify, rename, prune. Collective in ``group``; in the main thread or another one."""
-        staging = staging_of(content.target)
         try:
-            on_first_rank(lambda: (staging / TRAINER_STATE).write_text(content.trainer_state, encoding="utf-8"), group)
-            write_tensors(content.tensors, staging / STATE, group)
-            on_every_rank(lambda: _write_synced(_random_file(staging), content.random_states), group)
-            files = describe_files(staging, group)
-            on_first_rank(lambda: _seal(staging, dataclasses.replace(content.manifest, files=files)), group)
-            if problems := verify_on_disk(staging, group):
-                raise OSError(f"what was written is not what came back from disk: {'; '.join(problems)}")
+            write_contents(save.contents, save.manifest, staging_of(save.target), group)
         except (OSError, ValueError, TypeError) as error:
-            free = on_first_rank(lambda: self._files.give_up(content.target), group)
+            free = on_first_rank(lambda: self._files.give_up(save.target), group)
             if isinstance(error, OSError):
                 raise OSError(
-                    f"the checkpoint {content.target} was not saved: {error}. It needs {content.size:,} bytes and some "
-                    f"more, {free:,} bytes are free now that what was written of it is gone. The earlier checkpoints "
-                    "are whole; start again when the cause is removed"
+                    f"the checkpoint {save.target} was not saved: {error}. It needs {save.contents.size:,} bytes and "
+                    f"some more, {free:,} bytes are free now that what was written of it is gone. The earlier "
+                    "checkpoints are whole; start again when the cause is removed"
                 ) from error
             raise
-        _only(content.before_publishing, group)
-        on_first_rank(lambda: self._files.publish(content.target, content.protected), group)
+        on_first_rank(save.before_publishing or (lambda: None), group)
+        on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
 
-    def _export(self, model: MegatronModel, *, best: bool) -> None:
-        """Write the .nemo archive, of the best checkpoint's weights or of the model's."""
+    # ---- archives ---------------------------------------------------------------------------
+
+    def export_at_end(self, model: MegatronModel) -> None:
+        """Training is over, and the model's state is saved: write the .nemo archive that the settings want.
+
+        Under ``save_best_model`` it has the best checkpoint's weights: of those whose files are what was written. The
+        model has its own again afterwards.
+        """
+        self.finish()
+        if not (self.settings.save_nemo_on_train_end or self.settings.always_save_nemo) or self.nemo is None:
+            return
+        best = self._better_than_current() if self.settings.save_best_model else None
+        if best is not None:
+            logger.info("the best checkpoint is %s", best)
+            restore_model(best, model)
+        elif self._is_archived:
+            return
+        self._export(model)
+        if best is not None and self._current is not None:
+            restore_model(self._current, model)
+
+    def _better_than_current(self) -> Path | None:
+        """The best checkpoint that is whole, None where none ranks above what the model has."""
+        for path in on_first_rank(self._files.ranked):
+            if path == self._current:
+                return None
+            if self.is_whole(path):
+                return path
+        return None
+
+    def _export(self, model: MegatronModel) -> None:
+        """Write the .nemo archive."""
         if self.nemo is None:
             return
-        current, chosen = on_first_rank(lambda: self._files.newest_and_best() if best else (None, None))
-        if chosen != current:
-            self._load_model(chosen, model)
         with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
             tokenizer_dir = Path(folder) if self.nemo.tokenizer is not None else None
             if self.nemo.tokenizer is not None and dist.get_rank() == 0:
@@ -311,8 +252,6 @@ class CheckpointManager:
             path = self.directory / f"{self.settings.nemo_name}.nemo"
             save_nemo(path, model, self.nemo.model_config, tokenizer_dir)
         logger.info("saved %s", path)
-        if chosen != current:
-            self._load_model(current, model)
 
     # ---- resuming ---------------------------------------------------------------------------
 
@@ -386,72 +325,10 @@ class CheckpointManager:
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
             raise DamagedCheckpointError(f"{path} cannot be loaded: {'; '.join(problems)}")
-        state = json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
-        self._load_model(path, model)
-        if optimizer is not None:
-            if "optimizer" not in state:
-                raise ValueError(f"{path} was saved without an optimizer: it cannot resume training")
-            with open_source(path) as source:
-                load_optimizer(optimizer, model, state["optimizer"], source, STATE, _PREFIX)
-        if state["layout"] == _layout(model):
-            load_random_states(_random_file(path))
-        else:
-            logger.warning("%s was saved with %s: random streams start anew", path, state["layout"])
+        state = restore(path, model, optimizer)
         logger.info("resumed from %s", path)
-        self._saved_step = state["trainer"].get("step")
-        return state["trainer"]
-
-    def _load_model(self, path: Path | None, model: MegatronModel) -> None:
-        if path is None:
-            raise FileNotFoundError(f"{self.directory} has no checkpoint")
-        with open_source(path) as source:
-            load_sharded_tensors(model_tensors(model.gpt, _PREFIX), source, STATE, ignored=("optimizer.",))
-
-
-def _copies(optimizer: Optimizer | None) -> tuple[str, ...]:
-    """Beginnings of the keys of tensors that nobody else holds."""
-    return (_OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
-
-
-def _only(action: Callable[[], None] | None, group: dist.ProcessGroup | None) -> None:
-    """Rank 0 does this, if there is anything to do, and the others wait for it."""
-    on_first_rank(action or (lambda: None), group)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    sync_file(path)
-
-
-def _seal(staging: Path, manifest: Manifest) -> None:
-    manifest.write(staging)
-    sync_tree(staging)
-
-
-def _layout(model: MegatronModel) -> dict[str, int]:
-    layout = model.layout
-    return {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "dp_size": layout.dp_size}
-
-
-def _random_file(directory: Path) -> Path:
-    return directory / "random" / f"{dist.get_rank():05d}.pt"
-
-
-def _encode(content: Any) -> str:
-    _check_keys(content, "trainer_state")
-    return json.dumps(content)
-
-
-def _check_keys(value: Any, where: str) -> None:
-    """JSON would turn other keys into strings without a word."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: only strings come back from JSON as they were")
-            _check_keys(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_keys(item, f"{where}[{index}]")
+        self._current, self._is_archived = path, False
+        return state
 
 
 def _finite(value: Any) -> float | None:

@@ -1,0 +1,84 @@
+"""The settings of a PPO run, read from the actor job's config."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.algorithms.experience import AdvantageSettings
+from nemo_style_aligner.algorithms.training_loop import LoopSettings
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOSettings(LoopSettings):
+    """The loop's settings (config keys of ``trainer.ppo`` unless said otherwise); those of `LoopSettings` first.
+
+    Attributes:
+        critic_warmup_steps: rounds in which only the critic learns, before the first step.
+        num_ppo_epochs: passes over the rollouts in each step.
+        global_batch_size: sequences per policy update [model.global_batch_size].
+        seed: of the order of updates and of sampling [model.seed].
+        num_table_rows: sample responses logged per step.
+        unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
+        staleness: steps by which rollouts may be behind the weights that train on them.
+        takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
+        advantages: how rewards become advantages.
+        nonfinite: what to do about NaN and Inf [on_nonfinite].
+    """
+
+    critic_warmup_steps: int
+    num_ppo_epochs: int
+    global_batch_size: int
+    seed: int
+    num_table_rows: int
+    unload_engine: bool
+    staleness: int
+    takes_engine_logprobs: bool
+    advantages: AdvantageSettings
+    nonfinite: NonFinitePolicy
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
+        """Read a job's config; ``steps_per_epoch`` PPO steps see every prompt once.
+
+        Raises:
+            ValueError: too few prompts for one step.
+        """
+        ppo = cfg.trainer.ppo
+        if steps_per_epoch < 1:
+            raise ValueError(
+                "there are fewer training prompts than model.ppo.num_rollout_samples="
+                f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
+            )
+        bounds = ppo.importance_sequence_bounds
+        max_steps = steps_per_epoch * int(ppo.max_epochs)
+        if ppo.max_steps is not None and ppo.max_steps >= 0:
+            max_steps = min(max_steps, int(ppo.max_steps))
+        return cls(
+            max_steps=max_steps,
+            val_check_interval=int(ppo.val_check_interval or 0),
+            save_interval=int(ppo.save_interval or 0),
+            critic_warmup_steps=int(ppo.critic_warmup_steps or 0),
+            num_ppo_epochs=int(ppo.num_ppo_epochs),
+            global_batch_size=int(cfg.model.global_batch_size),
+            seed=int(cfg.model.seed),
+            num_table_rows=int(ppo.num_table_rows),
+            unload_engine=bool(ppo.trt_llm.unload_engine_train),
+            staleness=int(ppo.staleness),
+            takes_engine_logprobs=ppo.policy_logprobs == "engine",
+            advantages=AdvantageSettings(
+                kl_coef=float(ppo.initial_policy_kl_penalty),
+                kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
+                kl_clamp=ppo.kl_clamp,
+                gamma=float(ppo.discount_factor),
+                lam=float(ppo.gae_lambda),
+                normalize=bool(ppo.normalize_advantages),
+                unbiased=bool(ppo.advantage_whitening_unbiased),
+                mask_truncated=bool(ppo.mask_truncated),
+                importance_weight_cap=ppo.importance_weight_cap,
+                importance_sequence_bounds=None if bounds is None else (float(bounds[0]), float(bounds[1])),
+            ),
+            nonfinite=NonFinitePolicy.from_config(ppo),
+        )

@@ -1,0 +1,226 @@
+"""The loop around every kind of training step: validations, checkpoints, stops, and what is left at the end."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """What every trainer's section says about its loop.
+
+    Attributes:
+        max_steps: steps of the whole run, over all restarts.
+        val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
+    """
+
+    max_steps: int
+    val_check_interval: int
+    save_interval: int
+
+
+class TrainingLoop(abc.ABC):
+    """Training from the newest checkpoint to the last step. Every rank of a job runs it in step.
+
+    A trainer brings its step and its validation (`make_step`, `validate`), and what it logs.
+
+    Args:
+        model, optimizer: what is trained, and saved.
+
+    Attributes:
+        step: steps made.
+    """
+
+    settings: LoopSettings
+    title: ClassVar[str]
+    """The progress bar's."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        model: MegatronModel,
+        optimizer: Optimizer,
+        checkpoints: CheckpointManager,
+        metrics: MetricsLogger,
+        run_control: RunControl,
+        timer: ScopedTimer,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.run_control = run_control
+        self.timer = timer
+        self.step = 0
+        self._is_validation_due = False
+        self._is_saved = True
+        self._last_metrics: dict[str, float] = {}  # of the present step, and of no other: they rank its checkpoint
+
+    def fit(self) -> None:
+        """Train from the present step to ``max_steps``, or until the run is stopped.
+
+        What a run before this one has left open is made up for: rounds of a warm-up, a validation that it abandoned,
+        an archive that it was killed before.
+        """
+        self.run_control.begin()
+        total, rank = self.settings.max_steps, self.metrics.rank
+        with self.checkpoints.last_chance(), ProgressBar(total, self.title, rank, initial=self.step) as progress:
+            try:
+                self.warm_up()
+                if self._is_validation_due:
+                    self.validate_if_due()
+                    self.save_if_due()
+                while not self.is_finished:
+                    self.checkpoints.poll()
+                    self.run_control.check(ahead="step")
+                    with self.run_control.section("step"):
+                        self.make_step()
+                        self.validate_if_due()
+                    self.save_if_due()
+                    self.log_phases()
+                    progress.update(1, self.shown_metrics())
+            except StopEarlyError as reason:
+                self.save_unless_saved()
+                self.finish_save()
+                self.run_control.stop_early(self.step, reason)
+            else:
+                self.save_unless_saved()
+                self.finish_save()
+                self.export()
+        self.log_phases()
+
+    # ---- what a trainer brings --------------------------------------------------------------
+
+    @abc.abstractmethod
+    def make_step(self) -> None:
+        """One step, which ends with `count_step`.
+
+        Raises:
+            StopEarlyError: the step is abandoned; the state is the one before it.
+        """
+
+    @abc.abstractmethod
+    def validate(self) -> Mapping[str, float]:
+        """The metrics of a validation, logged; empty without anything to validate on.
+
+        Raises:
+            StopEarlyError: the validation is abandoned.
+        """
+
+    def warm_up(self) -> None:  # noqa: B027  (most have none)
+        """What comes before the first step.
+
+        Raises:
+            StopEarlyError: between two parts of it.
+        """
+
+    @property
+    @abc.abstractmethod
+    def epoch(self) -> int:
+        """Passes over the training data completed."""
+
+    @abc.abstractmethod
+    def log_phases(self) -> None:
+        """Log the durations that the timer has gathered."""
+
+    @abc.abstractmethod
+    def shown_metrics(self) -> dict[str, float]:
+        """What the progress bar shows of `_last_metrics`."""
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def count_step(self, metrics: Mapping[str, float]) -> None:
+        """A step is made; it measured ``metrics``, ``train_*`` for checkpoints."""
+        self.step += 1
+        self._is_validation_due = self.is_due(self.settings.val_check_interval)
+        self._is_saved = False
+        self._last_metrics = {f"train_{name}": value for name, value in metrics.items()}
+
+    def validate_if_due(self) -> None:
+        """Validate after the steps that ask for it."""
+        if self._is_validation_due:
+            self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
+            self._is_validation_due = False
+            self._is_saved = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run are made."""
+        return self.step >= self.settings.max_steps
+
+    def is_due(self, interval: int) -> bool:
+        """Whether an action with this interval falls on the present step; with an interval, the last step counts."""
+        return interval > 0 and (self.step % interval == 0 or self.is_finished)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Take a copy of the state, which is written while the next steps are made."""
+        with self.timer("save_time"):
+            self.finish_save()  # the one before
+            self.run_control.save_began()
+            self.write_checkpoint()
+        self._is_saved = True
+
+    def write_checkpoint(
+        self, before_publishing: Callable[[], None] | None = None, on_end: OnEnd | None = None
+    ) -> None:
+        """Hand the state to the checkpoints; see `CheckpointManager.save` for the arguments."""
+        self.checkpoints.save(
+            self.model,
+            self.optimizer,
+            self.state_dict(),
+            self._last_metrics | {"step": self.step, "epoch": self.epoch},
+            before_publishing=before_publishing,
+            on_end=on_end or self.save_ended,
+        )
+
+    def save_ended(self, times: WorkTimes) -> None:
+        """The checkpoint is whole on disk."""
+        self.run_control.save_ended(times.total)
+        self.timer.record("save_background_time", times.background)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self.timer("save_wait"):
+            self.checkpoints.finish()
+
+    def save_if_due(self) -> None:
+        """Save after the steps that ask for it."""
+        if self.is_due(self.settings.save_interval):
+            self.save_unless_saved()
+
+    def save_unless_saved(self) -> None:
+        """Save if anything has been done since the last time, or since the start."""
+        if not self._is_saved:
+            self.save()
+
+    def export(self) -> None:
+        """The archive at the end of training."""
+        with self.timer("save_time"):
+            self.checkpoints.export_at_end(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside weights, optimizer and random states; JSON values. Collective."""
+        return {"step": self.step, "is_validation_due": self._is_validation_due, "metrics": self._last_metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.step = int(state["step"])
+        self._is_validation_due = bool(state["is_validation_due"])
+        self._last_metrics = dict(state.get("metrics", {}))  # older checkpoints have none
+        self._is_saved = True

@@ -1,0 +1,176 @@
+"""What is in a training checkpoint's directory: taken from a job, written, given back to one.
+
+    manifest.json         what the checkpoint is; size and SHA-256 of every file
+    trainer_state.json    counters, sampler positions, the layout
+    random/<rank>.pt      random streams of each rank
+    state/                model and optimizer, a Megatron distributed checkpoint
+
+Everything here is collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from nemo_style_aligner.checkpoints.directory import STATE, TRAINER_STATE
+from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file, sync_tree
+from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, verify_on_disk
+from nemo_style_aligner.checkpoints.optimizer_state import (
+    load_optimizer,
+    makes_copies,
+    optimizer_counters,
+    optimizer_tensors,
+)
+from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
+from nemo_style_aligner.checkpoints.sharded_tensors import load_sharded_tensors, model_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import (
+    PreparedTensors,
+    bytes_to_write,
+    nonfinite_tensors,
+    prepare,
+    snapshot,
+    write_tensors,
+)
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.gpt import MegatronModel
+    from nemo_style_aligner.models.optimizer import Optimizer
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "model."
+_OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """A checkpoint's contents, still in memory.
+
+    Attributes:
+        tensors, random_states: this rank's. The tensors are the live ones, unless `copied`.
+        trainer_state: JSON; rank 0's is written.
+        size: bytes of the tensors, over all ranks.
+        own_prefixes: beginnings of the keys of tensors that nobody else holds: copies already.
+    """
+
+    tensors: PreparedTensors
+    random_states: bytes
+    trainer_state: str
+    size: int
+    own_prefixes: tuple[str, ...]
+
+    def bytes_of_copy(self) -> int:
+        """Memory that `copied` takes on this rank."""
+        return self.tensors.num_bytes(self.own_prefixes)
+
+    def copied(self) -> Contents:
+        """The same, which stays as it is when the job goes on."""
+        return dataclasses.replace(self, tensors=snapshot(self.tensors, self.own_prefixes))
+
+
+def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mapping[str, Any], step: int) -> Contents:
+    """The contents of a checkpoint of the state as it is now.
+
+    Raises:
+        FloatingPointError: weights or optimizer hold NaN or Inf.
+        TypeError: ``trainer_state`` is not JSON.
+    """
+    state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
+    tensors = model_tensors(model.gpt, _PREFIX)
+    if optimizer is not None:
+        state["optimizer"] = optimizer_counters(optimizer)
+        tensors |= optimizer_tensors(optimizer, model, _PREFIX)
+    if spoilt := nonfinite_tensors(tensors):
+        raise FloatingPointError(
+            f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
+            "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
+        )
+    prepared = prepare(tensors)
+    own = (_OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
+    return Contents(prepared, encoded_random_states(), _encode(state), bytes_to_write(prepared), own)
+
+
+def write_contents(contents: Contents, manifest: Manifest, directory: Path, group: dist.ProcessGroup | None) -> None:
+    """Write everything into an empty ``directory``, sync it, and compare what comes back from disk.
+
+    Args:
+        manifest: without its files.
+        group: of all ranks; the default group where it is None.
+
+    Raises:
+        OSError: it could not be written, or was not what came back.
+    """
+    state = contents.trainer_state
+    on_first_rank(lambda: (directory / TRAINER_STATE).write_text(state, encoding="utf-8"), group)
+    write_tensors(contents.tensors, directory / STATE, group)
+    on_every_rank(lambda: _write_synced(_random_file(directory), contents.random_states), group)
+    files = describe_files(directory, group)
+    on_first_rank(lambda: _seal(directory, dataclasses.replace(manifest, files=files)), group)
+    if problems := verify_on_disk(directory, group):
+        raise OSError(f"what was written is not what came back from disk: {'; '.join(problems)}")
+
+
+def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Give a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
+    state = json.loads((directory / TRAINER_STATE).read_text(encoding="utf-8"))
+    restore_model(directory, model)
+    if optimizer is not None:
+        if "optimizer" not in state:
+            raise ValueError(f"{directory} was saved without an optimizer: it cannot resume training")
+        with open_source(directory) as source:
+            load_optimizer(optimizer, model, state["optimizer"], source, STATE, _PREFIX)
+    if state["layout"] == _layout(model):
+        load_random_states(_random_file(directory))
+    else:
+        logger.warning("%s was saved with %s: random streams start anew", directory, state["layout"])
+    return state["trainer"]
+
+
+def restore_model(directory: Path, model: MegatronModel) -> None:
+    """Load a checkpoint's weights and nothing else."""
+    with open_source(directory) as source:
+        load_sharded_tensors(model_tensors(model.gpt, _PREFIX), source, STATE, ignored=(_OPTIMIZER_PREFIX,))
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    sync_file(path)
+
+
+def _seal(directory: Path, manifest: Manifest) -> None:
+    manifest.write(directory)
+    sync_tree(directory)
+
+
+def _layout(model: MegatronModel) -> dict[str, int]:
+    layout = model.layout
+    return {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "dp_size": layout.dp_size}
+
+
+def _random_file(directory: Path) -> Path:
+    return directory / "random" / f"{dist.get_rank():05d}.pt"
+
+
+def _encode(content: Any) -> str:
+    _check_keys(content, "trainer_state")
+    return json.dumps(content)
+
+
+def _check_keys(value: Any, where: str) -> None:
+    """JSON would turn other keys into strings without a word."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}: only strings come back from JSON as they were")
+            _check_keys(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_keys(item, f"{where}[{index}]")
