@@ -309,7 +309,7 @@ def test_training_is_applied_exactly_once() -> None:
         for _ in range(3):
             np.testing.assert_array_equal(outputs(train(1.0, 1))["loss_mean"], first)
         outputs(train(2.0, 2))
-        for number in (1, 4):
+        for number in (1, 2, 4):  # 2 was another batch
             refused = train(3.0, number)
             assert refused.status_code == 409
             assert "expected 3" in refused.json()["error"]
@@ -521,6 +521,12 @@ def test_several_attributes() -> None:
     endpoints = reward_endpoint(ModelLimits(), num_attributes=3)
     with serve(Attributes(), endpoints=endpoints) as server:
         answer = outputs(post(server, "reward_model", infer_body([[1, 2]], [2])))
+        with (
+            serve(CountingBackend(), endpoints=critic_endpoints(ModelLimits(), combined=False)) as critic,
+            critic_client(critic.number, combined=False, reward_port=server.number) as client,
+            pytest.raises(ValueError, match=r"3 attributes.*model\.regression\.merge_attributes=True"),
+        ):
+            client.wait_until_ready(10)  # a job that needs one reward is told at its start
     np.testing.assert_array_equal(answer["rewards"], [[2, -2, 4]])
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
-from served_critic import CountingBackend, get, infer_body, outputs, post, serve, tensor, train_body
+from served_critic import CountingBackend, critic_client, get, infer_body, outputs, post, serve, tensor, train_body
 
 from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
 
@@ -282,3 +282,17 @@ def test_a_busy_server_is_not_away() -> None:
     with listening(lambda connection: reply(connection, answers.pop(0))) as (client, _):
         limits = ClientLimits(total_s=20.0, away_s=0.01, first_backoff_s=0.1)
         assert client.request("GET", "/x", limits=limits).status_code == 200
+
+
+def test_readiness_is_asked_for_now_and_then_and_not_of_strangers() -> None:
+    with listening(lambda connection: reply(connection, b"400 Bad Request")) as (http, connections):  # Triton's "no"
+        with critic_client(int(http.base_url.rpartition(":")[2])) as client, pytest.raises(ServerUnavailableError):
+            client.wait_until_ready(1.5)
+        assert len(connections) <= 3
+    with listening(lambda connection: reply(connection, b"404 Not Found")) as (http, connections):
+        with (
+            critic_client(int(http.base_url.rpartition(":")[2])) as client,
+            pytest.raises(ValueError, match=r"something else .*remote_critic_rm\.critic\.port"),
+        ):
+            client.wait_until_ready(60)
+        assert len(connections) == 1

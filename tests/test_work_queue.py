@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from typing import Any
 import pytest
 import requests
 from job_processes import ROOT
+from listeners import listeners
 
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout import work_client, work_server
 from nemo_style_aligner.rollout.generator import LocalGenerator
@@ -31,6 +35,7 @@ from nemo_style_aligner.rollout.intake import AcceptedResponses
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.remote import RemoteRound
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
+from nemo_style_aligner.rollout.setup import build_work_source
 from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
@@ -436,6 +441,24 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(StopEarlyError):
             RemoteRound(link, "round/1", prompts, wait_seconds=5.0).run(sink)  # type: ignore[arg-type]
     assert begun == sink.got == []
+
+
+def test_over_several_machines_the_queue_has_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = own_address()
+    if address == socket.gethostname():
+        pytest.skip("this machine has no route to others")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as Debian resolves a host's own name: 127.0.1.1
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.num_nodes = 2
+    cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "port": 0})
+    engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
+    with single_process():
+        source = build_work_source(cfg, engine, GenerationGroup(0, 1))
+    source.start_round(1, [5])
+    assert isinstance(source, WorkQueueClient) and source.lease(1) == [5]
+    port = int(source._http.base_url.rpartition(":")[2])
+    assert [listener.address for listener in listeners(os.getpid()) if listener.port == port] == [address]
+    source.close()
 
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:

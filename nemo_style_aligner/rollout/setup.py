@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import socket
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
+from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
@@ -191,7 +191,7 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
     token = _token(cfg)
     server, address = None, None
     if dist.get_rank() == 0:
-        host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else socket.gethostname())
+        host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else own_address())
         queue = WorkQueue(lease_seconds=float(section.lease_seconds), workers=group.count)
         server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)
         address = (host, server.port)

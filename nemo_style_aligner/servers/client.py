@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
 _PROGRESS_SECONDS = 10.0
+_REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
 __all__ = ["CriticClient", "Scores", "SequenceConflictError", "SequencesToScore", "TrainingStateUnknownError"]
@@ -220,8 +221,8 @@ class CriticClient:
         """Wait until every server is ready, and check that it is the one the config describes.
 
         ``progress`` gets a line every ten seconds (default: the log). Raises `ServerUnavailableError`
-        after ``timeout_s``, and ValueError when a server does not have the models and outputs needed, or says
-        that it cannot take the ``sequences``.
+        after ``timeout_s``, and ValueError when a server is no service of this kind, does not have the models and
+        outputs needed, or says that it cannot take the ``sequences``.
         """
         say = progress or logger.info
         deadline = time.monotonic() + timeout_s
@@ -349,6 +350,11 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
         try:
             server.request("GET", "/v2/health/ready", limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
         except (ServerUnavailableError, RequestRefusedError) as error:
+            if isinstance(error, RequestRefusedError) and error.status == 404:
+                raise ValueError(
+                    f"something else than a critic or reward service listens at {server.base_url}: give its port "
+                    f"(remote_critic_rm.critic.port, remote_critic_rm.reward_model.port). {error}"
+                ) from error
             now = time.monotonic()
             if now >= deadline:
                 raise ServerUnavailableError(
@@ -357,6 +363,8 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
             if now - last_line >= _PROGRESS_SECONDS:
                 say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
                 last_line = now
+            if isinstance(error, RequestRefusedError):  # it was not waited for: the answer came at once
+                time.sleep(min(_REFUSED_POLL_SECONDS, deadline - now))
         else:
             say(f"the server at {server.base_url} is ready after {time.monotonic() - started:.1f} s")
             return
@@ -371,11 +379,17 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
         if error.status == 401:
             raise ValueError(f"the server at {server.base_url} does not accept this run's token: {error}") from error
         raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
-    missing = outputs - {output["name"] for output in metadata["outputs"]}
+    shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
+    missing = outputs - shapes.keys()
     if missing:
         raise ValueError(
             f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
             "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
+        )
+    if "rewards" in outputs and shapes["rewards"][-1] not in (1, -1):
+        raise ValueError(
+            f"model '{model}' at {server.base_url} gives {shapes['rewards'][-1]} attributes, and this job needs one "
+            "reward: start that service with model.regression.merge_attributes=True"
         )
     return metadata
 

@@ -1,7 +1,7 @@
 """The training ledger: which training request of which run was applied last, and what it answered.
 
 A client numbers its training requests 1, 2, 3, ... within a run id of its own. A repeat of the last
-number (a retry after a lost answer) is answered from the ledger without training again; any other
+one (a retry after a lost answer: same number, same batch) is answered from the ledger without training again; any other
 number but the next is refused. The ledger's state belongs in the critic's checkpoint, so that critic
 weights and ledger are restored together.
 
@@ -72,11 +72,15 @@ def extend_history(history: str, digest: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Applied:
-    """A run's last training request: its number, its loss, and the critic's history after it."""
+    """A run's last training request: its number, its loss, the critic's history after it, its batch's digest.
+
+    Checkpoints of earlier versions have no digest.
+    """
 
     sequence_number: int
     loss: float
     history: str
+    digest: str | None = None
 
 
 class TrainingLedger:
@@ -124,11 +128,16 @@ class TrainingLedger:
             digest: of its batch.
 
         Raises:
-            ProtocolError: (409) a gap or a stale number, or another history; says what is expected.
+            ProtocolError: (409) a gap, a stale number, the last one with another batch, or another history; says what
+                is expected.
         """
         last = self._applied.get(position.run_id)
-        is_repeat = last is not None and position.next_number == last.sequence_number
-        if last is not None and is_repeat and position.after(digest).history in (None, last.history):
+        if (
+            last is not None
+            and position.next_number == last.sequence_number
+            and last.digest in (None, digest)
+            and position.after(digest).history in (None, last.history)
+        ):
             return last.loss
         self.check(position, "critic_train")
         return None
@@ -140,7 +149,7 @@ class TrainingLedger:
         if run_id is None:
             return
         self._applied.pop(run_id, None)  # re-inserted last: the dict is ordered by latest use
-        self._applied[run_id] = _Applied(sequence_number, loss, self.history)
+        self._applied[run_id] = _Applied(sequence_number, loss, self.history, digest)
         while len(self._applied) > MAX_RUNS:
             del self._applied[next(iter(self._applied))]
 
@@ -160,6 +169,8 @@ class TrainingLedger:
         self.steps = int(state["steps"])
         self.history = str(state["history"])
         self._applied = {
-            str(run): _Applied(int(entry["sequence_number"]), float(entry["loss"]), str(entry["history"]))
+            str(run): _Applied(
+                int(entry["sequence_number"]), float(entry["loss"]), str(entry["history"]), entry.get("digest")
+            )
             for run, entry in state["runs"].items()
         }
