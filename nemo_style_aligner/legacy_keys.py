@@ -65,6 +65,11 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey(
         "exp_manager.checkpoint_callback_params.model_parallel_size", "has no effect: read from the model section"
     ),
+    LegacyKey(  # of a service; the training jobs have the key
+        "exp_manager.checkpoint_callback_params.save_best_model",
+        "a service does not know which save is the last",
+        allowed=(False, *_NONE),
+    ),
     LegacyKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
     # The loops
     LegacyKey("trainer.*.limit_train_batches", "not supported, see max_steps", allowed=(1.0, *_NONE)),

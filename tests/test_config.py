@@ -219,6 +219,13 @@ def test_legacy_values_that_would_mean_something_else_are_errors(override: str) 
         check_config(cfg, "gpt_ppo_actor")
 
 
+def test_a_service_exports_no_best_model() -> None:
+    key = "exp_manager.checkpoint_callback_params.save_best_model"
+    assert check_config(composed("gpt_ppo_critic", f"++{key}=False"), "gpt_ppo_critic") == []
+    with pytest.raises(ConfigError, match=r"save_best_model=True: a service does not know .*; leave the key out"):
+        check_config(composed("gpt_ppo_critic", f"++{key}=True"), "gpt_ppo_critic")
+
+
 def test_moved_keys_take_effect_and_contradictions_are_errors() -> None:
     cfg = composed("gpt_ppo_actor", "++model.ppo.combine_rm_and_critic_server=False", "trainer.max_steps=7")
     notes = check_config(cfg, "gpt_ppo_actor")

@@ -22,7 +22,7 @@ from nemo_style_aligner.data.datasets import (
     pad_tokens,
 )
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
-from nemo_style_aligner.data.samplers import EpochSampler, data_parallel_slice
+from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
 
@@ -492,18 +492,3 @@ def test_too_little_data_is_an_error_with_a_remedy() -> None:
     assert list(EpochSampler(3, 4, 0, shuffle=False, drop_last=False)) == [[0, 1, 2]]
     with pytest.raises(ValueError, match="at least 1"):
         EpochSampler(3, 0, 0, shuffle=False, drop_last=False)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro", [1, 2, 3])
-@pytest.mark.parametrize("n", [12, 24, 1, 7, 11])
-def test_ranks_share_a_batch(size: int, micro: int, n: int) -> None:
-    batch = list(range(n))
-    shares = [list(data_parallel_slice(batch, rank, size, micro)) for rank in range(size)]
-    assert [index for share in shares for index in share] == batch
-    if n % (size * micro) == 0:
-        assert {len(share) for share in shares} == {n // size}
-    counts = [-(-len(share) // micro) for share in shares]
-    assert max(counts) - min(counts) <= 1
-    with pytest.raises(ValueError, match="data-parallel rank"):
-        data_parallel_slice(batch, size, size)

@@ -12,12 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from job_processes import ROOT, run
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.algorithms.critic_service import CriticService
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.tokenizer import train_character_tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
@@ -32,7 +41,12 @@ from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFiniteP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import (
+    current_layout,
+    initialize_model_parallel,
+    initialize_single_process,
+)
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
@@ -505,6 +519,48 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
         train(1.0, too_large)
     service.metrics.close()
     assert read_metrics(tmp_path)["train/skipped_updates"][-1][1] == 3.0
+
+
+def test_a_critic_made_of_a_language_model_goes_back_to_its_first_head(tmp_path: Path) -> None:
+    """The archive has no head; training from the start again, as the recovery of a run asks, gives the same weights."""
+    save_nemo(
+        tmp_path / "sft.nemo",
+        build_model(ARCHITECTURES["llama"], {}, torch.float32, trainable=False),
+        ARCHITECTURES["llama"].to_nemo_config(),
+        _saved_tokenizer(tmp_path / "tokenizer"),
+    )
+    changes = {
+        "pretrained_checkpoint": {"restore_from_path": str(tmp_path / "sft.nemo")},
+        "trainer": {"ppo": {"combine_rm_and_critic_server": False}},
+        "model": {"global_batch_size": 4, "optim": {"lr": 1e-2, "sched": {"name": "constant", "warmup_steps": 0}}},
+    }
+    cfg = OmegaConf.merge(load_defaults("gpt_ppo_critic"), changes)
+    assert isinstance(cfg, DictConfig)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    checkpoints, metrics = CheckpointManager(tmp_path / "checkpoints", CheckpointSettings()), MetricsLogger(tmp_path, 0)
+    run = Run(tmp_path, current_layout(), metrics, RunControl(), checkpoints)
+    service = build_critic_service(cfg, run, base, TrainingLedger())
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in service.critic.model.named_parameters()}
+
+    stages = [weights()]
+    for _ in range(2):
+        for seed in range(3):
+            service.train(tokens(4, seed=seed), torch.ones(4, 11), torch.zeros(4, 11), torch.ones(4, 11))
+        stages.append(weights())
+        service.reset()
+        stages.append(weights())
+    first, trained, back, trained_again, back_again = stages
+    assert "rm_head.weight" in first and not torch.equal(trained["rm_head.weight"], first["rm_head.weight"])
+    for name, values in first.items():
+        assert torch.equal(back[name], values) and torch.equal(back_again[name], values), name
+        assert torch.equal(trained_again[name], trained[name]), name
+
+
+def _saved_tokenizer(folder: Path) -> Path:
+    train_character_tokenizer(["abc"], folder)
+    return folder
 
 
 def test_the_gradient_norm_is_reported_without_clipping() -> None:

@@ -83,9 +83,14 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
     )
     initial_random_states = random_states()
+    # The archive may be a language model's, without a head: its start is nowhere else.
+    head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
+    initial_head = {name: p.detach().clone() for name, p in head_parameters.items()}
 
     def reset() -> None:
         load_nemo_weights(base.path, model)
+        for name, values in initial_head.items():
+            head_parameters[name].data.copy_(values)
         critic.optimizer = make_optimizer()
         set_random_states(initial_random_states)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
-
-T = TypeVar("T")
 
 
 class EpochSampler:
     """Yields global batches of dataset indices, epoch after epoch.
 
-    The order depends on the seed and the epoch only, so every rank computes the same one and takes
-    its share with `data_parallel_slice`. ``for batch in sampler`` yields what is left of the current
-    epoch; iterating again gives the next one. The state is one number, ``consumed_samples``: a
-    sampler built with the saved number goes on where the old one stopped. It counts a batch as
+    The order depends on the seed and the epoch only, so every rank computes the same one. ``for batch in sampler``
+    yields what is left of the current epoch; iterating again gives the next one. The state is one number,
+    ``consumed_samples``: a sampler built with the saved number goes on where the old one stopped. It counts a batch as
     consumed when it is handed out, so save it after the batch's step and before the next one's.
     """
 
@@ -33,7 +29,8 @@ class EpochSampler:
         Args:
             num_samples: size of the dataset.
             drop_last: leave out the batch at an epoch's end that is smaller than ``global_batch_size``.
-                With ``shuffle`` other samples are left out in each epoch.
+                With ``shuffle`` other samples are left out in each epoch. A sampler that goes on with another batch
+                size still gives out what is left of its epoch.
             consumed_samples: how many samples were handed out before, over all epochs.
         """
         if global_batch_size < 1 or consumed_samples < 0:
@@ -76,19 +73,3 @@ class EpochSampler:
             batch = order[start : start + self.global_batch_size].tolist()
             self.consumed_samples += len(batch)
             yield batch
-
-
-def data_parallel_slice(batch: Sequence[T], rank: int, size: int, micro_batch_size: int = 1) -> Sequence[T]:
-    """A data-parallel rank's share of a global batch: consecutive samples, in whole micro batches.
-
-    Together the ranks have every sample exactly once, in order. Shares are equal where the batch is
-    a multiple of ``size * micro_batch_size``, as training batches are. Otherwise (the last batch of
-    a validation set) shares differ by at most one micro batch, the very last micro batch may be
-    smaller, and a rank's share may be empty.
-    """
-    if not 0 <= rank < size:
-        raise ValueError(f"data-parallel rank {rank} is not below the data-parallel size {size}")
-    num_micro_batches = -(-len(batch) // micro_batch_size)
-    first = num_micro_batches * rank // size
-    end = num_micro_batches * (rank + 1) // size
-    return batch[first * micro_batch_size : end * micro_batch_size]
