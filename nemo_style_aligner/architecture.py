@@ -26,6 +26,32 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "squared-relu": ("squared-relu", False),
 }
 
+# The constants of Llama 3.1's frequency scaling, as Hugging Face names them; only the factor differs between models.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_FACTOR = 8.0  # NeMo's, where a config does not say
+
+_OFF = (None, False)
+NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "seq_len_interpolation_factor": (None, 1),
+    "rotary_interleaved": _OFF,
+    "window_size": (None, [-1, -1]),
+    "num_moe_experts": _OFF,
+    "transformer_block_type": (None, "pre_ln"),
+    "attention_type": (None, "multihead"),
+    "multi_latent_attention": _OFF,
+    "normalize_attention_scores": (None, True),
+    "softmax_scale": (None,),
+    "headscale": _OFF,
+    "openai_gelu": _OFF,  # the tanh approximation
+    "apply_embedding_scaling": _OFF,  # Gemma
+    "mcore_customization_config": (None, {}),  # Gemma 2
+    "drop_layers": (None, []),
+    "low_freq_factor": (None, LLAMA3_ROPE["low_freq_factor"]),
+    "high_freq_factor": (None, LLAMA3_ROPE["high_freq_factor"]),
+    "old_context_len": (None, LLAMA3_ROPE["original_max_position_embeddings"]),
+}
+"""Keys of NeMo that change what a model computes, and the values under which it is the model that is built here."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelArchitecture:
@@ -70,6 +96,10 @@ class ModelArchitecture:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.num_query_groups}"
             )
+        if self.qk_layernorm and self.normalization != "rmsnorm":
+            raise ValueError(
+                f"qk_layernorm with normalization={self.normalization!r}: queries and keys are normed by RMSNorm only"
+            )
         for field in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
@@ -96,8 +126,14 @@ class ModelArchitecture:
         normalization = cfg.get("normalization", "layernorm1p")
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
             raise ValueError(f"model.normalization={normalization!r} is not rmsnorm, layernorm or layernorm1p")
+        foreign = [
+            f"model.{key}={cfg[key]}" for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain
+        ]
+        if foreign:
+            raise ValueError(f"models with {', '.join(foreign)} are not supported: they would compute other numbers")
         act, gated = _NEMO_ACTIVATIONS[activation]
-        scaling = cfg.get("scale_factor") if cfg.get("scale_positional_embedding") else None
+        scaling = cfg.get("scale_factor") or _LLAMA3_FACTOR if cfg.get("scale_positional_embedding") else None
+        qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's
         return cls(
             num_layers=int(cfg["num_layers"]),
             hidden_size=int(cfg["hidden_size"]),
@@ -112,7 +148,7 @@ class ModelArchitecture:
             activation=act,
             gated=gated,
             bias=bool(cfg.get("bias", False)),
-            qkv_bias=bool(cfg.get("add_qkv_bias", False)),
+            qkv_bias=bool(qkv_bias),
             qk_layernorm=bool(cfg.get("qk_layernorm", False)),
             tied_embeddings=bool(cfg.get("share_embeddings_and_output_weights", False)),
             rotary_base=float(cfg.get("rotary_base", 10000.0)),
@@ -140,7 +176,7 @@ class ModelArchitecture:
             "layernorm_epsilon": self.layernorm_epsilon,
             "activation": activation[(self.activation, self.gated)],
             "bias": self.bias,
-            "add_qkv_bias": self.qkv_bias,
+            "qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_layernorm,
             "share_embeddings_and_output_weights": self.tied_embeddings,
             "position_embedding_type": "rope",

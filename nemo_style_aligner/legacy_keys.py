@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from nemo_style_aligner.architecture import NEMO_FEATURES_NOT_BUILT
+
 
 @dataclasses.dataclass(frozen=True)
 class LegacyKey:
@@ -90,7 +92,10 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.context_parallel_size", "not supported", allowed=(*_NONE, 1)),
     LegacyKey("model.expert_model_parallel_size", "not supported", allowed=(*_NONE, 1)),
     LegacyKey("model.fp8*", "not supported", allowed=(*_NONE, False)),
-    LegacyKey("model.seq_len_interpolation_factor", "not supported", allowed=_NONE),
+    *(
+        LegacyKey(f"model.{key}", "not supported", allowed=(*plain, *_NONE))
+        for key, plain in NEMO_FEATURES_NOT_BUILT.items()
+    ),
     LegacyKey("model.activations_checkpoint_layers_per_pipeline", "not supported", allowed=_NONE),
     LegacyKey("model.ffn_dropout", "not supported", allowed=(*_NONE, 0)),
     LegacyKey("model.dist_ckpt_format", "has no effect: checkpoints are Megatron-Core's torch_dist"),

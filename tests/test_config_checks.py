@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from test_config import COMMANDS, JOBS, composed
 
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -49,6 +51,42 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x)  # much faster than hydra
     check_config(cfg, job)
     return find_problems(job, cfg, ranks)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
+        "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true", "high_freq_factor: 8",
+        "mcore_customization_config: {final_logit_softcapping: 30.0}",
+    ],
+)  # fmt: skip
+def test_an_archive_of_another_kind_of_model_is_refused(model: Path, setting: str, tmp_path: Path) -> None:
+    """What would silently compute other numbers than the model was trained with."""
+    config = (model / "model_config.yaml").read_text()
+    (tmp_path / "model_config.yaml").write_text(f"{config}{setting}\n")
+    key = setting.split(":")[0]
+    assert any(
+        f"model.{key}=" in problem and "not supported" in problem for problem in problems(tmp_path, "gpt_sft", "")
+    )
+
+
+def test_archives_as_nemo_writes_them(model: Path) -> None:
+    """Every such key with its usual value; biases and Llama 3.1's scaling by NeMo's names; our own read back."""
+    config = yaml.safe_load((model / "model_config.yaml").read_text())
+    usual = {"window_size": None, "transformer_block_type": "pre_ln", "openai_gelu": False,
+             "normalize_attention_scores": True, "rotary_interleaved": False, "num_moe_experts": None}  # fmt: skip
+    plain = ModelArchitecture.from_nemo_config(config)
+    assert ModelArchitecture.from_nemo_config(config | usual) == plain
+    scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
+    assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
+    assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
+    assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+
+
+def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:
+    (line,) = problems(model, "gpt_sft", "model.qk_layernorm=True model.normalization=layernorm1p")
+    assert "normed by RMSNorm only" in line
 
 
 # job, ranks, what is typed, what the message must say (a part of one line each)

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nemo_style_aligner.architecture import Activation, ModelArchitecture
+from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,6 @@ DEFAULT_SHARD_BYTES = 2 * 2**30
 _TOKENIZER_FILES = ("*.model", "*.jinja", "vocab.*", "merges.txt", "*token*.json", GENERATION_CONFIG)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
-
-# The only constants of Llama-3.1's frequency scaling that megatron-core has; the factor is free.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +141,7 @@ def _rope_scaling_factor(rope: Mapping[str, Any]) -> float | None:
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type {kind!r} is not supported: only 'default' and 'llama3' (Llama 3.1) are")
-    for key, value in _LLAMA3_ROPE.items():
+    for key, value in LLAMA3_ROPE.items():
         if rope[key] != value:
             raise ValueError(f"rope scaling with {key}={rope[key]} is not supported: megatron-core has {value}")
     return float(rope["factor"])
@@ -220,7 +217,7 @@ def hf_config(
         **(token_ids or {}),
     }
     if a.rope_scaling_factor is not None:
-        config["rope_scaling"] = {"rope_type": "llama3", "factor": a.rope_scaling_factor, **_LLAMA3_ROPE}
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
     if family.attention_bias_key:
         config["attention_bias"] = a.bias
     if family.mlp_bias_key:

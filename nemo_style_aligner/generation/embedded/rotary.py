@@ -6,12 +6,7 @@ import math
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-
-# The constants of Llama 3.1's frequency scaling (only the factor differs between models).
-_LOW_FREQUENCY_FACTOR = 1.0
-_HIGH_FREQUENCY_FACTOR = 4.0
-_ORIGINAL_CONTEXT = 8192
+from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
 
 
 def rotary_tables(a: ModelArchitecture, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,14 +15,13 @@ def rotary_tables(a: ModelArchitecture, length: int, device: torch.device) -> tu
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (a.rotary_base**exponents)
     if a.rope_scaling_factor is not None:
+        low, high, context = LLAMA3_ROPE.values()
         wavelengths = 2 * math.pi / frequencies
-        low, high = _ORIGINAL_CONTEXT / _LOW_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT / _HIGH_FREQUENCY_FACTOR
-        smooth = (_ORIGINAL_CONTEXT / wavelengths - _LOW_FREQUENCY_FACTOR) / (
-            _HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR
-        )
+        smooth = (context / wavelengths - low) / (high - low)
         slowed = frequencies / a.rope_scaling_factor
         between = (1 - smooth) * slowed + smooth * frequencies
-        frequencies = torch.where(wavelengths > low, slowed, torch.where(wavelengths < high, frequencies, between))
+        fast_ones_kept = torch.where(wavelengths < context / high, frequencies, between)
+        frequencies = torch.where(wavelengths > context / low, slowed, fast_ones_kept)
     angles = torch.outer(torch.arange(length).float(), frequencies)
     return angles.cos().to(device), angles.sin().to(device)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.trtllm.streams import checked
 from nemo_style_aligner.weights.layout import HFTensor, hf_tensors, weight_layout
@@ -133,13 +133,7 @@ def _require(fits: bool, model_type: str, a: ModelArchitecture) -> None:
 def _rotary_scaling(a: ModelArchitecture) -> dict[str, Any] | None:
     if a.rope_scaling_factor is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": a.rope_scaling_factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    return {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
 
 
 # ---- weights --------------------------------------------------------------------------------------
