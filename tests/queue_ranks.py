@@ -48,6 +48,7 @@ class Engine:
 
     num_slots = SLOTS
     num_compilations = 0
+    closed = False
 
     def __init__(self) -> None:
         self.statistics = GenerationStatistics()
@@ -70,6 +71,9 @@ class Engine:
                 if len(made) == len(tokens):
                     running.remove(entry)
                     yield GenerationResult(request.request_id, request.prompt_ids, made, [-1.0] * len(made), "stop", 0)
+
+    def close(self) -> None:
+        self.closed = True
 
     def forward(self) -> None:
         time.sleep(0.02)
@@ -134,6 +138,7 @@ def rank_main(rank: int, folder: Path) -> None:
         status = server.queue.status() if server is not None else {}
         rounds.append(fields | {"rewards": scores.rewards.tolist(), "total": status.get("total")})
     collector.close()
+    assert engine.closed
     if rank == 0:
         (folder / "rounds.json").write_text(json.dumps(rounds))
 

@@ -57,8 +57,8 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     "setting",
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
-        "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true", "high_freq_factor: 8",
-        "mcore_customization_config: {final_logit_softcapping: 30.0}",
+        "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true",
+        "high_freq_factor: 8", "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
 def test_an_archive_of_another_kind_of_model_is_refused(model: Path, setting: str, tmp_path: Path) -> None:

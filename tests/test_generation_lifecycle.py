@@ -11,7 +11,7 @@ from generation_models import ENGINE_DEFAULTS, engine_for, hf_logits, hf_model, 
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=12, use_greedy=True)
 Weights = dict[str, torch.Tensor]
@@ -223,11 +223,42 @@ def test_diverged_weights_are_an_error_and_leave_no_trace() -> None:
     assert _generate(engine) == before
 
 
+def test_what_an_abandoned_generation_computed_with_diverged_weights_is_gone() -> None:
+    """Values that are not finite stay in memory when the requests end before any token is sampled."""
+    model = hf_model()
+    engine = engine_for(model=model, prefill_chunk_tokens=4, num_slots=2)
+    short = [GenerationRequest(0, [3, 4, 5])]
+    before = [result.token_ids for result in engine.generate(short, GREEDY)]
+    values = "model.layers.0.self_attn.v_proj.weight"
+    weights = weights_of(model)
+    engine.refit((weights | {values: torch.full_like(weights[values], torch.inf)}).items(), version=1)
+
+    class LostSource:
+        """One prompt of several chunks, then nothing yet; lost when it is asked again after the first pass."""
+
+        asked = 0
+
+        def __iter__(self) -> LostSource:
+            return self
+
+        def __next__(self) -> GenerationRequest:
+            self.asked += 1
+            if self.asked == 1:
+                return GenerationRequest(0, list(range(2, 60)))
+            raise StopIteration if self.asked == 2 else ConnectionError("the queue is gone")
+
+    with pytest.raises(ConnectionError):
+        list(engine.generate(LostSource(), GREEDY))
+    engine.refit(weights.items(), version=2)
+    assert [result.token_ids for result in engine.generate(short, GREEDY)] == before
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"dtype": torch.float16},
         {"num_slots": 0},
+        {"prefill_chunk_tokens": 0},
         {"eos_id": 96},
         {"vocab_limit": 97},
         {"refit_check": "some"},

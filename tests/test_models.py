@@ -617,6 +617,24 @@ def test_engines_agree_with_each_other_and_with_the_trainer(name: str, sampling:
         assert max(result.token_ids) < VOCAB - 2
 
 
+def test_the_baseline_keeps_the_contract() -> None:
+    """It counts what it computes, and says that a model has diverged, as every engine."""
+    model = reference_model()
+    engine = MegatronEngine(model, num_slots=4, max_sequence_length=64, eos_id=EOS)
+    with pytest.raises(RuntimeError, match="build"):
+        engine.generate([], SamplingParams(max_new_tokens=1))
+    generate(engine, model, SamplingParams(max_new_tokens=5, min_new_tokens=5))
+    counted = engine.statistics
+    assert counted.prefill_tokens == sum(len(request.prompt_ids) for request in prompts())
+    assert counted.generated_tokens == 5 * 9 and 0 < counted.decode_steps < counted.steps
+    with torch.no_grad():
+        next(iter(model.gpt.decoder.layers[1].mlp.linear_fc1.parameters())).fill_(torch.nan)
+    engine.refit([], version=3)
+    with pytest.raises(FloatingPointError, match=r"request 0: logits at response token 0 .* version 3"):
+        list(engine.generate(prompts(), SamplingParams(max_new_tokens=5)))
+    assert not model.module.training
+
+
 def test_bf16_engine_stays_near_the_bf16_trainer() -> None:
     torch.manual_seed(11)
     model = build_model(ARCHITECTURES["llama"], {}, torch.bfloat16, trainable=False)

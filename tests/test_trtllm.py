@@ -41,6 +41,8 @@ def _installed(monkeypatch: pytest.MonkeyPatch, own: str | None, elsewhere: str 
     [
         ("1.2.1", None, None, ("engine", "1.2.1")),
         ("1.0.0", "engine", None, ("engine", "1.0.0")),
+        ("1.2.1+cu13", None, None, ("engine", "1.2.1+cu13")),
+        ("1.2.1+cu13", "engine", None, ("engine", "1.2.1+cu13")),
         ("1.2.1", "pytorch", None, ("pytorch", "1.2.1")),
         ("1.3.0rc24", None, None, ("pytorch", "1.3.0rc24")),
         ("1.2.1", None, "/env/python", ("pytorch", "1.4.0rc1")),

@@ -184,6 +184,9 @@ class GenerationEngine(abc.ABC):
     def reload(self) -> None:
         """Take the memory again. The weights are gone: `refit` before the next `generate`."""
 
+    def close(self) -> None:  # noqa: B027 (most engines end with their process)
+        """End what runs outside this process. Nothing else may be called afterwards."""
+
     @property
     @abc.abstractmethod
     def weight_version(self) -> int:

@@ -9,118 +9,67 @@ against and as an independent check of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from nemo_style_aligner.generation.engine import (
-    GenerationEngine,
-    GenerationRequest,
-    GenerationResult,
-    GenerationStatistics,
-    SamplingParams,
-    WeightStream,
-)
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
-from nemo_style_aligner.generation.stopping import Detokenize, StopCondition, TokenToId
+from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import device
 
-_NO_WEIGHTS = -1
 
-
-class MegatronEngine(GenerationEngine):
+class MegatronEngine(EngineLifecycle):
     """Generates with a `MegatronModel` in place.
 
     The ranks of a tensor-parallel group generate together: they must pass the same requests in the same order.
 
     Args:
         model: the model in training; pipeline-parallel size 1.
-        num_slots: sequences per static batch.
-        max_sequence_length: prompt plus response tokens, at most.
-        eos_id: token that ends every response.
-        vocab_limit: ids at and above it are never sampled.
-        detokenize, token_to_id: for stop strings, see `StopCondition`.
+        options: what every engine is told, see `EngineLifecycle`; ``num_slots`` is the size of a static batch.
     """
 
-    def __init__(
-        self,
-        model: MegatronModel,
-        *,
-        num_slots: int,
-        max_sequence_length: int,
-        eos_id: int,
-        vocab_limit: int | None = None,
-        detokenize: Detokenize | None = None,
-        token_to_id: TokenToId | None = None,
-    ) -> None:
+    def __init__(self, model: MegatronModel, **options: Any) -> None:
+        super().__init__(model.architecture.vocab_size, **options)
         if model.layout.pp_size > 1:
             raise ValueError(
                 "trainer.ppo.generation.engine=megatron cannot generate with pipeline_model_parallel_size="
                 f"{model.layout.pp_size}: use the embedded engine"
             )
         self._model = model
-        self._num_slots = num_slots
-        self._max_sequence_length = max_sequence_length
-        self._eos_id = eos_id
-        self._vocab_limit = vocab_limit
-        self._detokenize = detokenize
-        self._token_to_id = token_to_id
-        self._version = _NO_WEIGHTS
-        self._statistics = GenerationStatistics()
 
-    def build(self) -> None:
-        """Nothing is compiled."""
+    def _build(self) -> None:
+        """Nothing is compiled, and there is no memory of its own between calls."""
 
-    def refit(self, weights: WeightStream, version: int) -> None:
+    def _refit(self, weights: WeightStream) -> None:
         """The model's own weights are used; the stream is not read."""
-        self._version = version
 
-    def unload(self) -> None:
-        """There is no memory of its own between calls."""
-
-    def reload(self) -> None:
-        """See `unload`."""
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def num_compilations(self) -> int:
-        return 0
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def statistics(self) -> GenerationStatistics:
-        return self._statistics
-
-    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
-        if self._version == _NO_WEIGHTS:
-            raise RuntimeError("the engine has no weights: call refit before generate")
-        self._statistics = GenerationStatistics()
-        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id)
-        source = iter(requests)
+    def _generate(
+        self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    ) -> Iterator[GenerationResult]:
         was_training = self._model.module.training
-        while batch := list(itertools.islice(source, self._num_slots)):
-            for request in batch:
-                request.check(sampling, self._max_sequence_length, self._model.architecture.vocab_size)
-            self._model.module.eval()
-            yield from self._generate_batch(batch, sampling, stop)
-        self._model.module.train(was_training)
+        try:
+            while batch := list(itertools.islice(requests, self._num_slots)):
+                for request in batch:
+                    self._check(request, sampling)
+                self._model.module.eval()
+                yield from self._generate_batch(batch, sampling, stop)
+        finally:
+            self._model.module.train(was_training)
 
     @torch.no_grad()
     def _generate_batch(
         self, batch: list[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
         """Step through positions together: a prompt's own tokens are forced, everything after is sampled."""
-        where = device()
+        where, statistics = device(), self._statistics
         prompt_lengths = [len(r.prompt_ids) for r in batch]
         shortest, longest = min(prompt_lengths), max(prompt_lengths)
         tokens = torch.zeros(
@@ -137,23 +86,28 @@ class MegatronEngine(GenerationEngine):
         start, end = 0, shortest
         while alive:
             logits = self._step(tokens[:, start:end], start, context)
-            self._statistics.steps += 1
-            self._statistics.active_slot_steps += len(alive)
+            statistics.steps += 1
+            statistics.decode_steps += any(start >= prompt_lengths[row] for row in alive)
+            statistics.active_slot_steps += len(alive)
+            statistics.prefill_tokens += sum(max(0, min(end, length) - start) for length in prompt_lengths)
             made = torch.tensor([max(0, end - length) for length in prompt_lengths], device=where)
             rows = SamplingRows(keys, made, made < sampling.min_new_tokens, self._seen(tokens, end, sampling))
             chosen, chosen_logprobs = sample(logits, sampling, rows, stop_ids, self._vocab_limit)
             for row in sorted(alive):
                 if end < prompt_lengths[row]:
                     continue
+                request, response = batch[row], responses[row]
+                logprob = float(chosen_logprobs[row])
+                if not math.isfinite(logprob):
+                    raise self._diverged(request, len(response))
                 tokens[row, end] = chosen[row]
-                responses[row].append(int(chosen[row]))
-                logprobs[row].append(float(chosen_logprobs[row]))
-                self._statistics.generated_tokens += 1
-                if reason := stop.check(responses[row], batch[row].max_new_tokens):
+                response.append(int(chosen[row]))
+                logprobs[row].append(logprob)
+                statistics.generated_tokens += 1
+                if reason := stop.check(response, request.max_new_tokens):
                     alive.discard(row)
-                    request = batch[row]
                     yield GenerationResult(
-                        request.request_id, request.prompt_ids, responses[row], logprobs[row], reason, self._version
+                        request.request_id, request.prompt_ids, response, logprobs[row], reason, self._weight_version
                     )
             start, end = end, end + 1
 

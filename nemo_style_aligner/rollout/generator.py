@@ -117,6 +117,7 @@ class LocalGenerator:
     def close(self) -> None:
         dist.barrier()  # rank 0's queue stops with its work source: nobody may need it any more
         self.work.close()
+        self.engine.close()
 
 
 class LocalRound:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,23 +20,22 @@ from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.generation.embedded.steps import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.engine import (
-    GenerationEngine,
     GenerationRequest,
     GenerationResult,
     GenerationStatistics,
     SamplingParams,
     WeightStream,
 )
+from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
-from nemo_style_aligner.generation.stopping import Detokenize, StopCondition, TokenToId
+from nemo_style_aligner.generation.stopping import StopCondition
 
 logger = logging.getLogger(__name__)
 
-_NO_WEIGHTS = -1
 _IDLE_CHUNKS = 4  # prefill chunks' worth of prompt tokens in a pass that decodes nothing
 
 
-class EmbeddedEngine(GenerationEngine):
+class EmbeddedEngine(EngineLifecycle):
     """Generates inside the trainer's process, on any device torch supports.
 
     Memory of a rank: its shard of the weights once, less what the trainer lends, plus 2 * num_layers *
@@ -48,12 +48,6 @@ class EmbeddedEngine(GenerationEngine):
         architecture: ModelArchitecture,
         *,
         dtype: torch.dtype,
-        num_slots: int,
-        max_sequence_length: int,
-        eos_id: int,
-        vocab_limit: int | None = None,
-        detokenize: Detokenize | None = None,
-        token_to_id: TokenToId | None = None,
         device: torch.device | str = "cpu",
         kv_cache_tokens: int | None = None,
         prefill_chunk_tokens: int = 512,
@@ -63,20 +57,13 @@ class EmbeddedEngine(GenerationEngine):
         step: StepChoice = "auto",
         refit_check: RefitCheck = "off",
         lent_weights: Offer | None = None,
+        **options: Any,
     ) -> None:
         """Describe the engine; `build` allocates.
 
         Args:
             architecture: the model's shape.
             dtype: of weights, KV cache and matrix products: float32 or bfloat16.
-            num_slots: sequences generated at the same time, at most.
-            max_sequence_length: prompt plus response tokens, at most.
-            eos_id: token that ends every response.
-            vocab_limit: ids at and above it are never sampled; the tokenizer's size, where the
-                model's vocabulary is larger. None: the model's.
-            detokenize: ids to text, special tokens left out; needed for textual stop strings.
-            token_to_id: id of a string that is one token, else None; needed for stop strings that
-                are special tokens.
             device: where to run.
             kv_cache_tokens: tokens that KV memory holds; sequences wait, or are computed again, where that is too few.
                 None: enough for num_slots sequences of max_sequence_length.
@@ -89,24 +76,18 @@ class EmbeddedEngine(GenerationEngine):
                 (a few rows per tensor) or "full".
             lent_weights: returns live parameters that may be computed with in place, see
                 `weights.stream.lendable_weights`; `viewed_weights` says which of them are.
+            options: what every engine is told, see `EngineLifecycle`.
 
         Raises:
             ValueError: a value is out of its range, or the model cannot be divided over the ranks.
         """
-        limit = architecture.vocab_size if vocab_limit is None else vocab_limit
+        super().__init__(architecture.vocab_size, **options)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the embedded engine runs in float32 or bfloat16, not {dtype}")
-        if num_slots < 1 or max_sequence_length < 2 or prefill_chunk_tokens < 1:
-            raise ValueError(
-                f"num_slots={num_slots} and prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1 and "
-                f"max_sequence_length={max_sequence_length} at least 2"
-            )
+        if prefill_chunk_tokens < 1:
+            raise ValueError(f"trainer.ppo.generation.prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
         if not 0 < prefill_share <= 1:
             raise ValueError(f"trainer.ppo.generation.prefill_share={prefill_share} must lie in (0, 1]")
-        if not 0 < limit <= architecture.vocab_size:
-            raise ValueError(f"vocab_limit={limit} must lie in [1, {architecture.vocab_size}], the model's vocabulary")
-        if not 0 <= eos_id < limit:
-            raise ValueError(f"eos_id={eos_id} is outside the vocabulary of {limit}")
         if refit_check not in ("off", "sampled", "full"):
             raise ValueError(f"refit_check={refit_check!r} is not off, sampled or full")
         if weight_format not in ("dtype", "int8"):
@@ -114,80 +95,43 @@ class EmbeddedEngine(GenerationEngine):
         self._shape = EngineShape(
             architecture=architecture,
             dtype=dtype,
-            num_slots=num_slots,
-            max_sequence_length=max_sequence_length,
-            num_pages=_num_pages(kv_cache_tokens, num_slots, max_sequence_length),
-            max_step_tokens=num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
+            num_slots=self._num_slots,
+            max_sequence_length=self._max_sequence_length,
+            num_pages=_num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
+            max_step_tokens=self._num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
             weight_format=weight_format,
             tensor_parallel=tensor_parallel or TensorParallel(),
         )
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._device = torch.device(device)
         self._step_choice: StepChoice = step
-        self._blocks = BlockTable(num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
+        self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._packer = StepPacker(self._blocks)
-        self._eos_id = eos_id
-        self._vocab_limit = limit
-        self._detokenize = detokenize
-        self._token_to_id = token_to_id
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefill_share = prefill_share
         self._refit_check: RefitCheck = refit_check
         self._lent = LentWeights(lent_weights)
-        self._statistics = GenerationStatistics()
-        self._weight_version = _NO_WEIGHTS
-        self._built = False
-        self._loaded = False
-        self._generating = False
 
     # ---- life cycle -------------------------------------------------------------------------
 
-    def build(self) -> None:
-        """Compile the step; allocate weights and KV pages. Once per engine."""
-        if self._built:
-            raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
+    def _build(self) -> None:
         self._step = choose_step(self._step_choice, self._shape, self._device, self._lent)
+        self._num_compilations = self._step.num_compilations
         logger.info("embedded engine: %s", self._step.description)
-        self._built = self._loaded = True
 
     @torch.no_grad()
-    def refit(self, weights: WeightStream, version: int) -> None:
-        """Copy the stream into the step's buffers; see `GenerationEngine.refit`.
-
-        Raises RuntimeError also where lent weights are not where they were.
-        """
-        self._require_loaded("refit")
-        if version < 0:
-            raise ValueError(f"weight version must not be negative, got {version}")
-        self._weight_version = _NO_WEIGHTS  # until the whole stream is in
+    def _refit(self, weights: WeightStream) -> None:
+        """Copy the stream into the step's buffers. Raises RuntimeError if lent weights are not where they were."""
         self._blocks.reset()  # what other weights computed
         self._step.weights.copy_from(weights, self._refit_check)
         self._lent.remember()
-        self._weight_version = version
 
-    def unload(self) -> None:
-        """Free weights and KV pages; a second call does nothing."""
-        if not self._loaded:
-            return
-        self._require_loaded("unload")
+    def _unload(self) -> None:
         self._step.release()
         self._blocks.reset()
-        self._weight_version = _NO_WEIGHTS
-        self._loaded = False
 
-    def reload(self) -> None:
-        """Allocate the same buffers again; a second call does nothing."""
-        if self._loaded:
-            return
-        if not self._built:
-            raise RuntimeError("reload() before build(): call build() once at start")
+    def _reload(self) -> None:
         self._step.acquire()
-        self._loaded = True
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the last whole refit; -1 while there is none."""
-        return self._weight_version
 
     @property
     def viewed_weights(self) -> frozenset[str]:
@@ -195,49 +139,23 @@ class EmbeddedEngine(GenerationEngine):
         return self._lent.names
 
     @property
-    def num_compilations(self) -> int:
-        """What `build` compiled or captured; 0 before."""
-        return self._step.num_compilations if self._built else 0
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences generated at the same time."""
-        return self._shape.num_slots
-
-    @property
-    def statistics(self) -> GenerationStatistics:
-        """Counters of the latest `generate`."""
-        return self._statistics
-
-    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a refit must bring."""
-        self._require_loaded("weight_shapes")
+        self._require_ready("weight_shapes")
         return self._step.weights.shapes
 
     # ---- generation -------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
-        """See `GenerationEngine.generate`. One call at a time; closing the iterator abandons the rest."""
-        self._require_loaded("generate")
-        if self._weight_version == _NO_WEIGHTS:
-            raise RuntimeError(
-                "generate() without whole weights: a refit must succeed after build, reload or a failed one"
-            )
-        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id)
-        return self._run(requests, sampling, stop)
-
-    def _run(
-        self, requests: Iterable[GenerationRequest], params: SamplingParams, stop: StopCondition
+    def _generate(
+        self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
         """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
-        self._require_loaded("generate")  # again: time may have passed since generate() was called
         self._lent.require_unchanged(self._weight_version)
-        sampler = SlotSampler(self._step, self._shape, params, stop.stop_ids, self._vocab_limit, self._device)
-        limits = SchedulerLimits(self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, params)
-        scheduler = Scheduler(requests, self._blocks, limits, lambda request: self._admit(request, params))
-        self._statistics = statistics = GenerationStatistics(num_pages=self._shape.num_pages)
-        self._generating = True
+        sampler = SlotSampler(self._step, self._shape, sampling, stop.stop_ids, self._vocab_limit, self._device)
+        limits = SchedulerLimits(self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, sampling)
+        scheduler = Scheduler(requests, self._blocks, limits, lambda request: self._admit(request, sampling))
+        statistics = self._statistics
+        statistics.num_pages = self._shape.num_pages
         try:
             while True:
                 for sequence in scheduler.refill():
@@ -261,9 +179,9 @@ class EmbeddedEngine(GenerationEngine):
                             weight_version=self._weight_version,
                         )
         finally:
-            self._generating = False
-            if scheduler.num_active:
-                self._blocks.reset()  # ended early: what is in the pages is not certain
+            if scheduler.num_active:  # ended early: what is in the pages is not certain, and may not be finite
+                self._blocks.reset()
+                self._step.clear_pages()  # NaN would outlive even pages of zero weight
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[Sequence]:
         """One forward pass; adds a token to each sequence it returns."""
@@ -274,11 +192,7 @@ class EmbeddedEngine(GenerationEngine):
         tokens, logprobs = sampler.sample(logits, slots)
         for sequence, logprob in zip(sequences, logprobs, strict=True):
             if not math.isfinite(logprob):
-                self._step.clear_pages()  # or the non-finite keys would outlive this generation
-                raise FloatingPointError(
-                    f"request {sequence.request.request_id}: logits at response token {len(sequence.token_ids)} are "
-                    f"not finite with weights of version {self._weight_version}; the weights have diverged"
-                )
+                raise self._diverged(sequence.request, len(sequence.token_ids))
         scheduler.record(sequences, slots, tokens, logprobs)
         return sequences
 
@@ -293,18 +207,9 @@ class EmbeddedEngine(GenerationEngine):
         statistics.preemptions = scheduler.num_preemptions
         statistics.peak_pages = max(statistics.peak_pages, self._blocks.in_use)
 
-    def _admit(self, request: GenerationRequest, params: SamplingParams) -> int:
-        a = self._shape.architecture
-        request.check(params, self._shape.max_sequence_length, a.vocab_size)
-        return request_key(params.seed, request.seed)
-
-    def _require_loaded(self, action: str) -> None:
-        if not self._built:
-            raise RuntimeError(f"{action} before build(): call build() once at start")
-        if not self._loaded:
-            raise RuntimeError(f"{action} while the engine is unloaded: call reload() and refit() first")
-        if self._generating:
-            raise RuntimeError(f"{action} while a generate() is under way: exhaust or close its iterator first")
+    def _admit(self, request: GenerationRequest, sampling: SamplingParams) -> int:
+        self._check(request, sampling)
+        return request_key(sampling.seed, request.seed)
 
 
 def _num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: int) -> int:

@@ -232,7 +232,7 @@ class Scheduler:
             # Each pass earns a share of a pass with chunks; what nobody waits for is not saved up.
             self._prefill_credit += self._limits.prefill_share
             if not self._prefilling:
-                self._prefill_credit = min(1.0, self._prefill_credit)  # what nobody waits for is not saved up
+                self._prefill_credit = min(1.0, self._prefill_credit)
             if self._prefill_credit < 1 - 1e-9 or not self._prefilling:
                 return []
             self._prefill_credit -= 1

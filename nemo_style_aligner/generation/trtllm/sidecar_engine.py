@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,14 @@ import torch
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import (
     FinishReason,
-    GenerationEngine,
     GenerationRequest,
     GenerationResult,
-    GenerationStatistics,
     SamplingParams,
     WeightStream,
 )
+from nemo_style_aligner.generation.lifecycle import NO_WEIGHTS, EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
-from nemo_style_aligner.generation.stopping import Detokenize, StopCondition, TokenToId
+from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
 from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, checked, ipc_handles
@@ -31,7 +30,6 @@ from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
 
-_NO_WEIGHTS = -1
 _T = TypeVar("_T")
 
 
@@ -59,7 +57,7 @@ class SidecarSettings:
     ping_seconds: float
 
 
-class SidecarEngine(GenerationEngine):
+class SidecarEngine(EngineLifecycle):
     """Generates in a sidecar that belongs to the first rank of a tensor-parallel group.
 
     The ranks of the group call every method together and pass the same requests in the same order; each gives the
@@ -74,15 +72,10 @@ class SidecarEngine(GenerationEngine):
         settings: SidecarSettings,
         *,
         dtype: torch.dtype,
-        num_slots: int,
-        max_sequence_length: int,
-        eos_id: int,
-        vocab_limit: int | None = None,
-        detokenize: Detokenize | None = None,
-        token_to_id: TokenToId | None = None,
         group: EngineGroup | None = None,
         recover_weights: Callable[[], WeightStream] | None = None,
         make_handles: Callable[[Bucket], str] = ipc_handles,
+        **options: Any,
     ) -> None:
         """Describe the engine; `build` starts it.
 
@@ -90,49 +83,30 @@ class SidecarEngine(GenerationEngine):
             architecture: the model's shape.
             settings: of the sidecar.
             dtype: of the weights.
-            num_slots: sequences generated at the same time.
-            max_sequence_length: prompt plus response tokens, at most.
-            eos_id, vocab_limit, detokenize, token_to_id: as for every engine.
             group: the ranks that share the sidecar.
             recover_weights: gives the weights of the latest refit once more, collectively over ``group`` only.
             make_handles: encodes a bucket for TensorRT-LLM's workers.
+            options: what every engine is told, see `EngineLifecycle`.
         """
+        super().__init__(architecture.vocab_size, **options)
         self._architecture = architecture
         self._settings = settings
         self._dtype = dtype
-        self._num_slots = num_slots
-        self._max_sequence_length = max_sequence_length
-        self._eos_id = eos_id
-        self._vocab_limit = architecture.vocab_size if vocab_limit is None else vocab_limit
-        self._detokenize = detokenize
-        self._token_to_id = token_to_id
         self._group = group or EngineGroup()
         self._recover_weights = recover_weights
         self._make_handles = make_handles
         self._expected = hf_tensors(weight_layout(architecture))
         self._sidecar: Sidecar | None = None  # of the leader
-        self._built = False
-        self._loaded = False
         self._cache_asleep = False
-        self._version = _NO_WEIGHTS
-        self._num_compilations = 0
         self._restarts = 0
-        self._statistics = GenerationStatistics()
 
     # ---- life cycle -------------------------------------------------------------------------
 
-    def build(self) -> None:
+    def _build(self) -> None:
         """Start the sidecar and let it compile and capture."""
-        if self._built:
-            raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
         self._start()
-        self._built = True
 
-    def refit(self, weights: WeightStream, version: int) -> None:
-        self._require_loaded("refit")
-        if version < 0:
-            raise ValueError(f"weight version must not be negative, got {version}")
-        self._version = _NO_WEIGHTS  # until all are in
+    def _refit(self, weights: WeightStream) -> None:
         if not self._on_leader(lambda: self._sidecar is not None and self._sidecar.is_alive()):
             self._restart("the health check before the refit failed")
         try:
@@ -142,31 +116,20 @@ class SidecarEngine(GenerationEngine):
                 raise
             self._restart(lost)
             self._push(self._recover_weights())
-        self._version = version
 
-    def unload(self) -> None:
-        """Release the memory of weights and KV cache; a second call does nothing."""
-        if not self._loaded:
-            return
-        self._version = _NO_WEIGHTS
+    def _unload(self) -> None:
         try:
             self._call("release", what=["weights", "kv_cache"])
         except SidecarLost as lost:
             # Its memory is free either way. `reload` starts another one.
             logger.warning("%s", lost)
             self._end()
-        self._loaded = False
         self._cache_asleep = True
 
-    def reload(self) -> None:
+    def _reload(self) -> None:
         """Take the memory of the weights again; that of the KV cache follows when the refit is done."""
-        if self._loaded:
-            return
-        if not self._built:
-            raise RuntimeError("reload() before build(): call build() once at start")
         try:
             self._call("resume", what=["weights"])
-            self._loaded = True
         except SidecarLost as lost:
             self._restart(lost)
 
@@ -177,26 +140,16 @@ class SidecarEngine(GenerationEngine):
 
     # ---- generation -------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
-        self._require_loaded("generate")
-        if self._version == _NO_WEIGHTS:
-            raise RuntimeError(
-                "generate() without whole weights: a refit must succeed after build, reload or a failed one"
-            )
-        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id)
-        self._statistics = GenerationStatistics()
-        return self._run(iter(requests), sampling, stop)
-
-    def _run(
-        self, source: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    def _generate(
+        self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
         pending: dict[int, GenerationRequest] = {}  # by request id, the same on every rank of the group
         sent: dict[int, int] = {}  # message number: request id; of the leader
         try:
             while True:
                 # In step: every rank of the group pulls when the leader does, so their sources stay in step too.
-                while len(pending) < self._num_slots and (request := next(source, None)) is not None:
-                    request.check(sampling, self._max_sequence_length, self._architecture.vocab_size)
+                while len(pending) < self._num_slots and (request := next(requests, None)) is not None:
+                    self._check(request, sampling)
                     pending[request.request_id] = request
                 if not pending:
                     return
@@ -253,7 +206,7 @@ class SidecarEngine(GenerationEngine):
         self._statistics.generated_tokens += length
         self._statistics.prefill_tokens += len(request.prompt_ids)
         return GenerationResult(
-            request.request_id, request.prompt_ids, tokens[:length], logprobs[:length], reason, self._version
+            request.request_id, request.prompt_ids, tokens[:length], logprobs[:length], reason, self._weight_version
         )
 
     # ---- the sidecar ------------------------------------------------------------------------
@@ -272,7 +225,6 @@ class SidecarEngine(GenerationEngine):
             )
         logger.info("TensorRT-LLM %s runs in a sidecar on %s", reply["version"], reply["devices"])
         self._num_compilations += 1
-        self._loaded = True
         self._cache_asleep = False
 
     def _launch(self) -> dict[str, Any]:
@@ -312,16 +264,16 @@ class SidecarEngine(GenerationEngine):
 
     def _recover(self, lost: SidecarLost) -> None:
         """After a loss during generation: another sidecar with the same weights, or the error."""
-        version, self._version = self._version, _NO_WEIGHTS
+        version, self._weight_version = self._weight_version, NO_WEIGHTS
         if self._recover_weights is None:
             raise lost
         self._restart(lost)
         self._push(self._recover_weights())
-        self._version = version
+        self._weight_version = version
 
     def _restart(self, why: SidecarLost | str) -> None:
         """Another sidecar, without weights. Raises SidecarLost when there have been enough."""
-        self._version = _NO_WEIGHTS
+        self._weight_version = NO_WEIGHTS
         self._end(grace_seconds=0.0)
         if self._restarts >= self._settings.max_restarts:
             raise SidecarLost(
@@ -364,29 +316,10 @@ class SidecarEngine(GenerationEngine):
         result: _T = value
         return result
 
-    def _require_loaded(self, what: str) -> None:
-        if not self._built:
-            raise RuntimeError(f"{what}() before build(): call build() once at start")
-        if not self._loaded:
-            raise RuntimeError(f"{what}() while the engine is unloaded: call reload() first")
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
     @property
     def num_compilations(self) -> int:
         """Starts of a sidecar: 1 after `build`, one more for each restart."""
         return self._num_compilations
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def statistics(self) -> GenerationStatistics:
-        """Tokens are counted; steps are not known on this side."""
-        return self._statistics
 
 
 def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def _checked(backend: Backend, python: str | None, wanted: str) -> Installation:
 
 
 def _version(text: str) -> Version:
+    """Without a local label: 1.2.1+cu13 is a build of 1.2.1."""
     try:
-        return Version(text)
+        return Version(Version(text).public)
     except InvalidVersion as error:
         raise TensorRTLLMMismatch(f"{DISTRIBUTION} reports the version {text!r}, which is not one") from error

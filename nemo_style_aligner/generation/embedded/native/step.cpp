@@ -325,7 +325,6 @@ int step_prepare() {
 
 void* step_create(const Model* model, int threads) { return new Context(*model, threads); }
 void step_destroy(void* context) { delete (Context*)context; }
-void step_bind(void* context, const Model* model) { ((Context*)context)->model = *model; }
 
 void step_run(void* context, const Pass* pass, int first_stage, int end_stage) {
     Context& c = *(Context*)context;
