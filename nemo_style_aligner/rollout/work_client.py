@@ -154,10 +154,6 @@ class WorkQueueClient:
         self._completed.append(completion)
         return self._sender.submit(self._complete, completion)
 
-    @property
-    def drained(self) -> bool:
-        return self._drained
-
     def close(self) -> None:
         """Close the connections, and on rank 0 the server."""
         self._heartbeat.stop()

@@ -28,11 +28,6 @@ class WorkSource(Protocol):
         """The same without waiting for the answer."""
         ...
 
-    @property
-    def drained(self) -> bool:
-        """Whether the last `lease` saw the round complete."""
-        ...
-
     def close(self) -> None:
         """Give up connections and servers."""
         ...
@@ -71,10 +66,6 @@ class StaticPartition:
         answer: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
         answer.set_result(list(ids))
         return answer
-
-    @property
-    def drained(self) -> bool:
-        return not self._ids
 
     def close(self) -> None:
         """Nothing is open."""

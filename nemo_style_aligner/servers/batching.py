@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +13,7 @@ from nemo_style_aligner.servers.jobs import InferJob
 
 @dataclasses.dataclass(frozen=True)
 class MergedBatch:
-    """tokens: int64 [rows, length]; lengths: int64 [rows]. The first ``sum(job rows)`` rows are the jobs'."""
+    """tokens: int64 [rows, length]; lengths: int64 [rows]. The rows of the jobs, one job after the other."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -25,15 +24,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def merge(
-    jobs: Sequence[InferJob], *, length_multiple: int, row_multiple: int, max_length: int | None = None
-) -> MergedBatch:
+def merge(jobs: Sequence[InferJob], *, length_multiple: int, max_length: int | None = None) -> MergedBatch:
     """Put the rows of all jobs into one batch, no longer than the longest true length needs.
 
     Columns are cut, or zeros appended, to the longest true length rounded up to ``length_multiple``
-    (at least 2, so that there is a value to compute), but not beyond ``max_length``. Rows are filled up
-    to ``row_multiple`` with copies of the last one. Tokens behind a row's true length are set to 0: they
-    cannot reach the answer, and the batch must not depend on what a caller left there.
+    (at least 2, so that there is a value to compute), but not beyond ``max_length``. Tokens behind a row's true
+    length are set to 0: they cannot reach the answer, and the batch must not depend on what a caller left there.
     """
     lengths = np.concatenate([job.lengths for job in jobs])
     width = round_up(max(2, int(lengths.max())), length_multiple)
@@ -46,10 +42,6 @@ def merge(
         tokens[row : row + job.rows, :columns] = job.tokens[:, :columns]
         row += job.rows
     tokens[np.arange(width) >= lengths[:, None]] = 0
-    extra = round_up(len(lengths), row_multiple) - len(lengths)
-    if extra:
-        tokens = np.concatenate([tokens, np.repeat(tokens[-1:], extra, axis=0)])
-        lengths = np.concatenate([lengths, np.repeat(lengths[-1:], extra)])
     return MergedBatch(torch.from_numpy(tokens), torch.from_numpy(lengths.astype(np.int64)))
 
 
@@ -88,8 +80,3 @@ def _fit_values(values: np.ndarray, job: InferJob) -> np.ndarray:
     fitted[:, :columns] = values[:, :columns]
     fitted[np.arange(width) >= job.lengths[:, None] - 1] = 0.0
     return fitted
-
-
-def length_multiple(strip_to_multiple: int | None, sequence_multiple: int) -> int:
-    """The multiple that satisfies both the configured stripping and what the model needs."""
-    return math.lcm(strip_to_multiple or 1, sequence_multiple)

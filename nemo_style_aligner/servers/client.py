@@ -49,11 +49,7 @@ _PROGRESS_SECONDS = 10.0
 _REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
-__all__ = ["CriticClient", "Scores", "SequenceConflictError", "SequencesToScore", "TrainingStateUnknownError"]
-
-
-class TrainingStateUnknownError(RuntimeError):
-    """An earlier training request failed, so that a further one could train the critic on the wrong batches."""
+__all__ = ["CriticClient", "Scores", "SequenceConflictError", "SequencesToScore"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +84,9 @@ class Scores:
 class CriticClient:
     """Built from the config section ``remote_critic_rm`` (its keys are NeMo-Aligner's).
 
-    ``run_id`` names this run to the critic: keep its `position` in the actor's checkpoint. Training requests and
-    saves go out one after the other, in the order of the calls; inference requests up to ``max_parallel`` at once.
+    A client is a run of its own to the critic, until `begin` or `follow` says which: keep its `position` in the actor's
+    checkpoint. Training requests and saves go out one after the other, in the order of the calls; inference requests up
+    to ``max_parallel`` at once.
 
     On its own, a client makes sure that nothing is trained twice, and raises an error when the critic loses training.
     After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
@@ -101,8 +98,6 @@ class CriticClient:
         config: Mapping[str, Any],
         *,
         token: str | None = None,
-        run_id: str | None = None,
-        next_sequence_number: int = 1,
         max_parallel: int = 8,
         infer_limits: ClientLimits | None = None,
         train_limits: ClientLimits | None = None,
@@ -117,14 +112,14 @@ class CriticClient:
         if not self._combined:
             self._reward = _http_client(config["reward_model"], token)
             self._reward_model = config["reward_model"]["name"]
-        self._broken: str | None = None
+        self._failure: str | None = None  # of training
         self._infer_limits = infer_limits or ClientLimits()
         self._train_limits = train_limits or TRAIN_LIMITS
         self._session = TrainingSession(
             self._command,
             self._train_model,
             self._save_model,
-            CriticPosition(run_id or uuid.uuid4().hex, next_sequence_number),
+            CriticPosition(uuid.uuid4().hex, 1),
             self._critic.base_url,
         )
         self._watch: CriticWatch | None = None
@@ -138,11 +133,6 @@ class CriticClient:
         """Where the critic must be; read it when no training is under way."""
         return self._session.position
 
-    @property
-    def next_sequence_number(self) -> int:
-        """The number of the next training request; read it when no training is under way."""
-        return self.position.next_number
-
     # -------------------------------------------------------------- the run
 
     def begin(self, journal: CriticJournal, position: CriticPosition) -> None:
@@ -154,7 +144,10 @@ class CriticClient:
         self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0)
 
     def follow(self, position: CriticPosition) -> None:
-        """On a rank that does not train: scores are taken from a critic at ``position`` only."""
+        """Take the run that ``position`` is of for this client's, without bringing the critic there.
+
+        On a rank that does not train: scores are taken from a critic at ``position`` only.
+        """
         self._session.position = position
 
     # -------------------------------------------------------------- requests
@@ -187,7 +180,7 @@ class CriticClient:
         """Train the critic on one batch, exactly once. tokens: int64 [b, s]; the others: float32 [b, s-1].
 
         The future gives the mean loss. It raises `SequenceConflictError` when the critic has lost or
-        gained training requests and cannot be brought level.
+        gained training requests and cannot be brought level, and RuntimeError when training has failed before.
         """
         inputs = {"tokens": _numpy(tokens, torch.int64)}
         for name, tensor in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
@@ -204,11 +197,6 @@ class CriticClient:
     def save(self) -> None:
         """Have the critic write a checkpoint; returns when it is on disk."""
         self.save_async().result()
-
-    def resume_training(self, next_sequence_number: int) -> None:
-        """Set the next training request's number, after a `SequenceConflictError` or a failed request."""
-        self._session.position = CriticPosition(self.position.run_id, next_sequence_number)
-        self._broken = None
 
     # -------------------------------------------------------------- readiness
 
@@ -293,11 +281,8 @@ class CriticClient:
                 raise ServerUnavailableError(f"{self._critic.base_url}: the client was closed")
 
     def _train(self, inputs: dict[str, np.ndarray]) -> float:
-        if self._broken is not None:
-            raise TrainingStateUnknownError(
-                f"no critic training is sent since a request failed ({self._broken}): call resume_training() with "
-                "the number to go on from, or start again from the last checkpoint"
-            )
+        if self._failure is not None:  # this batch would take the failed one's place
+            raise RuntimeError(f"no critic training is sent any more, since a request failed: {self._failure}")
         try:
             return self._session.train(inputs)
         except (
@@ -308,7 +293,7 @@ class CriticClient:
             JournalError,
             OSError,
         ) as error:
-            self._broken = str(error)
+            self._failure = str(error)
             raise
 
     def _save(self, keep_history: str | None) -> None:

@@ -46,9 +46,8 @@ class ModelBackend(Protocol):
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Score a batch.
 
-        ``tokens`` int64 [b, s] and ``lengths`` int64 [b] are on the CPU; b is a multiple of
-        `DispatchSettings.row_multiple`, s of ``sequence_multiple``. Returns ``values`` [b, s-1],
-        ``rewards`` [b, n] or both; only rank 0's answer is used.
+        ``tokens`` int64 [b, s] and ``lengths`` int64 [b] are on the CPU. Returns ``values`` [b, s-1], ``rewards``
+        [b, n] or both; only rank 0's answer is used.
         """
         ...
 
@@ -96,8 +95,6 @@ class DispatchSettings:
     preferred_batch_rows: tuple[int, ...]
     max_queue_delay_microseconds: int = 2000
     strip_sequence_length_to_multiple: int | None = None
-    sequence_multiple: int = 1  # what the model needs, e.g. the tensor-parallel size for sequence parallelism
-    row_multiple: int = 1  # what the model needs, e.g. the data-parallel size
     max_sequence_length: int | None = None  # rounding up does not go beyond it
     heartbeat_seconds: float = 5.0
     drain_seconds: float = 60.0  # on SIGTERM: what has not begun by then is refused
@@ -257,10 +254,7 @@ class Dispatcher:
         settings = self._settings
         batch = batching.merge(
             jobs,
-            length_multiple=batching.length_multiple(
-                settings.strip_sequence_length_to_multiple, settings.sequence_multiple
-            ),
-            row_multiple=settings.row_multiple,
+            length_multiple=settings.strip_sequence_length_to_multiple or 1,
             max_length=settings.max_sequence_length,
         )
         rows = sum(job.rows for job in jobs)

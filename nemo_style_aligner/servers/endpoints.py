@@ -44,7 +44,6 @@ class ModelLimits:
 
     max_sequence_length: int | None = None
     vocab_size: int | None = None
-    max_rows: int | None = None
     tokenizer: str | None = None
 
     def parameters(self) -> dict[str, Any]:
@@ -146,12 +145,10 @@ class Endpoint(abc.ABC):
                 f"{self.limits.vocab_size} are known"
             )
 
-    def _check_size(self, rows: int, longest: int) -> None:
+    def _check_length(self, longest: int) -> None:
         limit = self.limits.max_sequence_length
         if limit is not None and longest > limit:
             raise self._refuse(f"a sequence of {longest} tokens is longer than the model's {limit}")
-        if self.limits.max_rows is not None and rows > self.limits.max_rows:
-            raise self._refuse(f"{rows} rows in one request, the limit is {self.limits.max_rows}: send several")
 
     def _position(self, parameters: Mapping[str, Any]) -> CriticPosition | None:
         """Parameters ``run_id``, ``sequence_number`` and ``history``: where the client believes the critic to be."""
@@ -209,7 +206,7 @@ class InferEndpoint(Endpoint):
             raise self._refuse(f"{rows} rows of 'tokens', but {len(lengths)} of 'sequence_lengths'")
         if lengths.min() < 1 or lengths.max() > width:
             raise self._refuse(f"'sequence_lengths' must be from 1 to {width}, the width of 'tokens'")
-        self._check_size(rows, int(lengths.max()))
+        self._check_length(int(lengths.max()))
         # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
         self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
         return InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
@@ -243,7 +240,7 @@ class TrainEndpoint(Endpoint):
     def make_job(self, request: InferRequest) -> TrainJob:
         arrays = self._arrays(request)
         rows, width = arrays["tokens"].shape
-        self._check_size(rows, width)
+        self._check_length(width)
         self._check_tokens(arrays["tokens"])
         for name in ("returns", "prev_values", "mask"):
             if arrays[name].shape != (rows, width - 1):

@@ -275,7 +275,6 @@ _SCHEMAS: dict[str, Schema] = {
                 "properties": {
                     "max_sequence_length": _COUNT,
                     "vocab_size": _COUNT,
-                    "max_rows": _COUNT,
                     "tokenizer": _TEXT,
                 },
             },

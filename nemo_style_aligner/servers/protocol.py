@@ -168,7 +168,6 @@ def encode_infer_response(
     model_version: str,
     outputs: Mapping[str, np.ndarray],
     request: InferRequest,
-    parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, dict[str, str]]:
     """Build the body and the HTTP headers that answer ``request`` with ``outputs``.
 
@@ -178,8 +177,6 @@ def encode_infer_response(
     head: dict[str, Any] = {"model_name": model_name, "model_version": model_version, "outputs": []}
     if request.id:
         head["id"] = request.id
-    if parameters:
-        head["parameters"] = dict(parameters)
     tensors = [Tensor(want.name, datatype_of(outputs[want.name]), outputs[want.name]) for want in wanted]
     return _encode(head, "outputs", tensors, [want.binary for want in wanted])
 
