@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraini
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.training_loop import TrainingLoop
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
-from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.pipeline import rows
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
@@ -204,9 +204,7 @@ class PPOTrainer(TrainingLoop):
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
 
-    def write_checkpoint(
-        self, before_publishing: Callable[[], None] | None = None, on_end: OnEnd | None = None
-    ) -> None:
+    def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
         """Save the critic, then this job. Should only the first come off, the critic goes back on resuming.
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).

@@ -33,10 +33,18 @@ class CriticSave:
     position: CriticPosition
     _future: concurrent.futures.Future[None] | None
 
-    def wait(self) -> None:
-        """Until it is on disk. Rank 0 alone knows; the others' return at once."""
-        if self._future is not None:
-            self._future.result()
+    def wait(self, seconds: float) -> bool:
+        """Until it is on disk, but not longer than this; whether it is. Rank 0 alone knows, others need not ask.
+
+        Raises:
+            Exception: what went wrong.
+        """
+        if self._future is None:
+            return True
+        done, _ = concurrent.futures.wait([self._future], seconds)
+        for future in done:
+            future.result()
+        return bool(done)
 
 
 class CriticTraining:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
-from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
@@ -176,9 +176,7 @@ class TrainingLoop(abc.ABC):
             self.write_checkpoint()
         self._is_saved = True
 
-    def write_checkpoint(
-        self, before_publishing: Callable[[], None] | None = None, on_end: OnEnd | None = None
-    ) -> None:
+    def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
         """Hand the state to the checkpoints; see `CheckpointManager.save` for the arguments."""
         self.checkpoints.save(
             self.model,

@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MayPublish = Callable[[float], bool]
+"""Waits until a checkpoint may be published, for at most so many seconds; whether it may."""
+
 _SNAPSHOT_SHARE = 0.5  # of the memory that is free, which a copy of the state may take
+_PUBLISH_POLL_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ class _Save:
     manifest: Manifest
     contents: Contents
     protected: Collection[Path]
-    before_publishing: Callable[[], None] | None
+    before_publishing: MayPublish | None
 
 
 class CheckpointManager:
@@ -115,7 +119,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any],
         *,
         protected: Collection[Path] = (),
-        before_publishing: Callable[[], None] | None = None,
+        before_publishing: MayPublish | None = None,
         on_end: OnEnd | None = None,
     ) -> concurrent.futures.Future[WorkTimes]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
@@ -127,8 +131,8 @@ class CheckpointManager:
             trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
             metrics: numbers for ``filename`` and ``monitor``; ``step`` is one of them, or of ``trainer_state``.
             protected: checkpoints that are not pruned this time, whatever the settings say.
-            before_publishing: called by rank 0's writer when all files are verified, before they get their name; what
-                it raises fails the save.
+            before_publishing: called by rank 0's writer when all files are verified, until it says that they may get
+                their name; what it raises fails the save.
             on_end: called in the main thread of every rank once the checkpoint is whole, by `finish`, `poll` or the
                 next save.
 
@@ -208,7 +212,10 @@ class CheckpointManager:
                     "checkpoints are whole; start again when the cause is removed"
                 ) from error
             raise
-        on_first_rank(save.before_publishing or (lambda: None), group)
+        if may_publish := save.before_publishing:
+            # However long it takes, no rank waits in a collective for long.
+            while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
+                pass
         on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
 
     # ---- archives ---------------------------------------------------------------------------
