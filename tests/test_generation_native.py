@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,38 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
     folder.chmod(0o777)
     with pytest.raises(NativeUnavailable, match="can be written by another user"):
         load_library(SHAPE, "avx2")
+
+
+def test_a_cached_library_that_cannot_be_loaded_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut short. What the compiler makes is a library that was made before, to save time."""
+    made = Path(load_library(SHAPE, "avx2")[0]._name)
+    folder = tmp_path / "nemo_style_aligner" / "native"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / made.name).write_bytes(made.read_bytes()[:100])
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "_compile", lambda command, source, path: shutil.copy(made, path))
+    assert load_library(SHAPE, "avx2")[1] and "compiled again" in caplog.text
+    assert not load_library(SHAPE, "avx2")[1]
+
+
+@pytest.mark.parametrize("trouble", ["noexec", "no locks", "read-only"])
+def test_without_a_usable_cache_torch_does_it(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(f"{trouble} file system")
+
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    if trouble == "noexec":  # compiled, and refused by the loader
+        monkeypatch.setattr(library, "_compile", lambda command, source, path: path.write_bytes(b"\x7fELF"))
+    elif trouble == "no locks":
+        monkeypatch.setattr(library.fcntl, "flock", refuse)
+    else:
+        monkeypatch.setattr(library.tempfile, "mkstemp", refuse)
+    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu")), TorchStep)
+    assert "falls back" in caplog.text and "set NEMO_STYLE_ALIGNER_CACHE" in caplog.text
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

@@ -94,30 +94,54 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
     """The compiled step for ``shape``, and whether it had to be compiled (else it was found on disk).
 
     Raises:
-        NativeUnavailable: there is no compiler, it failed, or what it made does not compute what it should.
+        NativeUnavailable: there is no compiler, it failed, what it made does not compute what it should, or there is no
+            folder to keep it in and to execute it from.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found: install g++ (or set CXX) to generate several times faster")
     command = compile_command(compiler, shape, kernel)
-    path = _cache_folder() / f"step-{_key(command)}.so"
-    compiled = False
-    if not path.exists():
-        with open(path.with_suffix(".lock"), "w") as lock:
-            _wait_for(lock)  # of several ranks one compiles
-            if not path.exists():
-                started = time.monotonic()
-                if KERNELS[kernel].checked:
-                    _require_check(compiler, shape, kernel, path.parent)
-                _compile([*command, "-fPIC", "-shared"], "step.cpp", path)
-                compiled = True
-                logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)
-    library = ctypes.CDLL(str(path))
+    folder = _cache_folder()
+    try:
+        library, compiled = _find_or_compile(command, folder / f"step-{_key(command)}.so", shape, kernel)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder on a disk of this machine "
+            "that can be written and executed from"
+        ) from error
     if library.step_prepare():
         raise NativeUnavailable(
             f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)"
         )
     return library, compiled
+
+
+def _find_or_compile(command: list[str], path: Path, shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
+    """What lies at ``path``, or what is put there now because there is nothing, or nothing that can be loaded."""
+    library = _open(path)
+    if library is not None:
+        return library, False
+    with open(path.with_suffix(".lock"), "w") as lock:
+        _wait_for(lock)  # of several ranks one compiles
+        library = _open(path)
+        if library is not None:
+            return library, False
+        if path.exists():
+            logger.warning("%s is damaged, or may not be executed: it is compiled again", path)
+        started = time.monotonic()
+        if KERNELS[kernel].checked:
+            _require_check(command[0], shape, kernel, path.parent)
+        _compile([*command, "-fPIC", "-shared"], "step.cpp", path)
+        logger.info("compiled the native generation step in %.1f s: %s", time.monotonic() - started, path)
+    return ctypes.CDLL(str(path)), True
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """None where there is nothing that the system would load."""
+    try:
+        return ctypes.CDLL(str(path)) if path.exists() else None
+    except OSError:
+        return None
 
 
 def compile_command(compiler: str, shape: EngineShape, kernel: str) -> list[str]:
@@ -139,9 +163,12 @@ def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path)
     if not record.exists():
         try:
             check(command, folder)
-            record.write_text("passed")
+            outcome = "passed"
         except NativeUnavailable as error:
-            record.write_text(str(error))
+            outcome = str(error)
+        written = folder / f"check-{os.getpid()}.tmp"  # a rank that compiles another shape may look for the record now
+        written.write_text(outcome)
+        os.replace(written, record)
     if record.read_text() != "passed":
         raise NativeUnavailable(f"{record.read_text()} (from {record}: delete it to check again)")
 
@@ -207,8 +234,8 @@ def _key(command: list[str]) -> str:
 
 def _cache_folder() -> Path:
     """This user's folder for compiled steps, writable by nobody else: what lies in it is executed."""
-    root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "nemo_style_aligner" / "native"
+    root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -251,6 +278,8 @@ def _compile(command: list[str], source: str, path: Path) -> None:
             errors = [line for line in result.stderr.splitlines() if "error" in line][:5]
             raise NativeUnavailable(f"{command[0]} failed on {source}: " + "; ".join(errors or [result.stderr[-500:]]))
         os.chmod(name, 0o700)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())  # or a crash of the machine could leave the name and half of the content
         os.replace(name, path)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} took more than {_COMPILE_SECONDS:.0f} s") from error
