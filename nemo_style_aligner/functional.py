@@ -17,12 +17,8 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 KLEstimator = Literal["abs", "k1", "k2", "k3"]
-
-# Rows of logits handled at once, in elements: bounds the fp32 copy to 64 MiB.
-_CHUNK_ELEMENTS = 16 * 2**20
 
 
 def zero_where_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -265,71 +261,6 @@ def clipped_value_loss(
         near_old = old_values + (values - old_values).clamp(-clip, clip)
         error = torch.maximum(error, (near_old - returns).square())
     return 0.5 * error.sum()
-
-
-# ---- log-probs and entropy --------------------------------------------------------------------
-
-
-def _logprobs_of_rows(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, v], [n] -> [n]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
-
-
-def _entropy_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """[n, v] -> [n]."""
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    probabilities = logprobs.exp()
-    # 0 * -inf would be NaN where a logit is -inf.
-    return -(probabilities * logprobs.masked_fill(probabilities == 0, 0)).sum(-1)
-
-
-def _by_row_chunks(function: Callable[..., torch.Tensor], logits: torch.Tensor, *per_row: torch.Tensor) -> torch.Tensor:
-    """``function`` over chunks of rows; fp32 copies live for one chunk, in the backward pass too."""
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    if logits.shape[0] <= rows:
-        return function(logits, *per_row)
-    # split (not slicing) so that the backward pass writes each chunk's gradient once.
-    chunks = zip(logits.split(rows), *(tensor.split(rows) for tensor in per_row), strict=True)
-    if not (logits.requires_grad and torch.is_grad_enabled()):
-        return torch.cat([function(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
-
-
-def logprobs_from_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """``log_softmax(logits / temperature)`` at ``targets``, computed in fp32 (fp64 for fp64 logits).
-
-    Works through chunks of rows, recomputed in the backward pass, so that bf16 logits are never
-    copied to fp32 as a whole.
-
-    Args:
-        logits: [..., v], any floating dtype; logits[t] predicts targets[t] (already shifted).
-        targets: [...] int64.
-
-    Returns:
-        [...] fp32 (or fp64).
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)}, but logits {tuple(logits.shape)} "
-            f"need {tuple(logits.shape[:-1])}"
-        )
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    flat = _by_row_chunks(
-        lambda rows, ids: _logprobs_of_rows(rows, ids, temperature),
-        logits.reshape(-1, logits.shape[-1]),
-        targets.reshape(-1),
-    )
-    return flat.view(targets.shape)
-
-
-def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """``-sum_v p log p`` of ``softmax(logits)``: [..., v] -> [...] fp32 (fp64 for fp64 logits), in chunks."""
-    flat = _by_row_chunks(_entropy_of_rows, logits.reshape(-1, logits.shape[-1]))
-    return flat.view(logits.shape[:-1])
 
 
 # ---- reward model losses ----------------------------------------------------------------------

@@ -262,54 +262,7 @@ def test_kl_is_clamped_and_finite_for_wild_log_probs() -> None:
         F.kl_penalty(wild, wild, "k4")  # type: ignore[arg-type]
 
 
-# ---- logits -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 50, 10**6])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_gradient_equal_log_softmax_whatever_the_chunk(
-    monkeypatch: pytest.MonkeyPatch, chunk_elements: int, temperature: float
-) -> None:
-    monkeypatch.setattr(F, "_CHUNK_ELEMENTS", chunk_elements)
-    logits = torch.randn(3, 4, 11, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 11, (3, 4))
-    want = (logits / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    (want_grad,) = torch.autograd.grad(want.square().sum(), logits)
-    got = F.logprobs_from_logits(logits, targets, temperature)
-    (got_grad,) = torch.autograd.grad(got.square().sum(), logits)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    torch.testing.assert_close(got_grad, want_grad, **TOLERANCE)
-    with torch.no_grad():
-        torch.testing.assert_close(F.logprobs_from_logits(logits, targets, temperature), want, **TOLERANCE)
-
-
-def test_logprobs_of_bf16_logits_are_computed_in_fp32() -> None:
-    logits = (torch.randn(2, 5, 300) * 10).bfloat16()
-    targets = torch.randint(0, 300, (2, 5))
-    got = F.logprobs_from_logits(logits, targets)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0])
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 10**6])
-def test_entropy(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(F, "_CHUNK_ELEMENTS", chunk_elements)
-    logits = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    got = F.entropy_from_logits(logits)
-    torch.testing.assert_close(got, torch.distributions.Categorical(logits=logits).entropy(), **TOLERANCE)
-    assert torch.autograd.gradcheck(F.entropy_from_logits, (logits,))
-    assert F.entropy_from_logits(torch.zeros(4)).item() == pytest.approx(math.log(4))
-    barred = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
-    entropy = F.entropy_from_logits(barred)
-    entropy.sum().backward()
-    assert entropy.item() == pytest.approx(math.log(2)) and torch.isfinite(barred.grad).all()
-
-
-def test_wrong_shapes_and_temperature_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 4\)"):
-        F.logprobs_from_logits(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="temperature"):
-        F.logprobs_from_logits(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), 0.0)
+def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="mask has shape"):
         F.masked_mean(torch.zeros(2, 3), torch.zeros(2, 4))
 

@@ -211,7 +211,7 @@ def test_senseless_options_are_refused(options: dict) -> None:
 
 
 def test_what_cannot_be_divided_names_the_key() -> None:
-    from nemo_style_aligner.generation.embedded.shard import TensorParallel
+    from nemo_style_aligner.generation.shard import TensorParallel
 
     a = dataclasses.replace(architecture(), num_query_groups=3)
     for size in (4, 2):

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner import functional
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
@@ -170,8 +169,8 @@ def dense_reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     true = (hidden[:, 0] @ weight.T).float()[wanted.outputs, :SPLIT_VOCAB]
     values = torch.stack(
         [
-            functional.logprobs_from_logits(true, wanted.targets, TEMPERATURE),
-            functional.entropy_from_logits(true / TEMPERATURE),
+            (true / TEMPERATURE).log_softmax(-1).gather(-1, wanted.targets[:, None])[:, 0],
+            torch.distributions.Categorical(logits=true / TEMPERATURE).entropy(),
         ],
         -1,
     )
@@ -259,7 +258,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, max_tokens: int | Non
         alone = ids[row : row + 1, :length]
         with torch.no_grad():
             logits = model.gpt(alone, torch.arange(length)[None], None)
-        expected = functional.logprobs_from_logits(logits[0, :-1, :VOCAB], alone[0, 1:], 0.7)
+        expected = (logits[0, :-1, :VOCAB] / 0.7).log_softmax(-1).gather(-1, alone[0, 1:, None])[:, 0]
         expected = torch.nn.functional.pad(expected, (0, 12 - length)) * mask[row]
         torch.testing.assert_close(found[row], expected, atol=5e-6, rtol=0)
 

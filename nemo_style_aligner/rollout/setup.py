@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel

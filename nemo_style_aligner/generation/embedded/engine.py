@@ -15,7 +15,6 @@ from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Off
 from nemo_style_aligner.generation.embedded.packing import StepPacker
 from nemo_style_aligner.generation.embedded.sampler import SlotSampler
 from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
-from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, WeightFormat
 from nemo_style_aligner.generation.embedded.steps import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
@@ -28,6 +27,7 @@ from nemo_style_aligner.generation.engine import (
 )
 from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.stopping import StopCondition
 
 logger = logging.getLogger(__name__)

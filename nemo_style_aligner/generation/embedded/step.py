@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.shard import ModelShard, TensorParallel
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, sample
+from nemo_style_aligner.generation.shard import ModelShard, TensorParallel
 
 PAGE_TOKENS = 16  # positions per page of the KV cache
 

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from nemo_style_aligner.generation.embedded.shard import ModelShard
 from nemo_style_aligner.generation.engine import WeightStream
+from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 RefitCheck = Literal["off", "sampled", "full"]

@@ -21,20 +21,21 @@ import torch
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
 from nemo_style_aligner.generation.engine import WeightStream
+from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.generation.trtllm.streams import checked
 from nemo_style_aligner.weights.layout import HFTensor, hf_tensors, weight_layout
 
-Rule = Literal["whole", "rows", "columns", "keys", "vocabulary", "norm"]
+Rule = Literal["share", "whole", "vocabulary", "norm"]
 
 _LAYER_MODULES: dict[str, tuple[str, int, Rule]] = {
-    # Hugging Face module: TensorRT-LLM's module, place in it, how its weight is cut
-    "self_attn.q_proj": ("attention.qkv", 0, "rows"),
-    "self_attn.k_proj": ("attention.qkv", 1, "keys"),
-    "self_attn.v_proj": ("attention.qkv", 2, "keys"),
-    "self_attn.o_proj": ("attention.dense", 0, "columns"),
-    "mlp.gate_proj": ("mlp.fc", 0, "rows"),
-    "mlp.up_proj": ("mlp.gate", 0, "rows"),  # mlp.fc where there is no gate_proj
-    "mlp.down_proj": ("mlp.proj", 0, "columns"),
+    # Hugging Face module: TensorRT-LLM's module, place in it, how its weight is cut ("share": as `ModelShard` says)
+    "self_attn.q_proj": ("attention.qkv", 0, "share"),
+    "self_attn.k_proj": ("attention.qkv", 1, "share"),
+    "self_attn.v_proj": ("attention.qkv", 2, "share"),
+    "self_attn.o_proj": ("attention.dense", 0, "share"),
+    "mlp.gate_proj": ("mlp.fc", 0, "share"),
+    "mlp.up_proj": ("mlp.gate", 0, "share"),  # mlp.fc where there is no gate_proj
+    "mlp.down_proj": ("mlp.proj", 0, "share"),
     "input_layernorm": ("input_layernorm", 0, "norm"),
     "post_attention_layernorm": ("post_layernorm", 0, "norm"),
 }
@@ -149,21 +150,9 @@ class EngineWeights:
 
     def __init__(self, architecture: ModelArchitecture, *, dtype: torch.dtype, tp_size: int, tp_rank: int) -> None:
         """Raises ValueError where heads or MLP cannot be cut into ``tp_size`` shares."""
-        a = architecture
-        if a.num_attention_heads % tp_size or a.ffn_hidden_size % tp_size:
-            raise ValueError(
-                f"{a.num_attention_heads} heads and ffn_hidden_size={a.ffn_hidden_size} cannot be cut into {tp_size} "
-                "tensor-parallel shares"
-            )
-        if a.num_query_groups % tp_size and tp_size % a.num_query_groups:
-            raise ValueError(
-                f"neither of num_query_groups={a.num_query_groups} and tensor_model_parallel_size={tp_size} is a "
-                "multiple of the other"
-            )
-        self._architecture = a
+        self._architecture = a = architecture
+        self._shard = ModelShard(architecture, tp_rank, tp_size)
         self._dtype = dtype
-        self._tp_size = tp_size
-        self._tp_rank = tp_rank
         self._sources: dict[str, HFTensor] = hf_tensors(weight_layout(a))
         self._parts = {name: self._places(name) for name in self._sources}
         self._blocks: dict[str, int] = {}
@@ -186,7 +175,7 @@ class EngineWeights:
         for name, tensor in checked(weights, self._sources):
             for part in self._parts[name]:
                 blocks = waiting.setdefault(part.target, {})
-                blocks[part.block] = self._cut(tensor, part.rule)
+                blocks[part.block] = self._cut(name, tensor, part.rule)
                 if len(blocks) == self._blocks[part.target]:
                     ordered = [blocks[i] for i in sorted(blocks)]
                     whole = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
@@ -202,7 +191,7 @@ class EngineWeights:
         target, index, rule = _LAYER_MODULES[module] if layer else _OUTER_MODULES[module]
         if module == "mlp.up_proj" and not self._architecture.gated:
             target = "mlp.fc"
-        if kind == "bias" and rule in ("columns", "norm"):
+        if kind == "bias" and rule == "norm":
             rule = "whole"
         prefix = f"transformer.layers.{layer[1]}." if layer else ""
         places: tuple[_Part, ...] = (_Part(f"{prefix}{target}.{kind}", index, rule),)
@@ -210,30 +199,22 @@ class EngineWeights:
             places += (_Part("lm_head.weight", 0, "vocabulary"),)
         return places
 
-    def _cut(self, tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
+    def _cut(self, name: str, tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
         """This rank's share; a view where possible."""
-        size, rank = self._tp_size, self._tp_rank
-        if rule == "whole":
-            return tensor
         if rule == "norm":
             return tensor + 1 if self._architecture.normalization == "layernorm1p" else tensor
-        if rule == "columns":
-            return tensor.chunk(size, dim=1)[rank]
-        if rule == "keys":
-            groups, head = self._architecture.num_query_groups, self._architecture.kv_channels
-            own = max(1, groups // size)
-            return tensor.narrow(0, (rank * groups // size) * head, own * head)
+        if rule == "whole":
+            return tensor
+        share = self._shard.take(name, tensor)
         if rule == "vocabulary":
-            rows = -(-tensor.shape[0] // size)
-            share = tensor[rank * rows : (rank + 1) * rows]
-            return torch.nn.functional.pad(share, (0, 0, 0, rows - share.shape[0]))
-        return tensor.chunk(size)[rank]
+            share = torch.nn.functional.pad(share, (0, 0, 0, self._shard.vocab_rows - share.shape[0]))
+        return share
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, source in self._sources.items():
             for part in self._parts[name]:
-                share = self._cut(torch.empty(source.shape, device="meta"), part.rule).shape
+                share = self._cut(name, torch.empty(source.shape, device="meta"), part.rule).shape
                 before = shapes.get(part.target, (0,))[0]
                 shapes[part.target] = (before + share[0], *share[1:])
         for target in self._zero_biases():

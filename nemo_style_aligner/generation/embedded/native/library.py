@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.shard import TensorParallel
 from nemo_style_aligner.generation.embedded.step import EngineShape
+from nemo_style_aligner.generation.shard import TensorParallel
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from nemo_style_aligner.generation.embedded.native.structures import (
     check_sizes,
 )
 from nemo_style_aligner.generation.embedded.rotary import rotary_tables
-from nemo_style_aligner.generation.embedded.shard import ModelShard
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.weight_table import (
     Destination,
@@ -43,6 +42,7 @@ from nemo_style_aligner.generation.embedded.weight_table import (
 )
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
+from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
