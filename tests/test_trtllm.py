@@ -18,7 +18,7 @@ from trtllm_standins import MANIFEST, Standins, differences, signature_of
 
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.trtllm import construct, versions
-from nemo_style_aligner.generation.trtllm.streams import buckets, checked
+from nemo_style_aligner.generation.trtllm.streams import buckets
 from nemo_style_aligner.generation.trtllm.versions import (
     Installation,
     TensorRTLLMMismatch,
@@ -26,6 +26,7 @@ from nemo_style_aligner.generation.trtllm.versions import (
     find_installation,
 )
 from nemo_style_aligner.rollout.setup import choose_engine
+from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
@@ -155,7 +156,7 @@ def test_buckets_keep_order_and_bounds() -> None:
 
 
 def test_a_checked_stream_is_lazy_and_complete() -> None:
-    expected = hf_tensors(weight_layout(architecture()))
+    expected = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(architecture())).items()}
     weights = weights_of(hf_model())
     assert [name for name, _ in checked(weights.items(), expected)] == list(weights)
     missing = [(name, tensor) for name, tensor in weights.items() if "mlp" not in name]
@@ -168,7 +169,8 @@ def test_what_the_sidecar_gets_is_a_hugging_face_model(family: str, tmp_path: Pa
     """config.json as the sidecar reads it, and the tensors it is given: the same logits as the reference."""
     a, model = architecture(family), hf_model(family)
     handed_over: dict[str, torch.Tensor] = {}
-    for bucket in buckets(checked(weights_of(model).items(), hf_tensors(weight_layout(a))), most_bytes=20_000):
+    shapes = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(a)).items()}
+    for bucket in buckets(checked(weights_of(model).items(), shapes), most_bytes=20_000):
         handed_over |= dict(bucket)
     write_checkpoint(tmp_path / "model", a, handed_over.items())
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "model").float().eval()

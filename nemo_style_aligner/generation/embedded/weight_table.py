@@ -14,6 +14,7 @@ import torch
 
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.shard import ModelShard
+from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 RefitCheck = Literal["off", "sampled", "full"]
@@ -122,28 +123,12 @@ class WeightTable:
         """
         expected: dict[str, int] = {}
         rows: dict[str, slice] = {}
-        seen: set[str] = set()
-        for name, tensor in stream:
-            shape = self.shapes.get(name)
-            if shape is None:
-                raise ValueError(f"refit: unexpected tensor {name!r}; {self._why_unexpected(name)}")
-            if name in seen:
-                raise ValueError(f"refit: tensor {name!r} comes twice in the stream")
-            if tuple(tensor.shape) != tuple(shape):
-                raise ValueError(
-                    f"refit: tensor {name!r} has shape {tuple(tensor.shape)}, the engine was built for "
-                    f"{tuple(shape)}; refit with full, unsharded and unpadded tensors of the same model"
-                )
-            seen.add(name)
+        for name, tensor in checked(stream, self.shapes, self._why_unexpected):
             part, destination = self._shard.take(name, tensor.detach()), self.destinations[name]
             destination.write(part)
             if check != "off":
                 rows[name] = _checked_rows(len(part), check)
                 expected[name] = _fingerprint(destination.as_stored(part[rows[name]]))
-        missing = [name for name in self.shapes if name not in seen]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ValueError(f"refit: tensor {missing[0]!r}{more} missing from the stream")
         for name, value in expected.items():
             if _fingerprint(self.destinations[name].read(rows[name])) != value:
                 raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")

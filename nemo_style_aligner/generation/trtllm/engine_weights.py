@@ -22,7 +22,7 @@ import torch
 from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.shard import ModelShard
-from nemo_style_aligner.generation.trtllm.streams import checked
+from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.layout import HFTensor, hf_tensors, weight_layout
 
 Rule = Literal["share", "whole", "vocabulary", "norm"]
@@ -172,7 +172,7 @@ class EngineWeights:
             ValueError: a tensor is missing, unknown, given twice or misshapen; the message names it.
         """
         waiting: dict[str, dict[int, torch.Tensor]] = {}
-        for name, tensor in checked(weights, self._sources):
+        for name, tensor in checked(weights, {name: source.shape for name, source in self._sources.items()}):
             for part in self._parts[name]:
                 blocks = waiting.setdefault(part.target, {})
                 blocks[part.block] = self._cut(name, tensor, part.rule)

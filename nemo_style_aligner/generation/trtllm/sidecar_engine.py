@@ -24,7 +24,8 @@ from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
-from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, checked, ipc_handles
+from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, ipc_handles
+from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import hf_config
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
@@ -95,7 +96,7 @@ class SidecarEngine(EngineLifecycle):
         self._group = group or EngineGroup()
         self._recover_weights = recover_weights
         self._make_handles = make_handles
-        self._expected = hf_tensors(weight_layout(architecture))
+        self._shapes = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(architecture)).items()}
         self._sidecar: Sidecar | None = None  # of the leader
         self._cache_asleep = False
         self._restarts = 0
@@ -252,7 +253,7 @@ class SidecarEngine(EngineLifecycle):
     def _push(self, weights: WeightStream) -> None:
         """All buckets, then the end of the refit. A bucket lives until every worker has read it."""
         uuid = self._settings.device_uuids[self._group.rank]
-        for bucket in buckets(checked(weights, self._expected), self._settings.bucket_bytes):
+        for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # another process reads it
             handles = dict(self._group.gather((uuid, self._make_handles(bucket))))

@@ -1,42 +1,17 @@
-"""Weight streams: checked against what a model must have, cut into buckets, turned into CUDA IPC handles."""
+"""Weight streams cut into buckets, and turned into CUDA IPC handles."""
 
 from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_style_aligner.generation.engine import WeightStream
-from nemo_style_aligner.weights.layout import HFTensor
 
 Bucket = list[tuple[str, torch.Tensor]]
-
-
-def checked(weights: WeightStream, expected: Mapping[str, HFTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass a stream through.
-
-    Raises:
-        ValueError: a tensor is unknown, given twice or misshapen, or, at the end, missing; the message names it.
-    """
-    seen: set[str] = set()
-    for name, tensor in weights:
-        if name not in expected:
-            raise ValueError(f"the weight stream has {name}, which the model does not have")
-        if name in seen:
-            raise ValueError(f"the weight stream has {name} twice")
-        if tuple(tensor.shape) != expected[name].shape:
-            raise ValueError(
-                f"the weight stream has {name} of shape {tuple(tensor.shape)}, expected {expected[name].shape}"
-            )
-        seen.add(name)
-        yield name, tensor
-    missing = sorted(expected.keys() - seen)
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"the weight stream lacks {', '.join(missing[:5])}{more}")
 
 
 def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
