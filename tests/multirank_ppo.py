@@ -218,7 +218,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
 
 
 def ppo_step(folder: Path, layout: Layout) -> None:
-    """What `PPOTrainer.fit` does from the rollouts on, and what the critic job does meanwhile."""
+    """What `PPOTrainer.make_step` does from the rollouts on, and what the critic job does meanwhile."""
     groups = initialize_model_parallel(layout.tp, layout.pp, seed=1)
     log_dir = folder / "logs" / layout.name
     actor_cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
