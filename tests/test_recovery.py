@@ -214,7 +214,7 @@ def save(critic: RemoteCritic) -> dict[str, Any]:
     """A save of the pair; the state in the actor's checkpoint."""
     under_way = critic.start_save()
     state = critic.state_dict()
-    under_way.wait()
+    assert under_way.wait(60)
     critic.confirm_save(under_way)
     return state
 
@@ -326,7 +326,7 @@ def test_the_critic_goes_on_while_its_checkpoint_is_written(job: CriticJob, tmp_
         time.sleep(0.5)
         assert job.critic.trained == [1] and job.checkpoints.stored == {}
         job.checkpoints.gate.set()
-        under_way.wait()
+        assert under_way.wait(60)
         training.join(20)
         ((weight, _),) = job.checkpoints.stored.values()
         assert job.critic.trained == [1, 2] and weight == weights(1)[-1]
@@ -348,7 +348,7 @@ def test_a_critic_lost_in_the_middle_of_a_save_is_asked_again(job: CriticJob, tm
         job.lose()
         assert len(job.checkpoints.stored) == 1
         job.start()
-        under_way.wait()
+        assert under_way.wait(60)
         assert [weight for weight, _ in job.checkpoints.stored.values()] == weights(1, 2)
         assert job.critic.trained == [2], "the batch since the save before was sent again"
         assert train(critic, 3) == weights(1, 2, 3)[-1:]
@@ -362,7 +362,7 @@ def test_a_service_asked_to_end_finishes_its_checkpoint(job: CriticJob, tmp_path
         time.sleep(0.3)
         job.server.request_stop()
         threading.Timer(0.3, job.checkpoints.gate.set).start()
-        under_way.wait()
+        assert under_way.wait(60)
         job.thread.join(20)
         assert not job.thread.is_alive() and len(job.checkpoints.stored) == 1
 
@@ -436,7 +436,7 @@ def test_the_critic_goes_back_to_the_actors_checkpoint(job: CriticJob, tmp_path:
         train(critic, 1, 2)
         state = save(critic)
         train(critic, 3, 4)
-        critic.start_save().wait()
+        assert critic.start_save().wait(60)
         train(critic, 5)
     with actor(job, tmp_path, state) as critic:
         assert value(critic) == weights(1, 2)[-1]
@@ -456,7 +456,7 @@ def test_saves_of_an_actor_that_cannot_save_do_not_push_out_the_checkpoint_it_ne
         state = save(critic)
         for number in range(2, 6):
             train(critic, number)
-            critic.start_save().wait()  # and the actor's own fails
+            assert critic.start_save().wait(60)  # and the actor's own fails
     with actor(job, tmp_path, state) as critic:
         assert value(critic) == weights(1)[-1]
 
