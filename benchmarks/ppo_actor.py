@@ -22,6 +22,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "nlp" / "gpt"))
 
 import train_gpt_ppo_actor as job  # noqa: E402 (found by the line above)
 
+from nemo_style_aligner.algorithms.ppo import PPOTrainer  # noqa: E402
 from nemo_style_aligner.generation.engine import (  # noqa: E402
     GenerationEngine,
     GenerationRequest,
@@ -55,20 +56,20 @@ def main() -> None:
     del sys.argv[1:3]
     build_ppo_trainer = job.build_ppo_trainer
 
-    def build(*args: Any) -> Any:
-        trainer = build_ppo_trainer(*args)
+    def build(*args: Any) -> PPOTrainer:
+        trainer: PPOTrainer = build_ppo_trainer(*args)
         generator = trainer.collector.generator
         generator.engine = ForcedLengths(generator.engine, lengths)
         if trainer.metrics.rank != 0:
             return trainer
-        turns, log_step = Turns(address), trainer.log_step
+        turns, log_phases = Turns(address), trainer.log_phases
 
-        def take_turns(*args: Any) -> None:
-            log_step(*args)
+        def take_turns() -> None:
+            log_phases()
             turns.report(trainer.step)
             turns.wait()
 
-        trainer.log_step = take_turns
+        trainer.log_phases = take_turns  # type: ignore[method-assign]
         turns.report(0)
         turns.wait()
         return trainer

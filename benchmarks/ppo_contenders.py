@@ -204,9 +204,10 @@ class OwnJobs:
 
     def _common(self) -> list[str]:
         rate = f"model.optim.lr={LEARNING_RATE}", f"model.optim.sched.min_lr={LEARNING_RATE}"
+        room = max(map(len, self._workload.prompts)) + max(self._workload.lengths)  # or jobs would drop prompts
         return [
             *("trainer.precision=" + ("bf16" if self._setting.dtype == "bfloat16" else "32"),),
-            *(f"model.encoder_seq_length={max(self._workload.sequence_lengths)}", *rate),
+            *(f"model.encoder_seq_length={room}", *rate),
             *("model.optim.sched.warmup_steps=0", "model.optim.sched.constant_steps=0"),
             f"model.global_batch_size={len(self._workload.prompts)}",
             f"model.micro_batch_size={self._setting.micro_batch}",
