@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, free_port, mpirun, print_table, python
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, mpirun, print_table, python
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
+from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -106,13 +105,6 @@ def mpirun(num_ranks: int) -> list[str]:
     """The beginning of a command that starts ranks with the environment's own Open MPI."""
     command = Path(sys.executable).with_name("mpirun")
     return [str(command) if command.exists() else "mpirun", "-n", str(num_ranks), "--allow-run-as-root"]
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def data_prefix(train: Path, validation: Path) -> str:

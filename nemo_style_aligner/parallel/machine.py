@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from pathlib import Path
 
 import psutil
+
+_SERVER_PORTS = range(10000, 32000)
 
 
 def available_cores() -> int:
@@ -32,10 +36,15 @@ def available_memory() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now. Another process may take it before the caller does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on now. Another process may take it before the caller does.
+
+    Not one of those that the system gives to outgoing connections (32768 and up on Linux), or any of them could.
+    """
+    for port in [*random.SystemRandom().sample(_SERVER_PORTS, 100), 0]:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError("this machine has no free TCP port")
 
 
 def own_address() -> str:
