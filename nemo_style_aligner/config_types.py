@@ -84,7 +84,6 @@ NULLABLE: tuple[str, ...] = (
 """Keys that have a default, and for which null means something too. It does for the model's own keys: as its checkpoint
 says."""
 
-_MODEL_SECTIONS = ("data", "optim", "ppo", "regression", "reward_standardization")
 _ARCHITECTURE = ModelArchitecture(
     num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
 ).to_nemo_config()
@@ -103,7 +102,7 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
             continue
         if value is None:
             default = _default(key, defaults)
-            if default is not None and not _is_nullable(key):
+            if default is not None and not _is_nullable(key, default):
                 problems.append(f"{key}=null: this key needs a value; its default is {default}")
             continue
         wanted = _types(key, defaults)
@@ -136,9 +135,9 @@ def _default(key: str, defaults: DictConfig) -> Any:
         return None
 
 
-def _is_nullable(key: str) -> bool:
+def _is_nullable(key: str, default: Any) -> bool:
     section, _, name = key.partition(".")
-    is_models_own = section == "model" and "." not in name and name not in _MODEL_SECTIONS
+    is_models_own = section == "model" and "." not in name and not isinstance(default, DictConfig)
     return is_models_own or any(fnmatchcase(key, pattern) for pattern in NULLABLE)
 
 

@@ -39,12 +39,7 @@ class CriticSave:
         Raises:
             Exception: what went wrong.
         """
-        if self._future is None:
-            return True
-        done, _ = concurrent.futures.wait([self._future], seconds)
-        for future in done:
-            future.result()
-        return bool(done)
+        return self._future is None or _is_done(self._future, seconds)
 
 
 class CriticTraining:
@@ -66,10 +61,17 @@ class CriticTraining:
 
     def _answer(self) -> tuple[float, CriticPosition] | None:
         """Loss and where the critic is now; None: not yet, or not on this rank."""
-        if self._future is None:
+        if self._future is None or not _is_done(self._future, _AGREEMENT_SECONDS):
             return None
-        done, _ = concurrent.futures.wait([self._future], _AGREEMENT_SECONDS)
-        return (self._future.result(), self._critic.client.position) if done else None
+        return self._future.result(), self._critic.client.position
+
+
+def _is_done(future: concurrent.futures.Future[Any], seconds: float) -> bool:
+    """Wait for it, at most so long; whether it has ended. Raises what it raised."""
+    done, _ = concurrent.futures.wait([future], seconds)
+    if done:
+        future.result()
+    return bool(done)
 
 
 class RemoteCritic:

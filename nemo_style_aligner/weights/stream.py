@@ -211,13 +211,9 @@ def _hf_parts(
     pieces = sorted(entry.pieces(len(shards)), key=lambda piece: (piece.part, piece.start))
     for part, tensor in enumerate(entry.parts):
         views = [shards[p.rank].narrow(dim, p.offset, p.length) for p in pieces if p.part == part]
-        if len(views) == 1:
-            yield tensor.name, views[0]
-        elif scratch is None:
-            yield tensor.name, torch.cat(views, dim)
-        else:
-            memory = scratch.setdefault(part, views[0].new_empty(0)).resize_(0)  # keeps its memory
-            yield tensor.name, torch.cat(views, dim, out=memory)
+        # Resized to nothing, a tensor keeps its memory.
+        memory = None if scratch is None else scratch.setdefault(part, views[0].new_empty(0)).resize_(0)
+        yield tensor.name, views[0] if len(views) == 1 else torch.cat(views, dim, out=memory)
 
 
 # ---- import ------------------------------------------------------------------------------------
