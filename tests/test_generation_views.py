@@ -1,4 +1,5 @@
-"""An engine that computes with the trainer's own weights: the same responses, never with weights of a later step."""
+"""An engine that reads the trainer's own weights, where they are or to pack them: the same responses, never with
+weights of a later step."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -62,15 +64,15 @@ def update(actor: Actor) -> None:
     actor.update(PolicyBatch(tokens, ones, torch.full((4, 9), -3.0), torch.linspace(-1, 1, 36).view(4, 9), ones))
 
 
-def engine_of(model: MegatronModel, *, lends: bool, **options: Any) -> EmbeddedEngine:
-    """Built, on the torch step; `refit` it."""
+def engine_of(model: MegatronModel, *, lends: bool, step: StepChoice = "torch", **options: Any) -> EmbeddedEngine:
+    """Built; `refit` it."""
     engine = EmbeddedEngine(
         model.architecture,
         dtype=model.config.params_dtype,
         num_slots=3,
         max_sequence_length=48,
         eos_id=1,
-        step="torch",
+        step=step,
         lent_weights=functools.partial(lendable_weights, model, 0, 1) if lends else None,
         **options,
     )
@@ -159,3 +161,51 @@ def test_what_is_lent_is_neither_brought_nor_moved() -> None:
         refit(engine, model, 1)
     with pytest.raises(RuntimeError, match="refit"):
         responses(engine)
+
+
+@pytest.mark.parametrize("weight_format", ["dtype", "int8"])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_the_native_step_packs_from_lent_memory(name: str, weight_format: str) -> None:
+    """All matrices; the same bits as from a stream; training shows at the next refit, not before."""
+    model, actor = trained_model(name, torch.bfloat16)
+    options: dict[str, Any] = {"step": "native", "weight_format": weight_format, "refit_check": "full"}
+    packing, copying = engine_of(model, lends=True, **options), engine_of(model, lends=False, **options)
+    brought = {key for key in copying.weight_shapes if key.endswith(("norm.weight", ".bias"))}
+    if name != "tied" or weight_format == "int8":  # a table that is also looked up
+        brought.add("model.embed_tokens.weight")
+    assert packing.weight_shapes.keys() == brought
+    assert packing.viewed_weights == copying.weight_shapes.keys() - brought
+    for version in range(2):
+        for engine in (packing, copying):
+            refit(engine, model, version)
+        before = responses(packing)
+        assert before == responses(copying)
+        packing.unload()
+        packing.reload()
+        refit(packing, model, version)
+        update(actor)
+        assert responses(packing) == before
+    parameter = model.gpt.decoder.layers[0].self_attention.linear_qkv.weight
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn\.q_proj.* has moved"):
+        refit(packing, model, 9)
+
+
+def test_a_change_while_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained_model("llama", torch.float32)
+    engine = engine_of(model, lends=True, step="native", refit_check="full")
+    weight = model.gpt.decoder.layers[1].mlp.linear_fc1.weight
+    packed = engine._step.weights._copied  # type: ignore[attr-defined]
+    write = packed.write
+
+    def disturbed() -> None:
+        with torch.no_grad():
+            weight[SHAPE["ffn_hidden_size"] + 3, 5] += 1
+        write()
+
+    monkeypatch.setattr(packed, "write", disturbed)
+    with pytest.raises(ValueError, match=r"check failed.*layers\.1\.mlp\.up_proj"):
+        refit(engine, model, 0)
+    monkeypatch.undo()
+    refit(engine, model, 1)
+    assert responses(engine)

@@ -196,7 +196,8 @@ class GenerationEngine(abc.ABC):
     def viewed_weights(self) -> frozenset[str]:
         """Tensors that the engine reads in the trainer's own memory: a refit's stream leaves them out.
 
-        Training changes them at once: `generate` after that, without a refit, is an error.
+        Some it copies at the refit. The others training changes at once: `generate` after that, without a refit, is an
+        error.
         """
         return frozenset()
 

@@ -17,6 +17,7 @@ Hugging Face side too (as in Nemotron).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -125,6 +126,7 @@ class LayoutEntry:
         return pieces
 
 
+@functools.lru_cache(maxsize=16)  # every refit asks
 def weight_layout(
     architecture: ModelArchitecture, *, padded_vocab_size: int | None = None, num_attributes: int = 0
 ) -> tuple[LayoutEntry, ...]:

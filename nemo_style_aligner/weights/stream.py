@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
-from nemo_style_aligner.weights.layout import PADDING, LayoutEntry, Piece, hf_tensors
+from nemo_style_aligner.weights.layout import PADDING, HFTensor, LayoutEntry, Piece, hf_tensors
 from nemo_style_aligner.weights.sharded_model import ShardedModel, is_head, layout_table, listing, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+_ALIGNMENT = 64  # bytes, of tensors in shared memory
 
 
 @runtime_checkable
@@ -60,7 +62,7 @@ def export_weights(
     without: Collection[str] = (),
     transient: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream (Hugging Face name, full tensor) in the table's order, the same on every rank of the model.
+    """Stream (Hugging Face name, full tensor), on every rank in the same order: the table's, unless ``transient``.
 
     Collective over the tensor- and pipeline-parallel group: every rank of it must run the iterator to its end.
     Data-parallel replicas run theirs independently. Tensors have the parameters' dtype, on this rank's device.
@@ -85,16 +87,16 @@ def export_weights(
             if not entry.is_copy:
                 yield from _hf_parts(entry, [parameters[entry].detach()], scratch)
         return
-    buckets = list(_buckets(model, entries, head_dtype, bucket_bytes))
-    shared = None
-    if buckets and transient and device().type == "cpu":
-        most = max(_hf_bytes(dtype, bucket) for _, dtype, bucket in buckets)
+    if transient and entries and device().type == "cpu":
+        rounds = _rounds(_buckets(model, entries, head_dtype, bucket_bytes // layout.pp_size))
+        most = max((sum(bucket.num_bytes for bucket in buckets) for buckets in rounds), default=0)
         shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
-    for stage, dtype, bucket in buckets:
-        if shared is None:
-            yield from _exchange(layout, stage, dtype, bucket, parameters)
-        else:
-            yield from _share(layout, stage, dtype, bucket, parameters, shared)
+        if shared is not None:
+            for buckets in rounds:
+                yield from _share(layout, buckets, parameters, shared)
+            return
+    for bucket in _buckets(model, entries, head_dtype, bucket_bytes):
+        yield from _exchange(layout, bucket, parameters)
 
 
 def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
@@ -116,41 +118,64 @@ def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[st
     return found
 
 
+@dataclasses.dataclass
+class _Bucket:
+    """Parameters of one pipeline stage and dtype."""
+
+    stage: int
+    dtype: torch.dtype
+    entries: list[LayoutEntry]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of their full tensors, without padding; each tensor's rounded up, so that those of any dtype can follow."""
+        return sum(map(self.tensor_bytes, (part for entry in self.entries for part in entry.parts)))
+
+    def tensor_bytes(self, tensor: HFTensor) -> int:
+        """Of one of the tensors, rounded up."""
+        return -(-math.prod(tensor.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
 def _buckets(
     model: ShardedModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
-) -> Iterator[tuple[int, torch.dtype, list[LayoutEntry]]]:
+) -> Iterator[_Bucket]:
     """Runs of entries of one stage and dtype that fit into a bucket, or one entry that does not."""
     tp_size, pp_size = model.layout.tp_size, model.layout.pp_size
-    open_key: tuple[int, torch.dtype] | None = None
-    bucket: list[LayoutEntry] = []
+    bucket: _Bucket | None = None
     size = 0
     for entry in entries:
         if entry.is_copy:
             continue
         dtype = head_dtype if is_head(entry) else model.config.params_dtype
-        key = (entry.stage(model.architecture.num_layers, pp_size), dtype)
+        stage = entry.stage(model.architecture.num_layers, pp_size)
         nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
-        if open_key is not None and (key != open_key or size + nbytes > bucket_bytes):
-            yield *open_key, bucket
-            bucket, size = [], 0
-        open_key = key
-        bucket.append(entry)
+        if bucket is None or (bucket.stage, bucket.dtype) != (stage, dtype) or size + nbytes > bucket_bytes:
+            if bucket is not None:
+                yield bucket
+            bucket, size = _Bucket(stage, dtype, []), 0
+        bucket.entries.append(entry)
         size += nbytes
-    if open_key is not None:
-        yield *open_key, bucket
+    if bucket is not None:
+        yield bucket
+
+
+def _rounds(buckets: Iterator[_Bucket]) -> list[list[_Bucket]]:
+    """One bucket of each stage at a time, as long as they last: all stages write at once."""
+    by_stage: dict[int, list[_Bucket]] = {}
+    for bucket in buckets:
+        by_stage.setdefault(bucket.stage, []).append(bucket)
+    rounds = itertools.zip_longest(*by_stage.values())
+    return [[bucket for bucket in buckets if bucket is not None] for buckets in rounds]
 
 
 def _exchange(
-    layout: ParallelLayout,
-    stage: int,
-    dtype: torch.dtype,
-    bucket: list[LayoutEntry],
-    parameters: Mapping[LayoutEntry, torch.nn.Parameter],
+    layout: ParallelLayout, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers."""
-    shapes = [entry.shard_shape(layout.tp_size) for entry in bucket]
+    stage, dtype, entries = bucket.stage, bucket.dtype, bucket.entries
+    shapes = [entry.shard_shape(layout.tp_size) for entry in entries]
     if stage == layout.pp_rank:
-        flat = torch.cat([parameters[entry].detach().reshape(-1).to(dtype) for entry in bucket])
+        flat = torch.cat([parameters[entry].detach().reshape(-1).to(dtype) for entry in entries])
     else:
         flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device())
     if layout.pp_size > 1:
@@ -162,7 +187,7 @@ def _exchange(
         gathered = list(flat.new_empty(layout.tp_size, flat.numel()))
         dist.all_gather(gathered, flat, group=parallel_state.get_tensor_model_parallel_group())
     offset = 0
-    for entry, shape in zip(bucket, shapes, strict=True):
+    for entry, shape in zip(entries, shapes, strict=True):
         end = offset + math.prod(shape)
         yield from _hf_parts(entry, [shard[offset:end].view(shape) for shard in gathered])
         offset = end
@@ -170,34 +195,27 @@ def _exchange(
 
 def _share(
     layout: ParallelLayout,
-    stage: int,
-    dtype: torch.dtype,
-    bucket: list[LayoutEntry],
+    buckets: list[_Bucket],
     parameters: Mapping[LayoutEntry, torch.nn.Parameter],
     shared: SharedBuckets,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One round in shared memory: every rank of the owning stage writes its pieces of the full tensors."""
+    """One round in shared memory: every rank writes its pieces of the full tensors of its stage's bucket."""
     memory = shared.next()
     tensors: dict[str, torch.Tensor] = {}
-    for entry in bucket:
-        parts = []
-        for part in entry.parts:
-            own, memory = memory.tensor_split([math.prod(part.shape) * dtype.itemsize])
-            tensors[part.name] = own.view(dtype).view(part.shape)
-            parts.append(tensors[part.name])
-        if stage == layout.pp_rank:
+    for bucket in buckets:
+        for entry in bucket.entries:
+            for part in entry.parts:
+                own, memory = memory.tensor_split([bucket.tensor_bytes(part)])
+                tensors[part.name] = own.view(bucket.dtype)[: math.prod(part.shape)].view(part.shape)
+            if bucket.stage != layout.pp_rank:
+                continue
             parameter, dim = parameters[entry].detach(), entry.split_dim or 0
             for piece in entry.pieces(layout.tp_size):
                 if piece.rank == layout.tp_rank and piece.part != PADDING:
-                    source = parameter.narrow(dim, piece.offset, piece.length)
-                    parts[piece.part].narrow(dim, piece.start, piece.length).copy_(source)
+                    target = tensors[entry.parts[piece.part].name].narrow(dim, piece.start, piece.length)
+                    target.copy_(parameter.narrow(dim, piece.offset, piece.length))
     shared.publish()
     yield from tensors.items()
-
-
-def _hf_bytes(dtype: torch.dtype, bucket: list[LayoutEntry]) -> int:
-    """Of a bucket's tensors, without padding."""
-    return sum(math.prod(part.shape) for entry in bucket for part in entry.parts) * dtype.itemsize
 
 
 def _hf_parts(

@@ -74,8 +74,8 @@ class EmbeddedEngine(EngineLifecycle):
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
             refit_check: compare the buffers with the stream after each refit: "off", "sampled"
                 (a few rows per tensor) or "full".
-            lent_weights: returns live parameters that may be computed with in place, see
-                `weights.stream.lendable_weights`; `viewed_weights` says which of them are.
+            lent_weights: returns live parameters that may be read in place, see `weights.stream.lendable_weights`;
+                `viewed_weights` says which of them are.
             options: what every engine is told, see `EngineLifecycle`.
 
         Raises:
@@ -123,6 +123,7 @@ class EmbeddedEngine(EngineLifecycle):
     def _refit(self, weights: WeightStream) -> None:
         """Copy the stream into the step's buffers. Raises RuntimeError if lent weights are not where they were."""
         self._blocks.reset()  # what other weights computed
+        self._lent.require_in_place()
         self._step.weights.copy_from(weights, self._refit_check)
         self._lent.remember()
 

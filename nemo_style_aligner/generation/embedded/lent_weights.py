@@ -1,7 +1,8 @@
-"""Weights that a step reads in the trainer's own memory, where both lay them out alike.
+"""Weights that a step reads in the trainer's own memory, where both divide them alike over ranks.
 
-Nothing is copied for them, so nothing but the version stamp would tell that training has changed them: hence a
-sample of their values is compared before and after each generation with that of the latest refit.
+What it can compute with as it is it views: nothing is copied, so nothing but the version stamp would tell that training
+has changed it. Hence a sample of these values is compared before and after each generation with that of the latest
+refit. What it lays out in another way it copies at each refit.
 """
 
 from __future__ import annotations
@@ -26,44 +27,66 @@ class LentWeights:
     def __init__(self, offer: Offer | None = None) -> None:
         self._offer: Offer = offer or dict
         self._offered = self._offer()
-        self._taken: dict[tuple[str, ...], torch.Tensor] = {}
+        self._viewed: dict[tuple[str, ...], torch.Tensor] = {}
+        self._copied: dict[tuple[str, ...], torch.Tensor] = {}
         self._sample: torch.Tensor | None = None
 
-    def take(
+    def view(
         self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """The parameter of ``names``, to be read and never written; None unless it is just what is wanted."""
+        """The parameter of ``names``, to compute with; None unless it is just what is wanted."""
+        return self._take(self._viewed, names, shape, (dtype,), device)
+
+    def source(
+        self, names: tuple[str, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    ) -> torch.Tensor | None:
+        """The parameter of ``names``, to copy from at each refit; None unless of this shape and one of ``dtypes``."""
+        return self._take(self._copied, names, shape, dtypes, device)
+
+    def _take(
+        self,
+        taken: dict[tuple[str, ...], torch.Tensor],
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...],
+        device: torch.device,
+    ) -> torch.Tensor | None:
         tensor = self._offered.get(names)
         if tensor is None or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             return None
-        if tensor.dtype != dtype or tensor.device.type != device.type:
+        if tensor.dtype not in dtypes or tensor.device.type != device.type:
             return None
-        self._taken[names] = tensor
+        taken[names] = tensor
         return tensor
+
+    def give_back(self) -> None:
+        """Have nothing taken."""
+        self._viewed.clear()
+        self._copied.clear()
 
     @property
     def names(self) -> frozenset[str]:
-        """Tensors that were taken."""
-        return frozenset(name for names in self._taken for name in names)
+        """Tensors that were taken, to view or to copy."""
+        return frozenset(name for names in (*self._viewed, *self._copied) for name in names)
 
     @property
-    def num_bytes(self) -> int:
-        """Of all that was taken."""
-        return sum(tensor.nbytes for tensor in self._taken.values())
+    def num_viewed_bytes(self) -> int:
+        """Of all that is viewed."""
+        return sum(tensor.nbytes for tensor in self._viewed.values())
 
-    def remember(self) -> None:
-        """Note a sample of the present values.
-
-        Raises:
-            RuntimeError: a parameter lies elsewhere than when the engine was built.
-        """
-        present = self._offer() if self._taken else {}
-        for names, tensor in self._taken.items():
+    def require_in_place(self) -> None:
+        """Raise RuntimeError if a parameter lies elsewhere than when the engine was built."""
+        taken = self._viewed | self._copied
+        present = self._offer() if taken else {}
+        for names, tensor in taken.items():
             if present[names].data_ptr() != tensor.data_ptr():
                 raise RuntimeError(
                     f"refit: the trainer's {names[0]} has moved in memory since the engine was built, which reads it "
-                    "in place; build the engine after everything that moves parameters"
+                    "there; build the engine after everything that moves parameters"
                 )
+
+    def remember(self) -> None:
+        """Note a sample of the present values of what is viewed."""
         self._sample = self._take_sample()
 
     def require_unchanged(self, version: int) -> None:
@@ -77,9 +100,9 @@ class LentWeights:
 
     @torch.no_grad()
     def _take_sample(self) -> torch.Tensor | None:
-        """Bits of some values of all that was taken, int16 or int32 [n]; None if that is nothing."""
-        if not self._taken:
+        """Bits of some values of all that is viewed, int16 or int32 [n]; None if that is nothing."""
+        if not self._viewed:
             return None
-        flat = (tensor.reshape(-1) for tensor in self._taken.values())
+        flat = (tensor.reshape(-1) for tensor in self._viewed.values())
         values = torch.cat([values[:: max(1, len(values) // _SAMPLED_VALUES)] for values in flat])
         return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])

@@ -23,7 +23,7 @@ def choose_step(
 ) -> ModelStep:
     """The step that ``choice`` asks for, built. "auto" on a CPU is the native step, or torch where that cannot be had.
 
-    The torch step takes of ``lent`` what it can compute with in place; the native step packs all.
+    The torch step takes of ``lent`` what it can compute with in place, the native step what it packs at each refit.
 
     Collective over the tensor-parallel ranks.
 
@@ -35,8 +35,9 @@ def choose_step(
         raise ValueError(f"trainer.ppo.generation.step={choice!r} is not auto, native or torch")
     if choice == "native" and device.type != "cpu":
         raise ValueError(f"trainer.ppo.generation.step=native runs on the CPU, not on {device}; choose auto or torch")
+    lent = lent or LentWeights()
     if choice != "torch" and device.type == "cpu":
-        native, error = _try_native(shape)
+        native, error = _try_native(shape, lent)
         # Ranks that share a model must compute alike: one that cannot decides for all.
         everywhere = shape.tensor_parallel.all_agree(native is not None)
         if native is not None and everywhere:
@@ -45,15 +46,16 @@ def choose_step(
         if choice == "native":
             raise error
         logger.warning("generation falls back to the slower torch step: %s", error)
+        lent.give_back()
     fallback = TorchStep(shape, device, lent=lent)
     fallback.build()
     return fallback
 
 
-def _try_native(shape: EngineShape) -> tuple[NativeStep | None, NativeUnavailable | None]:
+def _try_native(shape: EngineShape, lent: LentWeights) -> tuple[NativeStep | None, NativeUnavailable | None]:
     """The native step, or why there is none."""
     try:
-        native = NativeStep(shape)
+        native = NativeStep(shape, lent=lent)
         native.build()
     except NativeUnavailable as error:
         return None, error

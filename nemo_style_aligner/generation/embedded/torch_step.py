@@ -88,11 +88,11 @@ class TorchStep(ModelStep):
         with torch.inference_mode(False):  # buffers are written outside of it
             shape, shard = self._shape, self._shape.shard
             weights = TorchWeights(shape, self._device, self._lent)
-            self.weights = WeightTable(shard, weights.destinations, self._lent.names)
+            self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
             self._buffers = weights.buffers
             logger.info(
                 "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
-                self._lent.num_bytes / 1e6,
+                self._lent.num_viewed_bytes / 1e6,
                 weights.num_bytes / 1e6,
             )
             self._pages = _Pages(shape, self._device)

@@ -1,7 +1,7 @@
 """Weights of `TorchStep`: fused, preallocated, filled by name; in the engine's dtype or as int8 rows.
 
-Matrices are laid out as Megatron's (q, k and v by query groups; all of the gate, then the up projection), so that a
-trainer with the same tensor parallelism can lend its own.
+Matrices are laid out as Megatron's (see `fused_rows`), so that a trainer with the same tensor parallelism can lend its
+own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.weight_table import (
@@ -23,24 +24,11 @@ from nemo_style_aligner.generation.embedded.weight_table import (
 _QUANTIZED_ROWS = 4096  # at a time: bounds the temporary memory of a refit
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Which rows of a fused matrix a tensor's are, in order: ``count`` from ``start`` on in each of ``groups`` equal
-    runs of rows."""
-
-    start: int
-    count: int
-    groups: int = 1
-
-    def of(self, tensor: torch.Tensor) -> ViewDestination:
-        """These rows of ``tensor`` [rows, ...]."""
-        if self.groups == 1:
-            return ViewDestination(tensor.narrow(0, self.start, self.count))
-        return ViewDestination(tensor.unflatten(0, (self.groups, -1)).narrow(1, self.start, self.count), row_dims=2)
-
-    def numbers(self, num_rows: int) -> torch.Tensor:
-        """int64: these rows' numbers in a matrix of ``num_rows``."""
-        return torch.arange(num_rows).view(self.groups, -1).narrow(1, self.start, self.count).flatten()
+def _view(tensor: torch.Tensor, rows: Rows) -> ViewDestination:
+    """``rows`` of ``tensor`` [rows, ...]."""
+    if rows.groups == 1:
+        return ViewDestination(tensor.narrow(0, rows.start, rows.count))
+    return ViewDestination(tensor.unflatten(0, (rows.groups, -1)).narrow(1, rows.start, rows.count), row_dims=2)
 
 
 class Matrix:
@@ -110,7 +98,7 @@ class Shelf:
 
     def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[Matrix, torch.Tensor | None]:
         """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
-        rows = sum(part.count * part.groups for part in parts.values())
+        rows = Rows.total(parts)
         weight = self.matrix({f"{name}.weight": part for name, part in parts.items()}, (rows, columns))
         if not has_bias:
             return weight, None
@@ -135,11 +123,11 @@ class Shelf:
 
     def tensor(self, parts: dict[str, Rows], size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What ``parts`` together make up; they cover all rows but those that pad the vocabulary."""
-        lent = self._lent.take(tuple(parts), size, dtype, self._device)
+        lent = self._lent.view(tuple(parts), size, dtype, self._device)
         if lent is not None:
             return lent
         tensor = self.new(size, dtype)
-        self.destinations |= {name: rows.of(tensor) for name, rows in parts.items()}
+        self.destinations |= {name: _view(tensor, rows) for name, rows in parts.items()}
         return tensor
 
     def new(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -153,32 +141,19 @@ class LayerWeights:
 
     def __init__(self, shelf: Shelf, prefix: str) -> None:
         a, shard = shelf.shape.architecture, shelf.shape.shard
-        attention, mlp, hidden = f"{prefix}self_attn.", f"{prefix}mlp.", Rows(0, a.hidden_size)
-        groups, d = shard.num_groups, a.kv_channels
-        query = shard.query_size // groups  # rows of a group
-        fc1 = {f"{mlp}up_proj": Rows(0, shard.ffn_size)}
-        if a.gated:
-            fc1 = {f"{mlp}gate_proj": Rows(0, shard.ffn_size), f"{mlp}up_proj": Rows(shard.ffn_size, shard.ffn_size)}
-        self.qkv, self.qkv_bias = shelf.linear(
-            {
-                f"{attention}q_proj": Rows(0, query, groups),
-                f"{attention}k_proj": Rows(query, d, groups),
-                f"{attention}v_proj": Rows(query + d, d, groups),
-            },
-            a.hidden_size,
-            a.bias or a.qkv_bias,
-        )
-        self.output, self.output_bias = shelf.linear({f"{attention}o_proj": hidden}, shard.query_size, a.bias)
-        self.fc1, self.fc1_bias = shelf.linear(fc1, a.hidden_size, a.bias)
-        self.fc2, self.fc2_bias = shelf.linear({f"{mlp}down_proj": hidden}, shard.ffn_size, a.bias)
+        matrices = layer_rows(shard, prefix)
+        self.qkv, self.qkv_bias = shelf.linear(matrices["qkv"], a.hidden_size, a.bias or a.qkv_bias)
+        self.output, self.output_bias = shelf.linear(matrices["output"], shard.query_size, a.bias)
+        self.fc1, self.fc1_bias = shelf.linear(matrices["fc1"], a.hidden_size, a.bias)
+        self.fc2, self.fc2_bias = shelf.linear(matrices["fc2"], shard.ffn_size, a.bias)
         biased = a.normalization != "rmsnorm"
         self.input_norm, self.input_norm_bias = shelf.norm(f"{prefix}input_layernorm", a.hidden_size, biased)
         self.mlp_norm, self.mlp_norm_bias = shelf.norm(f"{prefix}post_attention_layernorm", a.hidden_size, biased)
         self.query_norm: torch.Tensor | None = None
         self.key_norm: torch.Tensor | None = None
         if a.qk_layernorm:
-            self.query_norm, _ = shelf.norm(f"{attention}q_norm", d, has_bias=False)
-            self.key_norm, _ = shelf.norm(f"{attention}k_norm", d, has_bias=False)
+            self.query_norm, _ = shelf.norm(f"{prefix}self_attn.q_norm", a.kv_channels, has_bias=False)
+            self.key_norm, _ = shelf.norm(f"{prefix}self_attn.k_norm", a.kv_channels, has_bias=False)
 
 
 class TorchWeights:
@@ -200,7 +175,7 @@ class TorchWeights:
             # Looked up as it is and multiplied with in another format: a refit must bring it, so it cannot be lent.
             self.embedding = shelf.new(size, shape.dtype)
             self.head = shelf.matrix({name: vocab}, size)
-            shelf.destinations[name] = TiedDestination(vocab.of(self.embedding), shelf.destinations[name])
+            shelf.destinations[name] = TiedDestination(_view(self.embedding, vocab), shelf.destinations[name])
         else:
             self.embedding = shelf.tensor({name: vocab}, size, shape.dtype)
             self.head = Matrix(self.embedding) if a.tied_embeddings else shelf.matrix({"lm_head.weight": vocab}, size)

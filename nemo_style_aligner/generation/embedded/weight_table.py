@@ -89,30 +89,54 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / torch.where(scale == 0, 1.0, scale)[:, None]).round(), scale
 
 
+class LentMatrices(Protocol):
+    """Tensors that a refit need not bring: the step copies this rank's parts from the trainer's memory."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of these tensors."""
+
+    def write(self) -> None:
+        """Copy all of them to their destinations."""
+
+    def part(self, name: str) -> torch.Tensor:
+        """A copy of what `write` reads of tensor ``name``."""
+
+
 class WeightTable:
-    """Every tensor a refit must bring, and its destination on this rank; and those that need none.
+    """Every tensor a refit must bring, and its destination on this rank; and those that it need not.
 
     Attributes:
         shapes: name and full shape of every tensor to bring, in the stream's order.
         destinations: where each one's part goes.
-        viewed: tensors that the step reads in the trainer's memory: a stream must leave them out.
+        lent: tensors that the step reads in the trainer's memory: a stream must leave them out.
     """
 
     def __init__(
-        self, shard: ModelShard, destinations: Mapping[str, Destination], viewed: frozenset[str] = frozenset()
+        self,
+        shard: ModelShard,
+        destinations: Mapping[str, Destination],
+        *,
+        viewed: frozenset[str] = frozenset(),
+        copied: LentMatrices | None = None,
     ) -> None:
-        """Raises ValueError unless ``destinations`` and ``viewed`` are exactly the architecture's tensors."""
+        """What is ``viewed`` has no destination, what is ``copied`` has.
+
+        Raises:
+            ValueError: ``destinations`` and ``viewed`` are not exactly the architecture's tensors.
+        """
         self._shard = shard
+        self._copied = copied
         self.destinations = destinations
-        self.viewed = viewed
+        self.lent = viewed if copied is None else viewed | copied.names
         tensors = hf_tensors(weight_layout(shard.architecture))
         known = destinations.keys() | viewed
         if tensors.keys() != known or destinations.keys() & viewed:
             raise ValueError(f"a step and the layout table disagree on {sorted(tensors.keys() ^ known)[:5]}")
-        self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name in destinations}
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in self.lent}
 
     def copy_from(self, stream: WeightStream, check: RefitCheck) -> None:
-        """Write the whole stream to its destinations.
+        """Write the whole stream, and what is copied without it, to the destinations.
 
         With ``check`` each part's bits are hashed before it is written (all of them, or those of a few rows) and
         compared with what the destination holds after the last one.
@@ -123,19 +147,28 @@ class WeightTable:
         """
         expected: dict[str, int] = {}
         rows: dict[str, slice] = {}
+
+        def note(name: str, part: torch.Tensor) -> None:
+            rows[name] = _checked_rows(len(part), check)
+            expected[name] = _fingerprint(self.destinations[name].as_stored(part[rows[name]]))
+
         for name, tensor in checked(stream, self.shapes, self._why_unexpected):
-            part, destination = self._shard.take(name, tensor.detach()), self.destinations[name]
-            destination.write(part)
+            part = self._shard.take(name, tensor.detach())
             if check != "off":
-                rows[name] = _checked_rows(len(part), check)
-                expected[name] = _fingerprint(destination.as_stored(part[rows[name]]))
+                note(name, part)
+            self.destinations[name].write(part)
+        if self._copied is not None:
+            if check != "off":
+                for name in self._copied.names:
+                    note(name, self._copied.part(name))
+            self._copied.write()
         for name, value in expected.items():
             if _fingerprint(self.destinations[name].read(rows[name])) != value:
                 raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")
 
     def _why_unexpected(self, name: str) -> str:
         """A hint on why there is no destination for ``name``."""
-        if name in self.viewed:
+        if name in self.lent:
             return "the engine reads it in the trainer's memory: export without the engine's viewed_weights"
         if name == "lm_head.weight":
             return "the engine was built with tied embeddings, so the stream must not bring an output layer"

@@ -15,7 +15,7 @@ static double product_error(int rows, int features, int half) {
     std::vector<weight_t> data((size_t)count * k * PANEL);
     std::vector<float> scales(count * PANEL), source((size_t)features * HIDDEN);
     for (float& x : source) x = widen(narrow(number()));
-    PackArguments pack{data.data(), scales.data(), source.data(), HIDDEN, 1, features, HIDDEN, k, 0, half};
+    PackArguments pack{data.data(), scales.data(), source.data(), HIDDEN, 0, features, 1, features, HIDDEN, k, 0, half};
     for (int line = 0; line < num_lines(pack); ++line) pack_line(pack, line);
     lines_end();
     std::vector<act_t> a((size_t)round_up(rows, 32) * k);

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import (
     KERNELS,
@@ -17,10 +19,12 @@ from nemo_style_aligner.generation.embedded.native.library import (
 from nemo_style_aligner.generation.embedded.native.packed_weights import (
     GATE,
     PANEL,
+    SOURCE_DTYPES,
     UP,
     WHOLE,
     LaneDestination,
     PackedDestination,
+    PackedFromTrainer,
     PackedMatrix,
     lane_places,
 )
@@ -60,15 +64,23 @@ class NativeStep(ModelStep):
         shape: what to compile for.
         kernel: a name of `library.KERNELS`; None: the best that the processor has.
         num_threads: None: as many as torch uses.
+        lent: the trainer's weights, to pack from.
     """
 
-    def __init__(self, shape: EngineShape, kernel: str | None = None, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        kernel: str | None = None,
+        num_threads: int | None = None,
+        lent: LentWeights | None = None,
+    ) -> None:
         """Raises NativeUnavailable where no kernel can run."""
         self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
         if not self._kernels:
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
         self._shape = shape
         self._threads = num_threads or torch.get_num_threads()
+        self._lent = lent or LentWeights()
         self._num_compilations = 0
 
     def build(self) -> None:
@@ -77,7 +89,8 @@ class NativeStep(ModelStep):
         check_sizes(self._library)
         self._allocate()
         self._context = Context(self._library, self._describe(), self._threads)
-        self.weights = WeightTable(self._shape.shard, self._destinations())
+        destinations = self._destinations()
+        self.weights = WeightTable(self._shape.shard, destinations, copied=self._packed_from_trainer(destinations))
         self._num_compilations = 1
 
     def _load(self) -> None:
@@ -275,6 +288,32 @@ class NativeStep(ModelStep):
             part = shard.take(name, torch.empty(tensor.shape, device="meta"))
             places[name] = self._destination(name, part.shape[0], shard)
         return places
+
+    def _packed_from_trainer(self, destinations: dict[str, Destination]) -> PackedFromTrainer:
+        """Those of ``destinations`` that are packed from lent matrices."""
+        a, shard = self._shape.architecture, self._shape.shard
+        packed = PackedFromTrainer(self._context)
+
+        def pack(parts: dict[str, Rows], columns: int, num_rows: int) -> None:
+            to = {f"{module}.weight": destinations[f"{module}.weight"] for module in parts}
+            if not all(isinstance(destination, PackedDestination) for destination in to.values()):
+                return  # a table that is also looked up in
+            source = self._lent.source(tuple(to), (num_rows, columns), SOURCE_DTYPES, torch.device("cpu"))
+            if source is not None:
+                for (name, destination), rows in zip(to.items(), parts.values(), strict=True):
+                    assert isinstance(destination, PackedDestination)
+                    packed.add(name, destination, source, rows)
+
+        for layer in range(a.num_layers):
+            matrices = layer_rows(shard, f"model.layers.{layer}.")
+            columns = {"qkv": a.hidden_size, "output": shard.query_size, "fc1": a.hidden_size, "fc2": shard.ffn_size}
+            for matrix, parts in matrices.items():
+                pack(parts, columns[matrix], Rows.total(parts))
+        head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
+        # The last ranks' parts of the vocabulary may be shorter than the parameter, which is padded.
+        rows = max(0, min(shard.vocab_rows, a.vocab_size - shard.vocab_start))
+        pack({head: Rows(0, rows)}, a.hidden_size, shard.vocab_rows)
+        return packed
 
     def _destination(self, name: str, rows: int, shard: ModelShard) -> Destination:
         weights = self._weights

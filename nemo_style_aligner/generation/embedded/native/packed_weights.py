@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 
 import torch
 
+from nemo_style_aligner.generation.embedded.fused_rows import Rows
 from nemo_style_aligner.generation.embedded.native.structures import Context, Matrix, PackArguments
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 
 PANEL = 32  # output features per panel, as in panels.h
 WHOLE, GATE, UP = 0, 1, 2  # `Half` in panels.h
+SOURCE_DTYPES = (torch.float32, torch.bfloat16)  # that can be packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +52,26 @@ class PackedDestination:
 
     def write(self, part: torch.Tensor) -> None:
         """See `Destination.write`."""
-        if part.dtype not in (torch.float32, torch.bfloat16) or part.stride(-1) != 1 or part.device.type != "cpu":
+        if part.dtype not in SOURCE_DTYPES or part.stride(-1) != 1 or part.device.type != "cpu":
             part = part.to("cpu", torch.float32 if part.dtype != torch.bfloat16 else part.dtype).contiguous()
-        matrix = self._matrix
-        self._context.call(
-            "step_pack",
-            PackArguments(
-                data=matrix.data.data_ptr(),
-                scales=None if matrix.scales is None else matrix.scales.data_ptr(),
-                source=part.data_ptr(),
-                source_stride=part.stride(0),
-                source_is_f32=int(part.dtype == torch.float32),
-                rows=part.shape[0],
-                columns=part.shape[1],
-                padded_columns=matrix.data.shape[1],
-                first_row=self._first_row,
-                half=self._half,
-            ),
+        self._context.call("step_pack", self.arguments(part, Rows(0, len(part))), 1)
+
+    def arguments(self, source: torch.Tensor, rows: Rows) -> PackArguments:
+        """For packing ``rows`` of ``source`` [all rows, columns], float32 or bfloat16, its columns side by side."""
+        matrix, stride = self._matrix, source.stride(0)
+        return PackArguments(
+            data=matrix.data.data_ptr(),
+            scales=None if matrix.scales is None else matrix.scales.data_ptr(),
+            source=source.data_ptr() + rows.start * stride * source.itemsize,
+            source_stride=stride,
+            run_stride=len(source) // rows.groups * stride,
+            run_rows=rows.count,
+            source_is_f32=int(source.dtype == torch.float32),
+            rows=rows.count * rows.groups,
+            columns=source.shape[1],
+            padded_columns=matrix.data.shape[1],
+            first_row=self._first_row,
+            half=self._half,
         )
 
     def read(self, rows: slice) -> torch.Tensor:
@@ -103,3 +110,34 @@ class LaneDestination:
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
         """See `Destination.as_stored`."""
         return part.to("cpu", torch.float32)
+
+
+class PackedFromTrainer:
+    """See `LentMatrices`: packed matrices, all in one call of the library."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._parts: dict[str, tuple[PackedDestination, torch.Tensor, Rows]] = {}
+
+    def add(self, name: str, destination: PackedDestination, source: torch.Tensor, rows: Rows) -> None:
+        """Have ``rows`` of the trainer's ``source``, which never moves, packed as tensor ``name``."""
+        self._parts[name] = (destination, source, rows)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See `LentMatrices.names`."""
+        return frozenset(self._parts)
+
+    def write(self) -> None:
+        """See `LentMatrices.write`."""
+        self._context.call("step_pack", self._arguments, len(self._arguments))
+
+    def part(self, name: str) -> torch.Tensor:
+        """See `LentMatrices.part`."""
+        _, source, rows = self._parts[name]
+        return source[rows.numbers(len(source))]
+
+    @functools.cached_property
+    def _arguments(self) -> ctypes.Array[PackArguments]:
+        arguments = [destination.arguments(source, rows) for destination, source, rows in self._parts.values()]
+        return (PackArguments * len(arguments))(*arguments)

@@ -203,6 +203,8 @@ struct PackArguments {
     float* scales;         // of the matrix, int8 only
     const void* source;    // [rows][columns], the columns next to each other
     int64_t source_stride; // elements from row to row
+    int64_t run_stride;    // elements from the first row of a run to that of the next
+    int32_t run_rows;      // rows that follow each other in the source: query groups lie apart
     int32_t source_is_f32; // else bf16
     int32_t rows, columns, padded_columns;
     int32_t first_row; // of the matrix, where the source's first row goes
@@ -252,8 +254,10 @@ static INLINE vu8 words_of(const float* source, const bf16*) {
 template <class Source> static void pack_rows(const PackArguments& p, const Source* source, int row, int n) {
     const Place place = place_of(p.first_row + row, p.half);
     weight_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
-    source += (size_t)row * p.source_stride;
-    auto value = [&](int i, int k) { return widen(source[(size_t)i * p.source_stride + k]); };
+    const Source* rows[LINE_ROWS];
+    for (int i = 0; i < n; ++i)
+        rows[i] = source + (row + i) / p.run_rows * p.run_stride + (row + i) % p.run_rows * p.source_stride;
+    auto value = [&](int i, int k) { return widen(rows[i][k]); };
 #if STORAGE_INT8
     for (int i = 0; i < n; ++i) {
         float most = 0;
@@ -269,10 +273,10 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
     for (; n == LINE_ROWS && k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) { // two squares of eight words
         vu8 in[8], first[8], second[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) in[i] = words_of(source + (size_t)i * p.source_stride + k, panel);
+        for (int i = 0; i < 8; ++i) in[i] = words_of(rows[i] + k, panel);
         transpose8(in, first);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) in[i] = words_of(source + (size_t)(8 + i) * p.source_stride + k, panel);
+        for (int i = 0; i < 8; ++i) in[i] = words_of(rows[8 + i] + k, panel);
         transpose8(in, second);
 #pragma GCC unroll 8
         for (int w = 0; w < 8; ++w)

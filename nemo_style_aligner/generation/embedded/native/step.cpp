@@ -338,13 +338,19 @@ void step_run(void* context, const Pass* pass, int first_stage, int end_stage) {
     c.team.run([&](int thread) { Worker(c, *pass, thread).run(first_stage, end_stage); });
 }
 
-void step_pack(void* context, const PackArguments* arguments) {
+void step_pack(void* context, const PackArguments* tensors, int num_tensors) {
     Context& c = *(Context*)context;
-    const PackArguments& p = *arguments;
     Counter& counter = c.counters[0];
     counter.reset();
+    int lines = 0;
+    for (int i = 0; i < num_tensors; ++i) lines += num_lines(tensors[i]);
     c.team.run([&](int) {
-        counter.each(num_lines(p), PANEL / LINE_ROWS, [&](int line) { pack_line(p, line); }); // a panel at a time
+        const PackArguments* tensor = tensors;
+        int first = 0; // line of `tensor`, among those of all; a thread's lines come in order
+        counter.each(lines, PANEL / LINE_ROWS, [&](int line) { // a panel at a time
+            while (line - first >= num_lines(*tensor)) first += num_lines(*tensor++);
+            pack_line(*tensor, line - first);
+        });
         lines_end();
     });
 }

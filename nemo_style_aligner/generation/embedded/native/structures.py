@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from typing import Any
 
 from nemo_style_aligner.generation.embedded.native.library import NativeUnavailable
 
@@ -52,14 +53,14 @@ class Pass(ctypes.Structure):
 
 
 class PackArguments(ctypes.Structure):
-    """What `step_pack` packs, and where to."""
+    """One tensor that `step_pack` packs, and where to."""
 
     _fields_ = [
         *[(name, Pointer) for name in ("data", "scales", "source")],
-        ("source_stride", ctypes.c_int64),
+        *[(name, ctypes.c_int64) for name in ("source_stride", "run_stride")],
         *[
             (name, ctypes.c_int32)
-            for name in ("source_is_f32", "rows", "columns", "padded_columns", "first_row", "half")
+            for name in ("run_rows", "source_is_f32", "rows", "columns", "padded_columns", "first_row", "half")
         ],
     ]
 
@@ -94,8 +95,8 @@ class Context:
         self._pid = os.getpid()
         weakref.finalize(self, _destroy, library, self._pointer, self._pid)
 
-    def call(self, function: str, arguments: ctypes.Structure, *more: int) -> None:
-        """Call ``function`` of the library with the context and a structure.
+    def call(self, function: str, arguments: ctypes.Structure | ctypes.Array[Any], *more: int) -> None:
+        """Call ``function`` of the library with the context and a structure, or an array of them.
 
         Raises:
             RuntimeError: this is a fork of the process that made the context; its threads are not here.
