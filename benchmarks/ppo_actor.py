@@ -22,6 +22,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "nlp" / "gpt"))
 
 import train_gpt_ppo_actor as job  # noqa: E402 (found by the line above)
 
+from nemo_style_aligner.algorithms import ppo_setup  # noqa: E402
 from nemo_style_aligner.algorithms.ppo import PPOTrainer  # noqa: E402
 from nemo_style_aligner.generation.engine import (  # noqa: E402
     GenerationEngine,
@@ -54,7 +55,7 @@ def main() -> None:
     address = sys.argv[1]
     lengths = {tuple(prompt): length for prompt, length in json.loads(Path(sys.argv[2]).read_text())}
     del sys.argv[1:3]
-    build_ppo_trainer = job.build_ppo_trainer
+    build_ppo_trainer = ppo_setup.build_ppo_trainer
 
     def build(*args: Any) -> PPOTrainer:
         trainer: PPOTrainer = build_ppo_trainer(*args)
@@ -74,7 +75,7 @@ def main() -> None:
         turns.wait()
         return trainer
 
-    job.build_ppo_trainer = build
+    ppo_setup.build_ppo_trainer = build  # where the script looks it up when a rank runs it
     job.main()
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import hydra
+import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
@@ -227,12 +227,8 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
 # ---- entry scripts ------------------------------------------------------------------------------
 
 
-Check = Callable[[str, DictConfig, int], None]
-"""Raises `ConfigError` for settings that cannot work: (name of the config, config, number of ranks)."""
-
-
 def job(
-    name: str, check: Check | None = None, *, is_service: bool = False
+    name: str, *, check: str | None = None, is_service: bool = False
 ) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
@@ -244,7 +240,7 @@ def job(
             main()
 
     Reads and checks the config and the command line's overrides, starts this machine's ranks when nobody
-    else did, sets up torch.distributed, runs ``main`` on every rank, and ends the job with the status that
+    else did, sets up torch.distributed in them, runs ``main`` on every rank, and ends the job with the status that
     ``main`` returns (None is 0; the same on every rank), with 2 for a mistake in the config, with
     `EXIT_REQUEUE` when it was stopped before it had begun, and with 1 for anything else (docs/jobs.md).
     Writes nothing but the file for an early stop, and does not change the working directory (what hydra
@@ -252,7 +248,8 @@ def job(
 
     Args:
         name: of the config.
-        check: run on the config before ranks are started.
+        check: dotted name of a function of (``name``, config, number of ranks) that raises `ConfigError` for settings
+            that cannot work. Ranks call it before they look for each other. A name, because what it imports is theirs.
         is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
     """
 
@@ -296,19 +293,19 @@ def _compose(name: str) -> DictConfig | None:
     return complete_config(composed[0], name) if composed else None
 
 
-def _run_job(name: str, check: Check | None, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
+def _run_job(name: str, check: str | None, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = check_config(cfg, name)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
-    if check is not None:
-        check(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
-    configure_logging(info.rank, log_format=cfg.exp_manager.log_format)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
+    if check is not None:
+        hydra.utils.get_method(check)(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
+    configure_logging(info.rank, log_format=cfg.exp_manager.log_format)
     for note in notes:
         _logger.info(note)
     log_dir = log_directory(cfg.exp_manager) if info.rank == 0 else None

@@ -2,18 +2,19 @@
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.config_checks import check_job
-from nemo_style_aligner.algorithms.job_setup import start_watchdog
-from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
-from nemo_style_aligner.config import log_directory
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("inference_rm", check_job, is_service=True)
+@job("inference_rm", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
+    # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
+    from nemo_style_aligner.algorithms.job_setup import start_watchdog
+    from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
+    from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
+    from nemo_style_aligner.config import log_directory
+    from nemo_style_aligner.models.restore import open_base_model
+    from nemo_style_aligner.parallel.groups import initialize_model_parallel
+
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.seed
     )

@@ -5,16 +5,17 @@ The critic and reward service (serve_ppo_critic.py) must run or be about to run.
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.config_checks import check_job
-from nemo_style_aligner.algorithms.job_setup import describe, start_run
-from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
-from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.launch import job
-from nemo_style_aligner.parallel.worlds import is_rollout_rank
 
 
-@job("gpt_ppo_actor", check_job)
+@job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
+    # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
+    from nemo_style_aligner.algorithms.job_setup import describe, start_run
+    from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
+    from nemo_style_aligner.models.restore import open_base_model
+    from nemo_style_aligner.parallel.worlds import is_rollout_rank
+
     if is_rollout_rank():
         return serve_rollouts(cfg)
     run = start_run(cfg)
