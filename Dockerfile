@@ -31,7 +31,7 @@ WORKDIR /opt/nemo_style_aligner
 COPY . .
 # The image's torch, Transformer Engine and numpy stay: pip would replace pre-release versions that it thinks too old.
 RUN pip freeze | grep -iE '^(torch|torchvision|transformer.engine|numpy|triton|nvidia-)' > /tmp/keep.txt \
-    && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" . \
+    && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
     && pip install --no-cache-dir -c /tmp/keep.txt \
         "psutil>=5.9" "einops>=0.8,<1" "tqdm>=4.66" "transformers>=5,<6" "tokenizers>=0.22" "sentencepiece>=0.2" \
         "jinja2>=3.1" "safetensors>=0.5" "gguf>=0.17,<1" "flask>=3.0,<4" "waitress>=3.0,<4" "requests>=2.31,<3" \
@@ -58,7 +58,7 @@ COPY . .
 # Hugging Face models to .nemo in another image: reading their directories needs transformers 5.
 RUN pip freeze | grep -iE '^(torch|torchvision|tensorrt|numpy|transformers|tokenizers|huggingface|triton|nvidia-)' \
         > /tmp/keep.txt \
-    && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" . \
+    && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
     && pip install --no-cache-dir -c /tmp/keep.txt \
         "psutil>=5.9" "einops>=0.8,<1" "tqdm>=4.66" "sentencepiece>=0.2" "jinja2>=3.1" "safetensors>=0.5" \
         "gguf>=0.17,<1" "flask>=3.0,<4" "waitress>=3.0,<4" "requests>=2.31,<3" "prometheus_client>=0.20,<1" \

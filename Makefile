@@ -1,7 +1,7 @@
 # make install        .venv with everything, MPI included, from the package index alone
 # make demo           the whole road on a small model made from scratch: at most 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
-# make test           the test suite: under 15 minutes on 2 cores
+# make test           the test suite: a quarter of an hour on 2 cores
 # make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
 # make faults         a PPO run whose jobs are killed, cut off and left without disk, 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
@@ -68,6 +68,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
 	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
 	$(BIN)/python benchmarks/training_pass.py --json results/benchmarks/training_pass.json
+	$(BIN)/python benchmarks/memory.py --json results/benchmarks/memory.json
 	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
 	$(BIN)/python benchmarks/service.py --json results/benchmarks/service.json
 	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json

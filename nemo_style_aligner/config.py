@@ -87,11 +87,20 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
         if is_override and first_override is None:
             first_override = len(prepared)
         is_plain = is_override and "=" in argument and re.match(r"(?!hydra[./])[A-Za-z_]", argument)
-        prepared.append(f"++{argument}" if is_plain else argument)
+        prepared.append(f"++{_with_quoted_path(argument)}" if is_plain else argument)
         takes_value = argument in _FLAGS_WITH_VALUE
     # Overrides must stand together, hydra's parser says.
     at = len(prepared) if first_override is None else first_override
     return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
+
+
+def _with_quoted_path(override: str) -> str:
+    """``key=path``, the path in quotes if hydra's grammar would stumble over it, as over a name with ``step=30``."""
+    key, _, value = override.partition("=")
+    is_path = re.match(r"\.{0,2}/|~", value) and "${" not in value
+    if not is_path or not re.search(r"[~=,:(){}\[\]]", value) or re.search(r"['\"\\]", value):
+        return override
+    return f"{key}='{value}'"
 
 
 def load_defaults(job: str) -> DictConfig:

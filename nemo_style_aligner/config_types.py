@@ -29,6 +29,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("trainer.precision", (str, int)),
     ("model.precision", (str, int)),
     ("*.inference_micro_batch_size", (int, list)),
+    ("trainer.ppo.val_check_interval", (int,)),
+    ("trainer.ppo.save_interval", (int,)),
     ("trainer.*.val_check_interval", (int, float)),
     ("trainer.*.save_interval", (int, float)),
     ("trainer.*.limit_val_batches", (int, float)),

@@ -3,6 +3,7 @@
 #
 # A component is one srun: all ranks of an entry script. Settings these functions read are at the top of the scripts.
 
+MAX_REQUEUES=${MAX_REQUEUES:-100} # of a job that stops early again and again, perhaps before it has got anywhere
 readonly EXIT_REQUEUE=75 # a component's status: stopped early, with its state on disk
 STOPPING=                # USR1 or TERM once the batch script got it
 TRAINER=                 # process id of the srun that a request to stop is handed on to
@@ -81,7 +82,7 @@ make_secret() {
 }
 
 # data_prefix TRAIN VALIDATION: the config's form of JSONL files.
-data_prefix() { printf '{train: [%s], validation: [%s], test: [%s]}' "$1" "$2" "$2"; }
+data_prefix() { printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$1" "$2" "$2"; }
 
 # start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
 #
@@ -197,6 +198,8 @@ finish() {
     elif [[ $STOPPING == TERM ]]; then
         # Slurm knows: preempted jobs run again, cancelled ones must not.
         say "the $1 stopped early, and whether it runs again is Slurm's decision"
+    elif ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then
+        say "the $1 stopped early, as $MAX_REQUEUES times before (MAX_REQUEUES): submit it again with RESULTS_DIR=$RESULTS_DIR" >&2
     else
         say "the $1 stopped early, and goes on when Slurm starts this job again"
         trap '' USR1 TERM

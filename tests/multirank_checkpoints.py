@@ -751,7 +751,10 @@ def offloaded(folder: Path) -> dict[str, Any]:
                 save(m, model, optimizer, 2)
         result = [losses, fingerprint(model, optimizer)]
         m.resume(model, optimizer)  # into states that are away
-        return moved, [*result, train(model, optimizer, 2), fingerprint(model, optimizer)]
+        result += [train(model, optimizer, 2), fingerprint(model, optimizer)]
+        offload = optimizer._offload
+        present = set() if offload is None else set(offload._states())
+        return moved | {"orphans": 0 if offload is None else len(offload._resting.keys() - present)}, result
 
     results = {}
     for name, job in jobs.items():

@@ -259,6 +259,29 @@ def test_overrides_are_prepared_for_hydra() -> None:
     assert prepare_overrides(["--cfg", "job"])[:2] == ["--cfg", "job"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/r/megatron_gpt-step=30-last",
+        "~/model.nemo",
+        "./a (1)/{b},c.nemo",
+        "../x=y",
+        "'/in=quotes'",
+        "/plain",
+        "/a b/c",
+    ],
+)
+def test_paths_are_taken_as_typed(path: str) -> None:
+    """Checkpoints have ``=`` in their names, which hydra's grammar knows another use for."""
+    cfg = composed("gpt_ppo_critic", f"exp_manager.resume_from_checkpoint={path}")
+    assert cfg.exp_manager.resume_from_checkpoint == path.strip("'")
+
+
+def test_interpolations_in_paths_stay_so() -> None:
+    cfg = composed("gpt_ppo_critic", "exp_manager.explicit_log_dir=/r/${exp_manager.name}", "exp_manager.name=x")
+    assert cfg.exp_manager.explicit_log_dir == "/r/x"
+
+
 def test_log_directory() -> None:
     section = OmegaConf.create({"explicit_log_dir": None, "exp_dir": None, "name": "n"})
     assert log_directory(section) == Path("nemo_experiments/n")

@@ -124,6 +124,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 2, "model.pipeline_model_parallel_size=2 trainer.ppo.generation.engine=megatron",
         ("engine=megatron cannot generate with model.pipeline_model_parallel_size=2",),
     ),
+    "sequence parallel baseline": (
+        "gpt_ppo_actor", 2,
+        "model.tensor_model_parallel_size=2 model.sequence_parallel=True trainer.ppo.generation.engine=megatron",
+        ("engine=megatron cannot generate with model.sequence_parallel=True",),
+    ),
     "engine ranks": (
         "gpt_ppo_actor", 2, "trainer.ppo.generation.tensor_parallel_size=8",
         (
@@ -212,6 +217,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "head": (
         "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
         ("attribute_weights has 2 entries for num_attributes=1",),
+    ),
+    "less precise head": (
+        "training_rm", 1, "trainer.precision=32 model.optim.name=fused_adam",
+        ("model.force_head_dtype=bfloat16, trainer.precision=32, model.optim.name=fused_adam: this optimizer cannot",),
+    ),
+    "length of the schedule": (
+        "gpt_ppo_critic", 1, "trainer.ppo.max_steps=-1", ("trainer.ppo.max_steps=-1: the learning rate's schedule",),
     ),
     "recompute": (
         "gpt_sft", 2,
@@ -368,7 +380,8 @@ def test_wrong_types_are_all_named() -> None:
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
-        "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number or a number",
+        "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number",
+        "trainer.ppo.val_check_interval=0.5": "trainer.ppo.val_check_interval=0.5: must be a whole number",
         "model.max_tokens_per_micro_batch=many": "model.max_tokens_per_micro_batch='many': must be a whole number",
         "trainer.ppo.num_ppo_epochs=null": "trainer.ppo.num_ppo_epochs=null: this key needs a value; its default is 1",
         "remote_critic_rm.timeouts.training_seconds=null": "its default is 7800",

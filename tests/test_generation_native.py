@@ -93,6 +93,18 @@ def test_fp32_logits_equal_hugging_face(family: str, kernel: str) -> None:
     torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-5)
 
 
+def test_an_odd_number_of_rotated_channels_is_one_more_as_in_megatron() -> None:
+    config = dataclasses.replace(architecture("nemotron"), rotary_percentage=0.4)
+    assert int(config.kv_channels * config.rotary_percentage) % 2 == 1
+    shape = EngineShape(config, torch.float32, num_slots=6, max_sequence_length=160, num_pages=60, max_step_tokens=256)
+    native, reference = NativeStep(shape), TorchStep(shape, torch.device("cpu"))
+    for step in (native, reference):
+        step.build()
+        step.weights.copy_from(weights_of(hf_model("nemotron")).items(), "off")
+    ids = [(7 * i) % VOCAB for i in range(20)]
+    torch.testing.assert_close(run(native, [(0, 0, ids)]), run(reference, [(0, 0, ids)]), atol=3e-5, rtol=1e-5)
+
+
 def test_gates_far_from_zero() -> None:
     """SiLU below -88, where e^-x is beyond float32, is 0: neither NaN nor x itself."""
     model = hf_model("llama")

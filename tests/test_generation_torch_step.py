@@ -145,7 +145,7 @@ def test_int8_engine_in_bfloat16_stays_close() -> None:
 
 
 @pytest.mark.parametrize("step, weight_format", [("torch", "dtype"), ("torch", "int8"), ("auto", "dtype")])
-def test_hundreds_of_refits_and_reloads_leak_nothing(step: Any, weight_format: Any) -> None:
+def test_a_thousand_refits_and_reloads_leak_nothing(step: Any, weight_format: Any) -> None:
     a = ModelArchitecture(
         num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=2, num_query_groups=1, vocab_size=1000
     )
@@ -175,9 +175,9 @@ def test_hundreds_of_refits_and_reloads_leak_nothing(step: Any, weight_format: A
     for version in range(100):
         cycle(version)
     before = process.memory_info().rss
-    for version in range(100, 600):
+    for version in range(100, 1100):
         cycle(version)
-    assert process.memory_info().rss - before < 4 * 2**20  # 8 KiB per refit, of weights of 600
+    assert process.memory_info().rss - before < 4 * 2**20  # 4 KiB per refit, of weights of 600
     assert engine.num_compilations == compilations
 
 

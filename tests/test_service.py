@@ -172,8 +172,8 @@ def test_client_pads_to_length_and_cuts_back() -> None:
     with serve(backend, delay_us=0) as server, critic_client(server.number, pad_to_length=32) as client:
         scores = client.infer_async(torch.ones(1, 5, dtype=torch.int64), torch.tensor([5])).result(20)
         assert scores.values.shape == (1, 4)
-        with pytest.raises(ValueError, match="pad_to_length"):
-            client.infer_async(torch.ones(1, 33, dtype=torch.int64), torch.tensor([5]))
+        scores = client.infer_async(torch.ones(1, 33, dtype=torch.int64), torch.tensor([33])).result(20)
+        assert scores.values.shape == (1, 32)  # longer than what shorter ones are padded to
 
 
 def test_preferred_batch_rows_from_the_config() -> None:

@@ -297,6 +297,14 @@ def short_trainer(artefacts: Artefacts, layout: ParallelLayout, folder: Path) ->
     return trainer
 
 
+@pytest.mark.parametrize(("limit", "batches"), [(0.1, 1), (0.5, 2), (1.0, 4), (0.0, 0), (1, 1), (9, 4)])
+def test_a_fraction_of_the_validation_batches_is_at_least_one(limit: float, batches: int) -> None:
+    section = OmegaConf.create(
+        {"max_epochs": 1, "max_steps": -1, "val_check_interval": 1, "save_interval": 0, "limit_val_batches": limit}
+    )
+    assert SupervisedSettings.from_config(section, 1, 10, 4).limit_val_batches == batches
+
+
 def test_a_validation_that_was_abandoned_is_made_up_for(
     artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path, stop_handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

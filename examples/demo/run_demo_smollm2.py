@@ -26,7 +26,7 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 
-DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k", REPOSITORY.parent / "shared" / "data")
+DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k",)
 DATA_FILES = ("train.jsonl", "test.jsonl", "example_model_solutions.jsonl")
 SOURCE = "github.com/openai/grade-school-math (folder grade_school_math/data)"
 

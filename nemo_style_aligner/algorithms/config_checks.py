@@ -24,7 +24,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
-from nemo_style_aligner.models.gpt import layout_problems, parse_precision
+from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over
@@ -302,6 +302,9 @@ def _generation(view: JobView) -> Iterator[str]:
         )
     if view.get(engine) == "megatron" and view.pp_size > 1:
         yield f"{view.said(engine)} cannot generate with {view.said(_PP)}; choose embedded"
+    parallel = "model.sequence_parallel"
+    if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
+        yield f"{view.said(engine)} cannot generate with {view.said(parallel, _TP)}; choose embedded"
     ranks = view.get(size) or (view.tp_size if view.get(reshard) and view.pp_size > 1 else 1)
     if view.get(engine) != "embedded" or ranks == 1:
         return
@@ -367,12 +370,34 @@ def _services(view: JobView) -> Iterator[str]:
         )
 
 
+# ---- the reward model and the critic ------------------------------------------------------------
+
+
+def _reward_head(view: JobView) -> Iterator[str]:
+    precision, head, optim = "trainer.precision", "model.force_head_dtype", "model.optim.name"
+    try:
+        dtypes = parse_precision(view.get(precision)), RewardHeadConfig.from_model_config(view.cfg.model).dtype
+    except (ValueError, TypeError):
+        return  # reported by itself
+    if dtypes[0].itemsize > dtypes[1].itemsize and not uses_distributed_optimizer(view.cfg.model):
+        yield (
+            f"{view.said(head, precision, optim)}: this optimizer cannot train a head less precise than the model; set "
+            f"{head}=float32, or {optim}=distributed_fused_adam"
+        )
+
+
+def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
+    key = "trainer.ppo.max_steps"
+    if view.get(key) is not None and view.get(key) < 1:
+        yield f"{view.said(key)}: the learning rate's schedule needs the actor's number of steps; give 1 or more"
+
+
 _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _ranks)
 _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
-    "training_rm": _TRAINING,
-    "gpt_ppo_critic": _TRAINING,
+    "training_rm": (*_TRAINING, _reward_head),
+    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic),
     "gpt_ppo_actor": (
         *_TRAINING,
         _rollout_batches,

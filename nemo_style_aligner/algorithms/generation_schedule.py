@@ -95,7 +95,9 @@ class GenerationSchedule:
         with self._timer("refit"):
             if self._unload_engine:
                 generator.reload()
-            weights = export_weights(self._model, without=generator.viewed_weights, transient=True)
+            weights = export_weights(
+                self._model, without=generator.viewed_weights, transient=generator.takes_transient_weights
+            )
             generator.refit(weights, version)
 
     def drop(self, step: int) -> None:

@@ -47,7 +47,7 @@ class SupervisedSettings(LoopSettings):
             max_steps = min(max_steps, int(section.max_steps))
         limit = section.limit_val_batches
         if isinstance(limit, float) and 0.0 <= limit <= 1.0:
-            limit = round(limit * num_val_batches)
+            limit = max(1, round(limit * num_val_batches)) if limit else 0
         return cls(
             max_steps=max_steps,
             val_check_interval=_interval(section.val_check_interval, max_steps),

@@ -202,6 +202,14 @@ class GenerationEngine(abc.ABC):
         return frozenset()
 
     @property
+    def takes_transient_weights(self) -> bool:
+        """Whether `refit` is done with a tensor when it asks for the next one, and takes them in any order.
+
+        See ``transient`` of `weights.stream.export_weights`.
+        """
+        return False
+
+    @property
     @abc.abstractmethod
     def num_compilations(self) -> int:
         """Times anything was compiled or captured; constant after `build`.

@@ -76,7 +76,7 @@ class Actor:
             mask: [n, s-1], nonzero at the predictions that are wanted.
 
         Returns:
-            fp32 [n, s-1], zero where masked.
+            fp32 [n, s-1] on the CPU, as all that is known of a step's samples; zero where masked.
         """
         return self._logprobs(self.model, tokens, mask)
 
@@ -88,7 +88,7 @@ class Actor:
             return self._logprobs(model, tokens, mask)
 
     def _logprobs(self, model: MegatronModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return forward(
+        logprobs = forward(
             model,
             Tokens(tokens),
             mask != 0,
@@ -97,6 +97,7 @@ class Actor:
             (tokens.shape[1] - 1,),
             Scoring(self.temperature),
         )
+        return logprobs.cpu()
 
     def update(self, batch: PolicyBatch, origin: str = "a batch") -> dict[str, float]:
         """One optimizer update from a global batch, which every rank passes whole.

@@ -49,12 +49,19 @@ class AdamOffload:
             torch.cuda.empty_cache()  # an engine in another process wants the memory too
 
     def bring_back(self) -> None:
-        """Move the states to the device again, unless they are there."""
+        """Move the states to the device again, unless they are there.
+
+        Those that the optimizer has now: loading a checkpoint, or writing the first one, makes moments anew.
+        """
         if not self.is_away:
             return
-        for tensor, resting in self._resting.items():
-            # In the order of the stream: what is queued after it finds it complete.
-            tensor.data = torch.empty_like(resting, device=self._home).copy_(resting, non_blocking=True)
+        states = list(self._states())
+        for tensor in states:
+            if tensor in self._resting or tensor.device.type != self._home.type:
+                # In the order of the stream: what is queued after it finds it complete.
+                at_home = torch.empty_like(tensor, device=self._home)
+                tensor.data = at_home.copy_(tensor.detach(), non_blocking=True)
+        self._resting = {tensor: self._resting[tensor] for tensor in states if tensor in self._resting}
         self.is_away = False
 
     def _states(self) -> Iterator[torch.Tensor]:

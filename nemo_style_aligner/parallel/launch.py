@@ -107,6 +107,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     if torch.cuda.is_available():
         torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
         backend = "nccl"
+        _use_trees_for_sums_only()
     else:
         backend = "gloo"
         if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
@@ -210,6 +211,16 @@ def _share_cores(info: LaunchInfo) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def _use_trees_for_sums_only() -> None:
+    """Take ``NCCL_ALGO=Tree``, as scripts written for NeMo-Aligner set it, for what it meant: sums in a fixed order.
+
+    From NCCL 2.24 on it would forbid all that trees cannot do, broadcasts and gathers among it.
+    """
+    if os.environ.get("NCCL_ALGO", "").strip().lower() == "tree":
+        os.environ["NCCL_ALGO"] = "allreduce:tree"
+        _logger.info("NCCL_ALGO=Tree is taken for allreduce:tree: trees can do nothing else")
 
 
 def _device_index(info: LaunchInfo, visible: int) -> int:

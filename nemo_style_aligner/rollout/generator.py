@@ -53,6 +53,11 @@ class Generator(Protocol):
         """What a refit's stream leaves out; see `GenerationEngine.viewed_weights`."""
         ...
 
+    @property
+    def takes_transient_weights(self) -> bool:
+        """See `GenerationEngine.takes_transient_weights`."""
+        ...
+
     def refit(self, weights: WeightStream, version: int) -> None:
         """Take over the policy's weights. Collective; no round may be under way."""
         ...
@@ -100,6 +105,10 @@ class LocalGenerator:
     @property
     def viewed_weights(self) -> frozenset[str]:
         return self.engine.viewed_weights
+
+    @property
+    def takes_transient_weights(self) -> bool:
+        return self.engine.takes_transient_weights
 
     def refit(self, weights: WeightStream, version: int) -> None:
         self.engine.refit(weights, version)

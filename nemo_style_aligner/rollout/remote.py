@@ -58,6 +58,10 @@ class RemoteGenerator:
     def viewed_weights(self) -> frozenset[str]:
         return frozenset()
 
+    @property
+    def takes_transient_weights(self) -> bool:
+        return False  # the other side knows tensors by the table's order
+
     def refit(self, weights: WeightStream, version: int) -> None:
         link = self._link
         if link.rank == 0:

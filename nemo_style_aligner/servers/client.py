@@ -34,6 +34,7 @@ from nemo_style_aligner.servers.protocol import (
     decode_infer_response,
     encode_infer_request,
 )
+from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.servers.training_session import (
     CriticWatch,
     SequenceConflictError,
@@ -158,13 +159,8 @@ class CriticClient:
         ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on.
         """
         width = tokens.shape[1]
-        if self._pad_to_length is not None:
-            if width > self._pad_to_length:
-                raise ValueError(
-                    f"sequences of {width} tokens are longer than remote_critic_rm.pad_to_length="
-                    f"{self._pad_to_length}: raise it, or set it to null"
-                )
-            tokens = torch.nn.functional.pad(tokens, (0, self._pad_to_length - width))
+        if self._pad_to_length is not None:  # longer ones go as they are: nobody here needs the padding
+            tokens = torch.nn.functional.pad(tokens, (0, max(0, self._pad_to_length - width)))
         inputs = {
             "tokens": _numpy(tokens, torch.int64),
             "sequence_lengths": _numpy(lengths, torch.int64).reshape(-1, 1),
@@ -362,7 +358,10 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
         metadata: dict[str, Any] = server.request("GET", f"/v2/models/{model}", limits=limits).json()
     except RequestRefusedError as error:
         if error.status == 401:
-            raise ValueError(f"the server at {server.base_url} does not accept this run's token: {error}") from error
+            raise ValueError(
+                f"the server at {server.base_url} does not accept this run's token ({error}). The logs of both jobs "
+                f"say where their secret is from; where they share no home directory, set {TOKEN_VARIABLE} for both"
+            ) from error
         raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
     shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
     missing = outputs - shapes.keys()

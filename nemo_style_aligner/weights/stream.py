@@ -74,7 +74,7 @@ def export_weights(
         bucket_bytes: size of what one round of communication gathers. Memory in use is about twice that, or
             twice the largest parameter if that is larger.
         without: tensors to leave out, the same on every rank: parameters that consist of them alone are skipped.
-        transient: tensors need not outlive the parameter that they are parts of. Ranks on CPUs of one host then
+        transient: tensors need not outlive the iteration that brings them. Ranks on CPUs of one host then
             exchange through memory that they share and keep, of the size said above, once for all of them.
     """
     layout = model.layout

@@ -159,3 +159,20 @@ def test_finish(
     done = bash(f"STOPPING={stopping}; finish actor {status}", PATH=f"{srun}:/usr/bin:/bin", RESULTS_DIR=str(tmp_path))
     assert done.returncode == expected, done.stderr
     assert ("scontrol requeue 7" in done.stdout) == requeued
+
+
+def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(srun: Path, tmp_path: Path) -> None:
+    variables = {"PATH": f"{srun}:/usr/bin:/bin", "RESULTS_DIR": str(tmp_path), "MAX_REQUEUES": "3"}
+    for restarts, requeued in (("2", True), ("3", False)):
+        done = bash("STOPPING=USR1; finish actor 75", SLURM_RESTART_COUNT=restarts, **variables)
+        assert done.returncode == 75 and ("scontrol requeue 7" in done.stdout) == requeued
+    assert "3 times before (MAX_REQUEUES)" in done.stderr
+
+
+def test_data_paths_are_taken_as_they_are() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    done = bash('data_prefix "/a/step=1,b (2).jsonl" /c/d.jsonl')
+    override = OverridesParser.create().parse_override(f"++model.data.data_prefix={done.stdout}")
+    assert override.value()["train"] == ["/a/step=1,b (2).jsonl"]
+    assert override.value()["test"] == ["/c/d.jsonl"]

@@ -140,6 +140,11 @@ class EmbeddedEngine(EngineLifecycle):
         return self._lent.names
 
     @property
+    def takes_transient_weights(self) -> bool:
+        """See `GenerationEngine.takes_transient_weights`."""
+        return True
+
+    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a refit must bring."""
         self._require_ready("weight_shapes")
