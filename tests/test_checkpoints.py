@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.checkpoints import sharded_writing
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
@@ -266,6 +268,19 @@ def test_nan_is_never_written_into_a_checkpoint(multirank: dict[str, Any]) -> No
     error, names = multirank["nonfinite"]["saving NaN"]
     assert "step 2 is not saved: NaN or Inf in model." in error  # rank 1 has it, rank 0 says it
     assert names == ["megatron_gpt-step=1-last"]
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's archive writer, which fails once more while it closes the file, reports that."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        sharded_writing._Writer(tmp_path, 10**18).write_data(None, None)
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        sharded_writing._Writer(tmp_path, 0).write_data(None, None)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -> None:

@@ -74,7 +74,10 @@ class Run:
 def start_run(cfg: DictConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it)."""
     layout = initialize_model_parallel(
-        int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size), int(cfg.model.seed)
+        int(cfg.model.tensor_model_parallel_size),
+        int(cfg.model.pipeline_model_parallel_size),
+        int(cfg.model.seed),
+        cfg.trainer.distributed_timeout_minutes,
     )
     log_dir = log_directory(cfg.exp_manager)
     return Run(

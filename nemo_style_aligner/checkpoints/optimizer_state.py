@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 _PREFIX = "optimizer."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FULLY_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Memory efficient: gathered on the first data-parallel rank, in host memory, not on all and in the GPU's.
+_FULLY_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
@@ -98,10 +102,13 @@ def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def _distributed_state(
     optimizer: DistributedOptimizer, model: MegatronModel, prefix: str, *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """Parameter number -> {"param", "exp_avg", "exp_avg_sq"} -> tensor of the parameter's shape."""
+    """Parameter number -> {"param", "exp_avg", "exp_avg_sq"} -> tensor of the parameter's shape.
+
+    To be written they are on the first data-parallel rank; the others have none.
+    """
     _correct_parameter_order(optimizer)
     tensors = model_tensors(model.gpt, prefix)
-    return optimizer.sharded_state_dict(tensors, is_loading, metadata=_FULLY_RESHARDABLE)["param_state"]
+    return optimizer.sharded_state_dict(tensors, is_loading, metadata=_FULLY_RESHARDABLE)["param_state"] or {}
 
 
 def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:

@@ -12,7 +12,10 @@ The format is megatron-core's, so that its tools and NeMo read what is written h
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -95,13 +98,33 @@ def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.Proces
     try:
         dcp.save(
             mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+            storage_writer=_Writer(directory, prepared.num_bytes()),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
     except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
         raise OtherRankError(f"writing {directory}: {describe_failures(error)}") from error
     on_first_rank(lambda: save_config(_FORMAT, str(directory)), group)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """One synced file per rank, of ``num_bytes`` and some more."""
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        # Tensors are in host memory: torch's copying ahead would wait for a GPU's stream, from this very thread.
+        super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
+        self._num_bytes = num_bytes
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """As torch's. Raises OSError, in place of complaints about positions in the file, when the disk is full."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            free = shutil.disk_usage(self.path).free  # beside what has been written
+            if free >= self._num_bytes:
+                raise
+            message = f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free)"
+            raise OSError(errno.ENOSPC, message, str(self.path)) from error
 
 
 def _write_common(directory: Path) -> None:

@@ -39,7 +39,7 @@ def shutdown(status: int = 0) -> None:
 
     worlds.end(status)
     if dist.is_initialized():
-        dist.barrier()
+        worlds.barrier()
         dist.destroy_process_group()
     worlds.leave()
     sys.stdout.flush()

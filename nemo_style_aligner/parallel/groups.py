@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+_TIMEOUT_MINUTES = 30.0  # as in the configs
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelLayout:
@@ -46,11 +48,16 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def initialize_model_parallel(tp_size: int, pp_size: int, seed: int) -> ParallelLayout:
+def initialize_model_parallel(
+    tp_size: int, pp_size: int, seed: int, timeout_minutes: float = _TIMEOUT_MINUTES
+) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
     torch.distributed must be initialised. Python, numpy and torch are seeded alike on every rank, and the
     tensor-parallel tracker (dropout) per tensor- and pipeline-parallel rank, as megatron-core does.
+
+    Args:
+        timeout_minutes: of the groups' collectives.
 
     Raises:
         ValueError: the world size is not a multiple of ``tp_size * pp_size``.
@@ -61,7 +68,11 @@ def initialize_model_parallel(tp_size: int, pp_size: int, seed: int) -> Parallel
             f"{world_size} ranks cannot be split into tensor_model_parallel_size={tp_size} x "
             f"pipeline_model_parallel_size={pp_size}: start a multiple of {tp_size * pp_size} ranks"
         )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=pp_size,
+        distributed_timeout_minutes=timeout_minutes,
+    )
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -120,8 +131,11 @@ def data_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
-def neighbour_group(size: int) -> dist.ProcessGroup | None:
+def neighbour_group(size: int, timeout_minutes: float = _TIMEOUT_MINUTES) -> dist.ProcessGroup | None:
     """This rank's group of ``size`` ranks in a row: 0 to size - 1, size to 2 * size - 1, ...; None for 1. Collective.
+
+    Args:
+        timeout_minutes: of the group's collectives.
 
     Raises:
         ValueError: the ranks cannot be divided so.
@@ -132,7 +146,8 @@ def neighbour_group(size: int) -> dist.ProcessGroup | None:
     if size == 1:
         return None
     # Every rank creates every group, in the same order.
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    timeout = timedelta(minutes=timeout_minutes)
+    groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
     return groups[dist.get_rank() // size]
 
 

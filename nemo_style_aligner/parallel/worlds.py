@@ -212,3 +212,8 @@ def leave() -> None:
         if (left := _link.add("left", 0)) < _link.num_rollout_ranks:
             _logger.warning("of %d rollout ranks only %d have ended by themselves", _link.num_rollout_ranks, left)
     _link = None
+
+
+def barrier() -> None:
+    """Wait for all ranks. Where nothing was exchanged before, NCCL would take a device by the rank's number."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch.distributed as dist
-
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams, WeightStream
-from nemo_style_aligner.parallel import stop_points, stop_signals
+from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
 from nemo_style_aligner.rollout.generation_totals import GenerationTotals
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
@@ -124,7 +122,7 @@ class LocalGenerator:
         return LocalRound(self, self._num_rounds, prompts, seed)
 
     def close(self) -> None:
-        dist.barrier()  # rank 0's queue stops with its work source: nobody may need it any more
+        worlds.barrier()  # rank 0's queue stops with its work source: nobody may need it any more
         self.work.close()
         self.engine.close()
 
@@ -144,7 +142,7 @@ class LocalRound:
         engine, work, group = generator.engine, generator.work, generator.group
         ids = neighbours(prompts)
         work.start_round(self._number, ids, [prompts[sample_id].expected_length for sample_id in ids])
-        dist.barrier()  # nobody asks for a round that rank 0 has not begun
+        worlds.barrier()  # nobody asks for a round that rank 0 has not begun
         accepted = AcceptedResponses(work, sink)
         supply = RequestSupply(work, group, engine.num_slots, prompts, self._seed)
         # Ranks that share an engine compute together: they can only take no more.

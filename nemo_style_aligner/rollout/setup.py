@@ -169,7 +169,7 @@ def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]
     asked = cfg.trainer.ppo.generation.tensor_parallel_size
     size = int(asked or (cfg.model.tensor_model_parallel_size if cfg.trainer.ppo.trt_llm.reshard else 1))
     try:
-        process_group = neighbour_group(size)
+        process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
     except ValueError as error:
         raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
     rank, count = dist.get_rank(), dist.get_world_size() // size

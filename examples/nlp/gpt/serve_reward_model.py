@@ -16,7 +16,10 @@ def main(cfg: DictConfig) -> int:
     from nemo_style_aligner.parallel.groups import initialize_model_parallel
 
     layout = initialize_model_parallel(
-        cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.seed
+        cfg.model.tensor_model_parallel_size,
+        cfg.model.pipeline_model_parallel_size,
+        cfg.model.seed,
+        cfg.trainer.distributed_timeout_minutes,
     )
     control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
     watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
