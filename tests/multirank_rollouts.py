@@ -115,7 +115,8 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     scorer = build_scorer(cfg)
     scorer.wait_until_ready(60)
     collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)
-    collector.generator.refit(export_weights(model), 3)
+    generator = collector.generator
+    generator.refit(export_weights(model, without=generator.viewed_weights), 3)
     for step in range(2):  # a second round must find the queue ready for it
         pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
         scores = pending.wait_for_scores()
