@@ -1,5 +1,5 @@
 # make install        .venv with everything, MPI included, from the package index alone
-# make demo           the whole road on a small model made from scratch: at most 10 minutes on 2 cores
+# make demo           the whole road on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: a quarter of an hour on 2 cores
 # make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
