@@ -82,6 +82,11 @@ class ModelShard:
         self.vocab_start = rank * self.vocab_rows
 
     @property
+    def held_vocab_rows(self) -> int:
+        """Rows of the vocabulary that are there for this rank: the last ranks may have fewer than ``vocab_rows``."""
+        return max(0, min(self.vocab_rows, self.architecture.vocab_size - self.vocab_start))
+
+    @property
     def query_size(self) -> int:
         """Rows of the q projection held here."""
         return self.num_heads * self.architecture.kv_channels

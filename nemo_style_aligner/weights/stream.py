@@ -89,7 +89,7 @@ def export_weights(
         return
     if transient and entries and device().type == "cpu":
         rounds = _rounds(_buckets(model, entries, head_dtype, bucket_bytes // layout.pp_size))
-        most = max((sum(bucket.num_bytes for bucket in buckets) for buckets in rounds), default=0)
+        most = max(sum(bucket.num_bytes for bucket in buckets) for buckets in rounds)
         shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
         if shared is not None:
             for buckets in rounds:

@@ -167,8 +167,7 @@ class TorchWeights:
         a, shard = shape.architecture, shape.shard
         shelf = Shelf(shape, device, lent)
         self.buffers, self.destinations = shelf.buffers, shelf.destinations
-        # The last ranks' parts of the vocabulary may be shorter than their buffers.
-        vocab = Rows(0, max(0, min(shard.vocab_rows, a.vocab_size - shard.vocab_start)))
+        vocab = Rows(0, shard.held_vocab_rows)
         size = (shard.vocab_rows, a.hidden_size)
         name = "model.embed_tokens.weight"
         if a.tied_embeddings and shape.weight_format != "dtype":

@@ -310,9 +310,7 @@ class NativeStep(ModelStep):
             for matrix, parts in matrices.items():
                 pack(parts, columns[matrix], Rows.total(parts))
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
-        # The last ranks' parts of the vocabulary may be shorter than the parameter, which is padded.
-        rows = max(0, min(shard.vocab_rows, a.vocab_size - shard.vocab_start))
-        pack({head: Rows(0, rows)}, a.hidden_size, shard.vocab_rows)
+        pack({head: Rows(0, shard.held_vocab_rows)}, a.hidden_size, shard.vocab_rows)
         return packed
 
     def _destination(self, name: str, rows: int, shard: ModelShard) -> Destination:
