@@ -5,9 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-import threading
 import uuid
-from collections.abc import Callable
 from typing import Any, Literal
 
 from nemo_style_aligner.parallel.groups import broadcast_object
@@ -76,22 +74,6 @@ def _is_done(future: concurrent.futures.Future[Any], seconds: float) -> bool:
     return bool(done)
 
 
-def _in_background(work: Callable[..., None], *arguments: Any) -> concurrent.futures.Future[None]:
-    """``work`` in a thread that does not keep the process alive."""
-    future: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            work(*arguments)
-        except Exception as error:  # noqa: BLE001 (whoever asks for the result raises it)
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="critic-begin", daemon=True).start()
-    return future
-
-
 class RemoteCritic:
     """Rank 0 talks to the critic service for the whole actor job; the other ranks follow, and take scores from it.
 
@@ -125,11 +107,13 @@ class RemoteCritic:
             SequenceConflictError: it cannot go there.
         """
         with activity.phase("bringing the critic level"), activity.bounded(self.timeout_s):
-            future = None if self._journal is None else _in_background(self._bring_level, self._journal)
+            thread = concurrent.futures.ThreadPoolExecutor(1, "critic-begin")
+            future = None if self._journal is None else thread.submit(self._bring_level, self._journal)
             position = None
             while position is None:  # no collective waits as long as the critic may take
                 is_level = future is not None and _is_done(future, _AGREEMENT_SECONDS)
                 position = broadcast_object(self.client.position if is_level else None)
+            thread.shutdown(wait=False)
             self.client.follow(position)
 
     def _bring_level(self, journal: CriticJournal) -> None:
