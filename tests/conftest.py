@@ -83,6 +83,32 @@ class Artefacts:
         train, test = self.data(f"train_{kind}"), self.data(f"test_{kind}")
         return f"model.data.data_prefix={{train: [{train}], validation: [{test}], test: [{test}]}}"
 
+    def sft_flags(self, log_dir: Path, devices: int = 1) -> list[str]:
+        """Of ``train_gpt_sft.py``: four steps in fp32."""
+        return [
+            "trainer.num_nodes=1",
+            f"trainer.devices={devices}",
+            "trainer.precision=32",
+            "trainer.sft.max_steps=4",
+            "trainer.sft.val_check_interval=2",
+            "trainer.sft.limit_val_batches=2",
+            "trainer.sft.save_interval=2",
+            f"model.restore_from_path={self.base}",
+            "model.encoder_seq_length=64",
+            "model.data.chat=False",
+            f"model.data.train_ds.file_path={self.data('train_sft')}",
+            f"model.data.validation_ds.file_path={self.data('test_sft')}",
+            "model.data.train_ds.global_batch_size=16",
+            "model.data.train_ds.micro_batch_size=8",
+            "model.answer_only_loss=True",
+            "model.optim.lr=1e-2",
+            "model.optim.sched.min_lr=1e-3",
+            "model.optim.sched.warmup_steps=1",
+            "exp_manager.create_wandb_logger=False",
+            f"exp_manager.explicit_log_dir={log_dir}",
+            "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
+        ]
+
 
 @pytest.fixture(scope="session")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
@@ -130,29 +156,7 @@ def _make_artefacts(folder: Path) -> Artefacts:
             *("--tokenizer", str(folder / "tokenizer"), "--output", str(found.base), "--max-length", "64"),
             *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--num-query-groups", "2"),
         ],
-        "train_gpt_sft.py": [
-            "trainer.num_nodes=1",
-            "trainer.devices=1",
-            "trainer.precision=32",
-            "trainer.sft.max_steps=4",
-            "trainer.sft.val_check_interval=2",
-            "trainer.sft.limit_val_batches=2",
-            "trainer.sft.save_interval=2",
-            f"model.restore_from_path={found.base}",
-            "model.encoder_seq_length=64",
-            "model.data.chat=False",
-            f"model.data.train_ds.file_path={found.data('train_sft')}",
-            f"model.data.validation_ds.file_path={found.data('test_sft')}",
-            "model.data.train_ds.global_batch_size=16",
-            "model.data.train_ds.micro_batch_size=8",
-            "model.answer_only_loss=True",
-            "model.optim.lr=1e-2",
-            "model.optim.sched.min_lr=1e-3",
-            "model.optim.sched.warmup_steps=1",
-            "exp_manager.create_wandb_logger=False",
-            f"exp_manager.explicit_log_dir={found.sft_log}",
-            "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
-        ],
+        "train_gpt_sft.py": found.sft_flags(found.sft_log),
         "train_reward_model.py": [
             "trainer.num_nodes=1",
             "trainer.devices=1",

@@ -23,6 +23,8 @@ from nemo_style_aligner.parallel.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
+PYTHONPATH = str(ROOT)
+"""Of every process here; tests may put folders of their own before it."""
 
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,7 +33,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def environment() -> dict[str, str]:
     """This process's environment without what a launcher put there; one thread per process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCHRUN}
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Job:

@@ -120,11 +120,13 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     else:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    if rollout_ranks:
-        worlds.initialize(store, rank, size, rollout_ranks, backend, timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
+    try:
+        if rollout_ranks:
+            worlds.initialize(store, rank, size, rollout_ranks, backend, timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    finally:
+        sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
     _logger.info(
         "%d ranks, started by %s, %s, %d threads each",
         info.world_size,

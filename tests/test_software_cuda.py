@@ -1,0 +1,128 @@
+"""CUDA code paths on machines without a GPU: jobs, started as users start them, on software devices (software_cuda/).
+
+What this shows: which tensors are where, what graphs hold, what is waited for, which collectives run on which device,
+and that the numbers are the CPU's. What it cannot show is in `software_cuda/software_device.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Artefacts
+from job_processes import ROOT, critic_service, run, script
+from test_jobs import actor_flags, check_actor_log
+
+from nemo_style_aligner.telemetry.logger import read_metrics
+
+TIMEOUT = 240.0
+SOFTWARE = ROOT / "tests" / "software_cuda"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: the software devices are NOT tested"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="NOT TESTED: CUDA code paths in software need g++"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every process that a test starts has two devices."""
+    backend = tmp_path_factory.mktemp("software_cuda") / "backend.so"
+    torch_root = Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-O0", "-fPIC", "-shared", str(SOFTWARE / "backend.cpp"), "-o", str(backend)),
+            *(f"-I{torch_root / 'include'}", f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}"),
+            *("-lc10", "-ltorch_cpu"),
+        ],
+        check=True,
+        timeout=120,
+    )
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SOFTWARE_CUDA_BACKEND", str(backend))
+    patch.setenv("SOFTWARE_CUDA_DEVICES", "2")
+    patch.setattr("job_processes.PYTHONPATH", f"{SOFTWARE}:{ROOT}")
+    yield
+    patch.undo()
+
+
+def test_rules(tmp_path: Path) -> None:
+    """The software devices refuse what a GPU refuses: else nothing below means anything."""
+    assert "kept" in run([sys.executable, str(SOFTWARE / "rules.py")], tmp_path / "rules.log")
+
+
+def test_marked_tests(tmp_path: Path) -> None:
+    """The tests for GPUs of the engine's torch step: graphs against eager, and against the CPU, int8 too."""
+    files = [str(ROOT / "tests" / name) for name in ("test_generation_embedded.py", "test_generation_torch_step.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    output = run(command, tmp_path / "marked.log", TIMEOUT)
+    assert " passed" in output and "NOT tested" not in output, output
+
+
+def test_sft(artefacts: Artefacts, tmp_path: Path) -> None:
+    """On two devices the numbers of one CPU rank; checkpoints and an archive come back from the devices."""
+    log_dir = tmp_path / "sft"
+    run(script("train_gpt_sft.py", *artefacts.sft_flags(log_dir, devices=2)), log_dir.with_suffix(".log"), TIMEOUT)
+    curves, expected = read_metrics(log_dir), read_metrics(artefacts.sft_log)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert curves[name] == [(step, pytest.approx(value, rel=1e-5)) for step, value in expected[name]], name
+    assert (log_dir / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+
+
+def test_ppo(artefacts: Artefacts, tmp_path: Path) -> None:
+    """PP 2 in training, TP 2 in generation; states offloaded, the engine unloaded, weights swapped, in both jobs."""
+    log_dir = tmp_path / "actor"
+    critic = (
+        *("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"),
+        *("model.offload_adam_states=True", "model.rm_placement=swap", "model.global_batch_size=8"),
+    )
+    with critic_service(artefacts.rm, tmp_path / "critic", *critic) as (job, port):
+        output = run(
+            script(
+                "train_gpt_ppo_actor.py",
+                *actor_flags(artefacts, log_dir, port),
+                "trainer.precision=32",
+                "trainer.ppo.max_steps=2",
+                "trainer.ppo.val_check_interval=2",
+                "model.pipeline_model_parallel_size=2",
+                "trainer.ppo.trt_llm.reshard=True",
+                "trainer.ppo.generation.tensor_parallel_size=2",
+                "trainer.ppo.trt_llm.unload_engine_train=True",
+                "trainer.ppo.reference_policy_placement=swap",
+                "model.ppo.offload_adam_states=True",
+            ),
+            log_dir.with_suffix(".log"),
+            TIMEOUT,
+        )
+        assert "nccl" in job.output()
+    assert "nccl" in output and "torch on cuda:0" in output and "decode graphs" in output
+    curves = check_actor_log(log_dir, steps=2)
+    assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
+    first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
+    assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-6
+
+
+def test_rollouts_on_a_device_of_their_own(artefacts: Artefacts, tmp_path: Path) -> None:
+    """bf16; weights pushed from one device to the other through a group made by hand."""
+    log_dir = tmp_path / "actor"
+    with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
+        run(
+            script(
+                "train_gpt_ppo_actor.py",
+                *actor_flags(artefacts, log_dir, port),
+                "trainer.ppo.max_steps=2",
+                "trainer.ppo.val_check_interval=0",
+                "trainer.ppo.rollout_devices=1",
+                "trainer.ppo.staleness=1",
+            ),
+            log_dir.with_suffix(".log"),
+            TIMEOUT,
+        )
+    curves = read_metrics(log_dir)
+    assert [step for step, _ in curves["train_rollouts/rewards"]] == [0, 1]
