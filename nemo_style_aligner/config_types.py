@@ -27,7 +27,6 @@ _NAMES: dict[type, str] = {
 
 TYPES: tuple[tuple[str, Types], ...] = (
     ("trainer.precision", (str, int)),
-    ("model.precision", (str, int)),
     ("*.inference_micro_batch_size", (int, list)),
     ("trainer.ppo.val_check_interval", (int,)),
     ("trainer.ppo.save_interval", (int,)),

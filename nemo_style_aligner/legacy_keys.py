@@ -78,6 +78,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
     LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build
+    LegacyKey("model.precision", "has no effect: see trainer.precision"),
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
     LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it is installed"),
@@ -115,6 +116,8 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.activations_checkpoint_*", "has no effect: nothing is trained in this job"),
     LegacyKey("model.global_batch_size", "has no effect: nothing is trained in this job"),
     LegacyKey("model.micro_batch_size", "has no effect: see forward_micro_batch_size"),
+    # In a job that only trains one
+    LegacyKey("model.forward_micro_batch_size", "has no effect: see micro_batch_size"),
     # The optimizer
     LegacyKey("model.optim.bucket_cap_mb", "has no effect: Megatron-Core sizes the buckets"),
     LegacyKey("model.optim.contiguous_*", "has no effect: gradient buffers are always contiguous"),

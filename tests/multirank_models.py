@@ -7,6 +7,7 @@ and keeps for its backward pass, with activations recomputed or not, sharded by 
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,19 +100,25 @@ def recompute(folder: Path) -> None:
             }
             torch.manual_seed(4)
             model = build_model(architecture, config, torch.float32)
-            saved = SavedBytes(model)
+            saved, saved_in_validation = SavedBytes(model), SavedBytes(model)
+            compute = functools.partial(
+                train_step,
+                model,
+                Tokens(tokens),
+                wanted,
+                MicroBatching(5),
+                lambda output, batch: (-output.sum(), (output != 0).sum(), {}),
+                scoring=Scoring(),
+            )
             model.module.train()
             with saved.hooks:
-                loss = train_step(
-                    model,
-                    Tokens(tokens),
-                    wanted,
-                    MicroBatching(5),
-                    lambda output, batch: (-output.sum(), (output != 0).sum(), {}),
-                    scoring=Scoring(),
-                )["loss"]
+                loss = compute()["loss"]
             gradients = torch.cat([p.main_grad.flatten().clone() for p in model.gpt.parameters()])
-            results[f"{granularity}, {'sharded' if sharded else 'whole'}"] = (loss, gradients, saved.total)
+            model.module.eval()
+            with saved_in_validation.hooks:
+                compute(forward_only=True)
+            sizes = saved.total, saved_in_validation.total
+            results[f"{granularity}, {'sharded' if sharded else 'whole'}"] = (loss, gradients, *sizes)
     if dist.get_rank() == 0:
         torch.save(results, folder / "recompute.pt")
 

@@ -40,7 +40,7 @@ from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFiniteP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
-from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.models.restore import lay_over, open_base_model
 from nemo_style_aligner.parallel.groups import (
     current_layout,
     initialize_model_parallel,
@@ -190,12 +190,13 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recomputation_and_sequence_parallelism_save_memory_and_change_nothing(three_ranks: Path) -> None:
     """Packed rows at TP 3: ``activations_checkpoint_granularity`` and ``sequence_parallel`` do what they say."""
     results = torch.load(three_ranks / "recompute.pt", weights_only=True)
-    loss, gradients, _ = results["None, whole"]
+    loss, gradients, *_ = results["None, whole"]
     assert loss > 0 and gradients.abs().max() > 0.01
-    for case, (other_loss, other_gradients, _) in results.items():
+    for case, (other_loss, other_gradients, _, saved_in_validation) in results.items():
         assert other_loss == pytest.approx(loss, rel=1e-6), case
         torch.testing.assert_close(other_gradients, gradients, atol=1e-6, rtol=1e-5, msg=lambda m, c=case: f"{c}: {m}")
-    saved = {case: size for case, (_, _, size) in results.items()}
+        assert saved_in_validation == 0, case
+    saved = {case: size for case, (_, _, size, _) in results.items()}
     for way in ("whole", "sharded"):
         assert saved[f"full, {way}"] < 0.6 * saved[f"selective, {way}"] < 0.54 * saved[f"None, {way}"], saved
         # Computed again with the same numbers in the same order: the same bits.
@@ -555,6 +556,31 @@ def test_a_critic_made_of_a_language_model_goes_back_to_its_first_head(tmp_path:
     for name, values in first.items():
         assert torch.equal(back[name], values) and torch.equal(back_again[name], values), name
         assert torch.equal(trained_again[name], trained[name]), name
+
+
+def test_settings_of_a_job_do_not_come_with_the_model() -> None:
+    """null turns recomputation and token budgets off; where it is about the model, it leaves what the archive says."""
+    archive = {
+        "activations_checkpoint_granularity": "full",
+        "max_tokens_per_micro_batch": 512,
+        "optim": {"lr": 1.0, "eps": 1.0},
+        "hidden_size": 64,
+        "regression": {"attribute_weights": [1.0], "num_attributes": 1},
+    }
+    job = {
+        "activations_checkpoint_granularity": None,
+        "max_tokens_per_micro_batch": None,
+        "optim": {"lr": 0.5},
+        "hidden_size": None,
+        "regression": {"attribute_weights": None, "num_attributes": 2},
+    }
+    assert lay_over(archive, job) == {
+        "activations_checkpoint_granularity": None,
+        "max_tokens_per_micro_batch": None,
+        "optim": {"lr": 0.5},
+        "hidden_size": 64,
+        "regression": {"attribute_weights": [1.0], "num_attributes": 2},
+    }
 
 
 def _saved_tokenizer(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import abort_job
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
@@ -127,11 +127,7 @@ def describe(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     )
 
 
-# Settings of a job, not facts about its model: they stay out of the archives it writes.
-_JOB_KEYS = ("data", "optim", "ppo", "restore_from_path", "resume_from_checkpoint", "trt_llm")
-
-
 def _portable_config(base: BaseModel) -> dict[str, Any]:
     """``model_config.yaml`` for archives made by this job: the model's shape and how it was trained to be used."""
     config: Any = OmegaConf.to_container(base.config, resolve=True)
-    return {key: value for key, value in config.items() if key not in _JOB_KEYS} | base.architecture.to_nemo_config()
+    return {key: value for key, value in config.items() if key not in JOB_SETTINGS} | base.architecture.to_nemo_config()

@@ -190,7 +190,9 @@ def train_step(
         return output, loss
 
     packed = _micro_batches(model, batch, wanted, parts, scoring)
-    reports = _run_schedule(model, packed, len(parts), forward_step, forward_only=forward_only)
+    # Megatron's schedules leave it to their caller whether a forward-only pass keeps what a backward pass would need.
+    with torch.set_grad_enabled(not forward_only):
+        reports = _run_schedule(model, packed, len(parts), forward_step, forward_only=forward_only)
     for report in reports:
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)

@@ -82,12 +82,35 @@ def open_base_model(
     )
 
 
+JOB_SETTINGS = (
+    "activations_checkpoint_granularity",
+    "activations_checkpoint_method",
+    "activations_checkpoint_num_layers",
+    "data",
+    "forward_max_tokens_per_micro_batch",
+    "max_tokens_per_micro_batch",
+    "optim",
+    "ppo",
+    "restore_from_path",
+    "resume_from_checkpoint",
+    "trt_llm",
+)
+"""Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
+
+
 def lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
-    """``job``'s values over ``base``'s; a null in the job's section leaves what the checkpoint says."""
+    """``job``'s ``model`` section over a checkpoint's.
+
+    A null in the job's leaves what the checkpoint says, but for `JOB_SETTINGS`: there it means what it says.
+    """
+    return _lay_over({name: value for name, value in base.items() if name not in JOB_SETTINGS}, job)
+
+
+def _lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
     merged = dict(base)
     for name, value in job.items():
         if isinstance(value, dict) and isinstance(base.get(name), dict):
-            merged[name] = lay_over(base[name], value)
+            merged[name] = _lay_over(base[name], value)
         elif value is not None or name not in base:
             merged[name] = value
     return merged

@@ -106,7 +106,7 @@ class ScoredResponses:
             except concurrent.futures.TimeoutError:
                 raise TimeoutError(
                     f"the scores of samples {sample_ids[:20]} did not come within {limit:g} s, twice "
-                    "remote_critic_rm.timeouts.total_seconds: look at the critic and reward service"
+                    "total_seconds and restart_seconds of remote_critic_rm.timeouts: look at that service"
                 ) from None
 
 
