@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.parallel.groups import all_reduce_max, background_group
@@ -101,7 +102,10 @@ class BackgroundWriter:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.on_end(pending.future.result())
+            times = pending.future.result()
+            if torch.cuda.is_available():
+                torch.accelerator.empty_host_cache()  # torch would keep the pinned memory of what was written
+            pending.on_end(times)
 
     def poll(self) -> None:
         """Collective: `finish` if the work has ended on all ranks, or failed on one."""

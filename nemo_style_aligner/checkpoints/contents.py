@@ -69,7 +69,7 @@ class Contents:
 
     def bytes_of_copy(self) -> int:
         """Memory that `copied` takes on this rank."""
-        return self.tensors.num_bytes(self.own_prefixes)
+        return self.tensors.num_bytes_of_snapshot(self.own_prefixes)
 
     def copied(self) -> Contents:
         """The same, which stays as it is when the job goes on."""

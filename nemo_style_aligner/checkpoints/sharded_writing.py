@@ -51,9 +51,14 @@ class PreparedTensors:
 
     tensors: tuple[ShardedTensor, ...]
 
-    def num_bytes(self, already_copies: Iterable[str] = ()) -> int:
-        """Bytes of the tensors but for those whose keys begin so."""
-        return sum(_bytes(t) for t in self.tensors if not t.key.startswith(tuple(already_copies)))
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(_bytes(t) for t in self.tensors)
+
+    def num_bytes_of_snapshot(self, already_copies: Iterable[str] = ()) -> int:
+        """Memory that `snapshot` takes. torch pins powers of two only."""
+        copied = (t for t in self.tensors if not t.key.startswith(tuple(already_copies)))
+        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in copied)
 
 
 def prepare(tensors: ShardedTensors) -> PreparedTensors:

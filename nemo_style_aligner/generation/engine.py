@@ -185,7 +185,7 @@ class GenerationEngine(abc.ABC):
         """Take the memory again. The weights are gone: `refit` before the next `generate`."""
 
     def close(self) -> None:  # noqa: B027 (most engines end with their process)
-        """End what runs outside this process. Nothing else may be called afterwards."""
+        """End what outlives the engine: processes, groups' collectives. Nothing else may be called afterwards."""
 
     @property
     @abc.abstractmethod

@@ -177,7 +177,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=has_transformer_engine(),  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length. megatron-core wants this dispatcher with them, experts or not.
         variable_seq_lengths=layout.pp_size > 1,

@@ -40,15 +40,16 @@ def shutdown(status: int = 0) -> None:
     worlds.end(status)
     if dist.is_initialized():
         worlds.barrier()
-        dist.destroy_process_group()
-    worlds.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A forgotten thread or MPI_Finalize can hold up a process for ever: show where, and go.
+    # NCCL's groups, a forgotten thread or MPI_Finalize can hold up a process for ever: show where, and go.
     faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)  # in C; it knows no status but 1
     last_resort = threading.Timer(_EXIT_SECONDS - 1.0, os._exit, args=(status,))
     last_resort.daemon = True
     last_resort.start()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    worlds.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def install_excepthook() -> None:

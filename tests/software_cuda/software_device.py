@@ -46,6 +46,7 @@ def install() -> None:
         torch.cuda.set_rng_state,
     )
     torch.cuda.nccl.version = lambda: (2, 27, 5)
+    torch.accelerator.empty_host_cache = lambda: None
     torch.Tensor.cuda = lambda self, device=None, non_blocking=False: self.to(
         torch.device("cuda", number(device)), non_blocking=non_blocking
     )

@@ -134,6 +134,12 @@ class EmbeddedEngine(EngineLifecycle):
     def _reload(self) -> None:
         self._step.acquire()
 
+    def close(self) -> None:
+        """See `GenerationEngine.close`. NCCL's groups cannot end before the graphs that hold their collectives."""
+        if self._built and self._loaded:
+            self._unload()
+            self._loaded = False
+
     @property
     def viewed_weights(self) -> frozenset[str]:
         """See `GenerationEngine.viewed_weights`; known from `build` on."""
