@@ -20,6 +20,8 @@ PYTEST_FLAGS ?=
 TEST_WORKERS ?= 2
 # Several processes share the cores in most tests: their threads must not spin while they wait.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Jobs are many processes, which would all compile the same files.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

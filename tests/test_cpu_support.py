@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import importlib
 import importlib.machinery
@@ -10,6 +11,7 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,3 +254,26 @@ def test_a_moved_optimizer_is_an_error(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(optimizer, name)
     with pytest.raises(ImportError, match=f"has no {name}: install megatron-core==0.16.1"):
         fused_adam.use_fused_adam_where_megatron_has_none()
+
+
+def test_rewritten_code_is_kept_and_never_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "part.py"
+    compiled: list[str] = []
+
+    def counting(text: str, *args: object, **options: object) -> types.CodeType:
+        compiled.append(text)
+        return builtins.compile(text, *args, **options)
+
+    def value_of(text: str) -> int:
+        names: dict[str, int] = {}
+        exec(cpu._compiled(text, str(source)), names)
+        return names["x"]
+
+    monkeypatch.setattr(cpu, "compile", counting, raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert [value_of("x = 1"), value_of("x = 1"), value_of("x = 2"), value_of("x = 2")] == [1, 1, 2, 2]
+    assert compiled == ["x = 1", "x = 2"]
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-3])
+    assert value_of("x = 2") == 2
+    assert len(compiled) == 3

@@ -11,13 +11,18 @@ counterparts. `tests/test_cpu_support.py` fails when an upgrade of megatron-core
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import marshal
+import os
 import re
 import sys
 import types
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # (name, pattern, replacement). Order matters: the first rule's result is what the fourth looks for.
@@ -50,7 +55,7 @@ rule_hits: Counter[str] = Counter()
 
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
-    """Loads a module from rewritten source; modules that no rule matches load as ever, with their .pyc."""
+    """Loads a module from rewritten source; modules that no rule matches load as ever."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
@@ -62,12 +67,32 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
             changed |= count > 0
         if not changed:
             return super().get_code(fullname)
-        return compile(source, path, "exec", dont_inherit=True)
+        return _compiled(source, path)
 
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.tensor_parallel.random":
             _use_cpu_random_states(module)
+
+
+def _compiled(source: str, path: str) -> types.CodeType:
+    """The code of rewritten source, kept beside Python's own ``.pyc`` files: each rank of each job would compile it."""
+    cache = Path(importlib.util.cache_from_source(path, optimization=f"cpu{sys.flags.optimize}"))
+    key = importlib.util.MAGIC_NUMBER + importlib.util.source_hash(source.encode())
+    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # not there, or not whole
+        kept = cache.read_bytes()
+        if kept.startswith(key):
+            code = marshal.loads(kept[len(key) :])
+            if isinstance(code, types.CodeType):
+                return code
+    code = compile(source, path, "exec", dont_inherit=True)
+    if not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError):  # installed by somebody else
+            cache.parent.mkdir(exist_ok=True)
+            whole = cache.with_name(f"{cache.name}.{os.getpid()}")
+            whole.write_bytes(key + marshal.dumps(code))
+            whole.replace(cache)
+    return code
 
 
 class _Finder(importlib.abc.MetaPathFinder):
