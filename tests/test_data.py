@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 
 from nemo_style_aligner.data.datasets import (
@@ -334,6 +335,25 @@ def test_nemo_markup_learns_responses_and_where_they_stop(
     assert spell(tokenizer, item.token_ids) == whole
     parts = ["\x00System\nS\n\x11User\nu1\n\x11Assistant\n", "User\nu2\n\x11Assistant\n"]
     assert learnt(tokenizer, item) == "_" * len(parts[0]) + "a1\n\x11" + "_" * len(parts[1]) + "a2\n\x11"
+
+
+def test_a_chat_has_the_tokens_that_its_prompts_have_in_ppo(tmp_path: Path) -> None:
+    """sentencepiece puts a space before every text: before the chat's first part only, as in PPO's prompts."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("System\nUser\nhello Assistant\nfine thanks bye\n" * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "tiny"), vocab_size=300, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "tiny.model")
+    turns = [("User", "hello"), ("Assistant", "fine thanks"), ("User", "hello"), ("Assistant", "bye")]
+    row = {"mask": "User", "conversations": [{"from": role, "value": text} for role, text in turns]}
+    item = sft(tmp_path, tokenizer, row, max_seq_length=200, chat_prompt_tokens=MARKUP)[0]
+    first = "\x00System\n\n\x11User\nhello\n\x11Assistant\n"
+    second = f"{first}fine thanks\n\x11User\nhello\n\x11Assistant\n"
+    assert item.token_ids == tokenizer.text_to_ids(f"{second}bye\n\x11")
+    starts = [len(tokenizer.text_to_ids(prompt)) for prompt in (first, second)]
+    assert [i for i in range(1, len(item.targets)) if item.targets[i] > item.targets[i - 1]] == starts
 
 
 def test_nemo_labels_and_other_masks(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 import transformers
 
 from nemo_style_aligner.data.tokenizer import (
@@ -50,6 +51,60 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
     return directory / "tiny.model"
+
+
+def metaspace_tokenizer(directory: Path, legacy: bool) -> Tokenizer:
+    """Hugging Face's form of Llama-2's or Mistral's: a space before a text, or (legacy) before each part between
+    special tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["User: What is 6+10?\nAssistant: It is fine\n", "Hello: fine hello"] * 4, trainer)
+    if legacy:
+        backend.pre_tokenizer = None  # type: ignore[assignment]
+        backend.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(str(directory))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(params=["sentencepiece", "metaspace", "legacy metaspace", "bytes", "characters"])
+def any_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    if request.param == "sentencepiece":
+        return load_tokenizer(request.getfixturevalue("sentencepiece_model"))
+    if request.param == "bytes":
+        return train_bpe_tokenizer([TEXT] * 4, 400, tmp_path / "bytes")
+    if request.param == "characters":
+        return train_character_tokenizer([chr(c) for c in range(127)], tmp_path / "characters")
+    return metaspace_tokenizer(tmp_path / "metaspace", legacy=request.param.startswith("legacy"))
+
+
+def test_parts_of_a_text_have_its_tokens(any_tokenizer: Tokenizer) -> None:
+    parts = ["\x00System\n\n\x11User\nWhat", " is 6+10?\n", "\x11", "Assistant\n", "fine", " hello</s>", "\n<s>User:"]
+    encoded = any_tokenizer.parts_to_ids(parts)
+    assert len(encoded) == len(parts) and [i for ids in encoded for i in ids] == any_tokenizer.text_to_ids(
+        "".join(parts)
+    )
+    assert any_tokenizer.parts_to_ids([]) == [] and any_tokenizer.parts_to_ids(["", "6", ""])[::2] == [[], []]
+
+
+def test_a_part_that_would_join_with_the_one_before_is_cut(any_tokenizer: Tokenizer) -> None:
+    """As behind a prompt that ends with a space: its ids stay those of the prompt alone."""
+    prompt, response = any_tokenizer.parts_to_ids(["Assistant: ", "fine"])
+    assert prompt == any_tokenizer.text_to_ids("Assistant: ")
+    assert any_tokenizer.ids_to_text([*prompt, *response]) == "Assistant: fine"
+    assert response == any_tokenizer.text_to_ids("Assistant:fine")[len(any_tokenizer.text_to_ids("Assistant:")) :]
 
 
 def test_character_tokenizer_round_trip(characters: Tokenizer) -> None:

@@ -9,6 +9,7 @@ Three kinds of line, told apart by their keys:
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -184,10 +185,8 @@ class SFTDataset:
         prompt_template = template.rstrip(" ")
         prompt = prompt_template.format_map(fields)
         response = template[len(prompt_template) :] + fields[self._options.label_key]
-        prompt_ids, all_ids = self._tokenizer.texts_to_ids([prompt, prompt + response])
-        if all_ids[: len(prompt_ids)] == prompt_ids:
-            return prompt_ids, all_ids[len(prompt_ids) :]
-        return prompt_ids, self._tokenizer.text_to_ids(response)
+        prompt_ids, response_ids = self._tokenizer.parts_to_ids([prompt, response])
+        return prompt_ids, response_ids
 
     # ---- chats ----
 
@@ -197,9 +196,10 @@ class SFTDataset:
             segments = _render_markup(turns, self._options.chat_prompt_tokens)
         else:
             segments = _render_template(record, turns, self._tokenizer)
+        segments = [segment for segment in segments if segment.text]
         token_ids: list[int] = []
         targets: list[int] = []
-        encoded = self._tokenizer.texts_to_ids([segment.text for segment in segments])
+        encoded = self._tokenizer.parts_to_ids([segment.text for segment in segments])
         for segment, ids in zip(segments, encoded, strict=True):
             token_ids += ids
             targets += self._response_targets(ids) if segment.is_target else [0] * len(ids)
@@ -268,7 +268,9 @@ def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Se
         after_response = turn.is_target
     if after_response:
         segments.append(_Segment(tokens.turn_start, True))
-    return segments
+    # What nobody generates is a prompt, tokenized in one piece.
+    kinds = itertools.groupby(segments, lambda segment: segment.is_target)
+    return [_Segment("".join(segment.text for segment in group), is_target) for is_target, group in kinds]
 
 
 def _render_template(record: Record, turns: Sequence[_Turn], tokenizer: Tokenizer) -> list[_Segment]:

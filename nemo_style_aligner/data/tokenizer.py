@@ -8,6 +8,7 @@ network is never touched.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -67,6 +68,28 @@ class Tokenizer(ABC):
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """`text_to_ids` of many texts, faster than one by one."""
 
+    def parts_to_ids(self, parts: Sequence[str]) -> list[list[int]]:
+        """Ids of each part of one text: those of the whole text, but that no token spans two parts.
+
+        A part is tokenized behind the one before it, unless that one is empty, not as a text of its own: many
+        tokenizers put a space before every text, which only the first part should have.
+        """
+        joined = [before + part for before, part in itertools.pairwise(parts)]
+        encoded = self.texts_to_ids([*parts, *joined])
+        result = encoded[:1]
+        for part, before_ids, both_ids in zip(parts[1:], encoded, encoded[len(parts) :], strict=False):
+            ids = _behind(before_ids, both_ids)
+            result.append(self._continuation_ids(part) if ids is None else ids)
+        return result
+
+    def _continuation_ids(self, text: str) -> list[int]:
+        """Ids of ``text`` behind another text that it shares no token with."""
+        for before in ("x", "\n"):  # neither joins with what follows, in most vocabularies
+            ids = _behind(*self.texts_to_ids([before, before + text]))
+            if ids is not None:
+                return ids
+        return self.text_to_ids(text)
+
     @abstractmethod
     def ids_to_text(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
@@ -109,6 +132,11 @@ class Tokenizer(ABC):
     def _template_variables(self) -> dict[str, str]:
         """Special tokens by the names that chat templates use for them."""
         return {}
+
+
+def _behind(before: list[int], both: list[int]) -> list[int] | None:
+    """What ``both`` adds to ``before``; None where it begins in another way."""
+    return both[len(before) :] if both[: len(before)] == before else None
 
 
 class HuggingFaceTokenizer(Tokenizer):
