@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sentencepiece
 import torch
 
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
+from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
     ComparisonDataset,
     DataSource,
     PromptDataset,
+    PromptItem,
     RegressionDataset,
     collate_comparisons,
     collate_regression,
@@ -26,6 +31,7 @@ from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.rollout.prompts import PromptSource
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -499,6 +505,49 @@ def test_resuming_gives_exactly_the_rest(drop_last: bool, stop: int) -> None:
     head = stream(first, stop)
     second = EpochSampler(10, 4, 7, shuffle=True, drop_last=drop_last, consumed_samples=first.consumed_samples)
     assert head + stream(second, 9 - stop) == whole
+
+
+@pytest.mark.parametrize(
+    ("batch", "batches", "then", "epoch", "follow"),
+    [
+        (64, 5, 50, 5, range(50)),
+        (40, 11, 50, 5, range(40, 90)),  # 20 samples are left out in each epoch; then none
+        (40, 11, 64, 5, range(40, 64)),
+        (20, 29, 64, 6, range(64)),  # 80 samples of the sixth epoch, of which there are no more than 64 now
+    ],
+)
+def test_another_batch_size_goes_on_at_the_same_place(
+    batch: int, batches: int, then: int, epoch: int, follow: range
+) -> None:
+    first = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
+    for _ in range(batches):
+        next(iter(first))
+    second = EpochSampler(100, then, 7, shuffle=False, drop_last=True)
+    second.load_state_dict(first.state_dict())
+    assert second.epoch == epoch and next(iter(second)) == [*follow]
+    older = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
+    older.load_state_dict({"consumed_samples": first.consumed_samples})
+    assert older.consumed_samples == first.consumed_samples == batch * batches
+
+
+def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt() -> None:
+    prompts = [PromptItem([i], "", {}, "") for i in range(100)]
+
+    def trainer(batch_size: int) -> PPOTrainer:
+        missing: Any = None
+        actor: Any = SimpleNamespace(model=None, optimizer=None)
+        critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+        settings = PPOSettings.from_config(load_defaults("gpt_ppo_actor"), len(prompts) // batch_size)
+        return PPOTrainer(
+            settings, actor, missing, critic, PromptSource(prompts, batch_size, 7, True), missing, missing, missing,
+            missing, missing,
+        )  # fmt: skip
+
+    first, second = trainer(40), trainer(50)
+    first.step, first.consumed_samples = 11, 11 * 40
+    second.load_state_dict(first.state_dict())
+    order = EpochSampler(100, 50, 7, shuffle=True, drop_last=True).order(5)
+    assert [prompt.prompt_id for prompt in second.train_prompts.batch(second.consumed_samples)] == order[40:90].tolist()
 
 
 def test_seed_decides_the_order() -> None:

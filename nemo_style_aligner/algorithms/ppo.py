@@ -251,7 +251,7 @@ class PPOTrainer(TrainingLoop):
     def state_dict(self) -> dict[str, Any]:
         """Everything beside weights, optimizer and random states that a resumed run needs. Collective."""
         return super().state_dict() | {
-            "consumed_samples": self.consumed_samples,
+            **self.train_prompts.sampler(self.consumed_samples).state_dict(),
             "ppo_optimization_step": self.ppo_optimization_step,
             "warm_up_rounds": self.warm_up_rounds,
             "generation": self.schedule.state_dict(self.step),
@@ -261,9 +261,11 @@ class PPOTrainer(TrainingLoop):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken, with the prompts that follow, whatever the batch size is now."""
         super().load_state_dict(state)
-        self.consumed_samples = int(state["consumed_samples"])
+        place = self.train_prompts.sampler(0)
+        place.load_state_dict(state)
+        self.consumed_samples = place.consumed_samples
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         self.warm_up_rounds = int(state["warm_up_rounds"])
         self.critic.load_state_dict(state["critic"])

@@ -188,9 +188,9 @@ class SupervisedTrainer(TrainingLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights, optimizer and random states."""
-        return super().state_dict() | {"consumed_samples": self.train_sampler.consumed_samples}
+        return super().state_dict() | self.train_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, with the examples that follow, whatever the batch size is now."""
         super().load_state_dict(state)
-        self.train_sampler.consumed_samples = int(state["consumed_samples"])
+        self.train_sampler.load_state_dict(state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,9 @@ class EpochSampler:
     """Yields global batches of dataset indices, epoch after epoch.
 
     The order depends on the seed and the epoch only, so every rank computes the same one. ``for batch in sampler``
-    yields what is left of the current epoch; iterating again gives the next one. The state is one number,
-    ``consumed_samples``: a sampler built with the saved number goes on where the old one stopped. It counts a batch as
-    consumed when it is handed out, so save it after the batch's step and before the next one's.
+    yields what is left of the current epoch; iterating again gives the next one. The place is one number,
+    ``consumed_samples``: a sampler built with it goes on where the old one stopped. It counts a batch as consumed when
+    it is handed out, so save the state after the batch's step and before the next one's.
     """
 
     def __init__(
@@ -58,6 +59,21 @@ class EpochSampler:
     @property
     def batches_per_epoch(self) -> int:
         return -(-self.samples_per_epoch // self.global_batch_size)
+
+    def state_dict(self) -> dict[str, int]:
+        """The place, and how long the epochs are in which it is counted."""
+        return {"consumed_samples": self.consumed_samples, "samples_per_epoch": self.samples_per_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the same place of the same epoch.
+
+        With another batch size, which may leave out another number of samples at an epoch's end, ``consumed_samples``
+        becomes what it would be had all epochs been of the present length.
+        """
+        # Older checkpoints do not say how long their epochs were.
+        samples_per_epoch = int(state.get("samples_per_epoch", self.samples_per_epoch))
+        epoch, position = divmod(int(state["consumed_samples"]), samples_per_epoch)
+        self.consumed_samples = epoch * self.samples_per_epoch + min(position, self.samples_per_epoch)
 
     def order(self, epoch: int) -> np.ndarray:
         """int64 indices of an epoch, in the order they are handed out."""

@@ -64,9 +64,12 @@ class PromptSource:
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
         """The next ``batch_size`` prompts after ``consumed_samples``."""
+        return [self._prompt(index) for index in next(iter(self.sampler(consumed_samples)))]
+
+    def sampler(self, consumed_samples: int) -> EpochSampler:
+        """The order of the prompts, after ``consumed_samples``."""
         size = len(self._dataset)
-        sampler = EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
-        return [self._prompt(index) for index in next(iter(sampler))]
+        return EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
 
     def observe(self, rollouts: RolloutBatch) -> None:
         """Learn how long the responses are, for the order of work in later steps."""
