@@ -31,6 +31,7 @@ from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rollout.prompts import PromptSource
 
 CHATML = (
@@ -530,24 +531,35 @@ def test_another_batch_size_goes_on_at_the_same_place(
     assert older.consumed_samples == first.consumed_samples == batch * batches
 
 
-def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt() -> None:
+def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_its_epochs() -> None:
     prompts = [PromptItem([i], "", {}, "") for i in range(100)]
 
     def trainer(batch_size: int) -> PPOTrainer:
         missing: Any = None
-        actor: Any = SimpleNamespace(model=None, optimizer=None)
         critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-        settings = PPOSettings.from_config(load_defaults("gpt_ppo_actor"), len(prompts) // batch_size)
+        cfg = load_defaults("gpt_ppo_actor")
+        cfg.trainer.ppo.update(max_epochs=7, max_steps=-1)
+        cfg.model.global_batch_size = 10
+        settings = PPOSettings.from_config(cfg, len(prompts) // batch_size)
+        schedule = Schedule(lr=1.0, max_steps=settings.max_steps * (batch_size // 10))
+        actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=schedule))
         return PPOTrainer(
             settings, actor, missing, critic, PromptSource(prompts, batch_size, 7, True), missing, missing, missing,
             missing, missing,
         )  # fmt: skip
 
     first, second = trainer(40), trainer(50)
-    first.step, first.consumed_samples = 11, 11 * 40
+    assert (first.settings.max_steps, second.settings.max_steps) == (14, 14)
+    first.step, first.consumed_samples, first.ppo_optimization_step = 11, 11 * 40, 44
     second.load_state_dict(first.state_dict())
     order = EpochSampler(100, 50, 7, shuffle=True, drop_last=True).order(5)
     assert [prompt.prompt_id for prompt in second.train_prompts.batch(second.consumed_samples)] == order[40:90].tolist()
+    # Two steps with the 60 prompts left of the sixth epoch, two of the seventh.
+    assert second.epoch == 5 and second.settings.max_steps == 11 + 4
+    assert second.optimizer.schedule.max_steps == 44 + 4 * 5
+    third = trainer(40)
+    third.load_state_dict(first.state_dict())
+    assert third.settings.max_steps == 14 and third.optimizer.schedule.max_steps == 14 * 4
 
 
 def test_seed_decides_the_order() -> None:

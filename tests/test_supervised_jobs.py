@@ -340,7 +340,14 @@ def test_a_validation_that_was_abandoned_is_made_up_for(
 class TinyRun:
     """A run that validates after steps 2, 4 and 6, with these losses, and saves after steps 3 and 6; started anew."""
 
-    def __init__(self, layout: ParallelLayout, folder: Path, losses: Sequence[float] = (0.1, 0.5, 0.4), batch: int = 4):
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        folder: Path,
+        losses: Sequence[float] = (0.1, 0.5, 0.4),
+        batch: int = 4,
+        step_limit: int = 6,
+    ):
         model = build_model(ModelArchitecture(**SHAPE), {"optim": OPTIM}, torch.float32)
         optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
         self.losses = dict(zip((2, 4, 6), losses, strict=True))
@@ -352,7 +359,15 @@ class TinyRun:
         self.weights: dict[int, torch.Tensor] = {}
         self.stop_in_step = self.stop_in_validation = -1
         self.trainer = SupervisedTrainer(
-            SupervisedSettings(6, 2, 3, 1, 2),
+            SupervisedSettings(
+                max_steps=min(2 * 24 // batch, step_limit),
+                max_epochs=2,
+                step_limit=step_limit,
+                val_check_interval=2,
+                save_interval=3,
+                limit_val_batches=1,
+                micro_batch_size=2,
+            ),
             model,
             optimizer,
             language_model_objective(),
@@ -460,6 +475,20 @@ def test_a_run_with_another_batch_size_goes_on_with_the_next_example(
     order = EpochSampler(24, 4, seed=3, shuffle=True, drop_last=True).order
     assert run.seen == order(0)[:12].tolist()
     assert again.seen == [*order(0)[12:], *order(1)[:6]]
+
+
+def test_a_run_with_another_batch_size_ends_with_its_epochs(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """Two epochs of 24 examples: 3 batches of 4, then 3 of 12; the learning rate's schedule ends with them."""
+    run = TinyRun(layout, tmp_path, step_limit=99)
+    run.stop_in_step = 3
+    assert run.fit() == 75
+    again = TinyRun(layout, tmp_path, batch=12, step_limit=99)
+    assert again.trainer.settings.max_steps == again.trainer.optimizer.schedule.max_steps == 3 + 3
+    assert again.fit() == 0 and again.trainer.step == 6
+    order = EpochSampler(24, 4, seed=3, shuffle=True, drop_last=True).order
+    assert again.seen == [*order(0)[12:], *order(1)]
 
 
 def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:

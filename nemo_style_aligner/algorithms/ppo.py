@@ -109,13 +109,14 @@ class PPOTrainer(TrainingLoop):
             The experience, and what was logged about it.
         """
         start = self.consumed_samples if offset is None else offset
+        epoch = self.epoch
         with self.timer("rollout_time"):
             rollouts, scores, logprobs, init_logprobs = self._rollouts(self.train_prompts, start, stream, True)
         self.consumed_samples = start + len(rollouts)
         experience, metrics = make_experience(
             rollouts, scores, logprobs, init_logprobs, self.settings.advantages, self.ppo_optimization_step
         )
-        metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
+        metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self.metrics.log_metrics(metrics, self.step, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
         return experience, metrics
@@ -232,7 +233,7 @@ class PPOTrainer(TrainingLoop):
     @property
     def epoch(self) -> int:
         """Passes over the training prompts completed."""
-        return self.step // self.train_prompts.batches_per_epoch
+        return self.train_prompts.sampler(self.consumed_samples).epoch
 
     def log_phases(self) -> None:
         """Log the step's durations and peaks of memory."""
@@ -267,6 +268,10 @@ class PPOTrainer(TrainingLoop):
         place.load_state_dict(state)
         self.consumed_samples = place.consumed_samples
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
+        if self.step > 0:  # until then, what is consumed is the warm-up's
+            minibatches = self.train_prompts.batch_size // self.settings.global_batch_size
+            steps_left = place.batches_until(self.settings.max_epochs)
+            self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
         self.critic.load_state_dict(state["critic"])
         self.train_prompts.load_state_dict(state["train_prompts"])

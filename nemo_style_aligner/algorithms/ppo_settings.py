@@ -7,7 +7,7 @@ import dataclasses
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings
-from nemo_style_aligner.algorithms.training_loop import LoopSettings
+from nemo_style_aligner.algorithms.training_loop import LoopSettings, step_limit
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 
 
@@ -53,11 +53,11 @@ class PPOSettings(LoopSettings):
                 f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
             )
         bounds = ppo.importance_sequence_bounds
-        max_steps = steps_per_epoch * int(ppo.max_epochs)
-        if ppo.max_steps is not None and ppo.max_steps >= 0:
-            max_steps = min(max_steps, int(ppo.max_steps))
+        max_epochs, last_step = int(ppo.max_epochs), step_limit(ppo)
         return cls(
-            max_steps=max_steps,
+            max_steps=min(steps_per_epoch * max_epochs, last_step),
+            max_epochs=max_epochs,
+            step_limit=last_step,
             val_check_interval=int(ppo.val_check_interval or 0),
             save_interval=int(ppo.save_interval or 0),
             critic_warmup_steps=int(ppo.critic_warmup_steps or 0),

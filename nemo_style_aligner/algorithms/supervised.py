@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.algorithms.training_loop import LoopSettings, TrainingLoop
+from nemo_style_aligner.algorithms.training_loop import LoopSettings, TrainingLoop, step_limit
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -42,14 +42,15 @@ class SupervisedSettings(LoopSettings):
         cls, section: DictConfig, micro_batch_size: int, steps_per_epoch: int, num_val_batches: int
     ) -> SupervisedSettings:
         """Read a trainer section. ``limit_val_batches`` may be a number of batches or a fraction (float up to 1.0)."""
-        max_steps = steps_per_epoch * int(section.max_epochs or 1)
-        if section.max_steps is not None and section.max_steps >= 0:
-            max_steps = min(max_steps, int(section.max_steps))
+        max_epochs, last_step = int(section.max_epochs or 1), step_limit(section)
+        max_steps = min(steps_per_epoch * max_epochs, last_step)
         limit = section.limit_val_batches
         if isinstance(limit, float) and 0.0 <= limit <= 1.0:
             limit = max(1, round(limit * num_val_batches)) if limit else 0
         return cls(
             max_steps=max_steps,
+            max_epochs=max_epochs,
+            step_limit=last_step,
             val_check_interval=_interval(section.val_check_interval, max_steps),
             save_interval=_interval(section.save_interval, max_steps),
             limit_val_batches=min(int(limit), num_val_batches),
@@ -194,3 +195,5 @@ class SupervisedTrainer(TrainingLoop):
         """Continue where `state_dict` was taken, with the examples that follow, whatever the batch size is now."""
         super().load_state_dict(state)
         self.train_sampler.load_state_dict(state)
+        steps_left = self.train_sampler.batches_until(self.settings.max_epochs)
+        self.bound_steps(steps_left, updates_made=self.step, updates_per_step=1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
@@ -23,13 +26,22 @@ class LoopSettings:
     """What every trainer's section says about its loop.
 
     Attributes:
-        max_steps: steps of the whole run, over all restarts.
+        max_steps: steps of the whole run, over all restarts: what comes first of the two that follow.
+        max_epochs: passes over the training data.
+        step_limit: ``max_steps`` as the section has it; see `step_limit`.
         val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
     """
 
     max_steps: int
+    max_epochs: int
+    step_limit: int
     val_check_interval: int
     save_interval: int
+
+
+def step_limit(section: DictConfig) -> int:
+    """``max_steps`` of a trainer's section; a number never reached where it leaves the end to ``max_epochs``."""
+    return int(section.max_steps) if section.max_steps is not None and section.max_steps >= 0 else sys.maxsize
 
 
 class TrainingLoop(abc.ABC):
@@ -222,3 +234,14 @@ class TrainingLoop(abc.ABC):
         self._is_validation_due = bool(state["is_validation_due"])
         self._last_metrics = dict(state.get("metrics", {}))  # older checkpoints have none
         self._is_saved = True
+
+    def bound_steps(self, steps_left: int, updates_made: int, updates_per_step: int) -> None:
+        """After loading: ``steps_left`` more complete the epochs, and the learning rate's schedule ends with the run.
+
+        With another batch size than before these are not the steps of a run that had it from the start.
+        """
+        max_steps = min(self.step + steps_left, self.settings.step_limit)
+        if max_steps != self.settings.max_steps:
+            self.settings = dataclasses.replace(self.settings, max_steps=max_steps)
+            updates = updates_made + (max_steps - self.step) * updates_per_step
+            self.optimizer.schedule = dataclasses.replace(self.optimizer.schedule, max_steps=updates)

@@ -60,6 +60,10 @@ class EpochSampler:
     def batches_per_epoch(self) -> int:
         return -(-self.samples_per_epoch // self.global_batch_size)
 
+    def batches_until(self, epoch: int) -> int:
+        """Batches that are left before ``epoch`` begins, counted from 0."""
+        return -(-max(0, epoch * self.samples_per_epoch - self.consumed_samples) // self.global_batch_size)
+
     def state_dict(self) -> dict[str, int]:
         """The place, and how long the epochs are in which it is counted."""
         return {"consumed_samples": self.consumed_samples, "samples_per_epoch": self.samples_per_epoch}
