@@ -79,6 +79,9 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ('{"text": 3}', "'text' should be a string, not 3"),
         ('{"text": null}', "'text' should be a string, not null"),
         ('{"text": ""}', "'text' is empty"),
+        (r'{"text": "a\ud800"}', r"'text' holds half of a surrogate pair, '\\ud800'"),
+        ('{"text": "a", "n": 1' + "0" * 5000 + "}", "cannot be read"),
+        ('{"text": "a", "n": ' + "[" * 10**5 + "}", "cannot be read"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, complaint: str) -> None:
@@ -95,6 +98,12 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
     with pytest.raises(DataError, match=r"latin\.jsonl:2: not UTF-8"):
         read_jsonl(tmp_path / "latin.jsonl")
+
+
+def test_a_byte_order_mark_is_no_data(tmp_path: Path) -> None:
+    for before in (b"", b"\r\n"):
+        (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + before + b'{"text": "a"}\n')
+        assert [record.line for record in read_jsonl(tmp_path / "marked.jsonl")] == [1 + bool(before)]
 
 
 def test_write_jsonl_is_whole_or_not_there(tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
         RegressionDataset([path], tokenizer, 8, num_attributes=1)
 
 
-@pytest.mark.parametrize("label", ['"good"', "[]", '[1, "a"]', "true", "[NaN]", "null"])
+@pytest.mark.parametrize("label", ['"good"', "[]", '[1, "a"]', "true", "[NaN]", "null", "1" + "0" * 400])
 def test_bad_labels_are_named(tmp_path: Path, tokenizer: Tokenizer, label: str) -> None:
     path = jsonl(tmp_path / "r.jsonl", f'{{"text": "a", "label": {label}}}')
     with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' should be"):
@@ -387,6 +396,13 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
         ({"messages": []}, {}, "list of objects"),
         ({"messages": "hello"}, {}, "'messages' should be a list of turns"),
         ({"messages": [{"role": "user"}]}, {}, "key 'content' is missing"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, {}, "'content' holds half of a surrogate pair"),
+        ({"system": "\ud83d", "conversations": []}, {}, "'system' holds half of a surrogate pair"),
+        (
+            {"conversations": [{"from": "User", "value": "a", "label": "\ud83d"}]},
+            {},
+            "'label' holds half of a surrogate pair",
+        ),
         ({"conversations": [{"from": "User"}]}, {}, "key 'value' is missing"),
         ({"input": "a", "output": "b"}, {"chat": True}, "data.chat is on"),
         (MESSAGES, {"chat": False}, "data.chat is off"),

@@ -378,7 +378,11 @@ def _labels(record: Record) -> list[float]:
     label = record.require("label", (int, float, list), "a number or a list of numbers")
     values = label if isinstance(label, list) else [label]
     numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if not values or not numeric or not all(math.isfinite(value) for value in values):
+    try:
+        is_finite = numeric and all(math.isfinite(value) for value in values)
+    except OverflowError:  # an integer of hundreds of digits
+        is_finite = False
+    if not values or not is_finite:
         record.fail(f"'label' should be a finite number or a list of them, not {label}")
     return [float(value) for value in values]
 

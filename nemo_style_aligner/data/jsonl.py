@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,12 @@ class Record:
 
     def text(self, key: str) -> str:
         """The string under ``key``."""
-        return self.require(key, str, "a string")
+        value: str = self.require(key, str, "a string")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
+            self.fail(f"{key!r} holds half of a surrogate pair, {value[error.start]!a}, which is no character")
+        return value
 
 
 def _excerpt(value: Any) -> str:
@@ -62,6 +68,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     records = []
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
+            if number == 1:  # a byte order mark, which some editors put before the first line, is not data
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
                 records.append(_parse(path, number, raw))
     if not records:
@@ -71,12 +79,13 @@ def read_jsonl(path: str | Path) -> list[Record]:
 
 def _parse(path: Path, number: int, raw: bytes) -> Record:
     try:
-        # utf-8-sig: a byte order mark, which some editors put before the first line, is not data.
-        fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+        fields = json.loads(raw.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists nested as deep
+        raise DataError(f"{path}:{number}: cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f'{path}:{number}: should be an object such as {{"text": "..."}}, not {_excerpt(fields)}')
     return Record(path, number, fields)

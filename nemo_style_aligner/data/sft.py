@@ -230,10 +230,12 @@ def _openai_turns(record: Record) -> list[_Turn]:
 
 def _nemo_turns(record: Record) -> list[_Turn]:
     masked = record.fields.get("mask", "User")
-    system = record.fields.get("system") or ""
+    system = record.text("system") if record.fields.get("system") else ""
     turns = [_Turn("System", system, is_target=False)]
     for turn in _list_of_objects(record, "conversations"):
         label = turn.fields.get("label")
+        if isinstance(label, str):
+            label = turn.text("label")
         role = turn.text("from")
         turns.append(_Turn(role, turn.text("value"), role != masked, None if label is None else str(label)))
     return turns
