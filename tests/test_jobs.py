@@ -20,6 +20,11 @@ import torch
 from conftest import Artefacts
 from job_processes import Job, critic_service, mpirun, ranks_of, run, script, stored_weights, wait_until_ready
 
+from nemo_style_aligner.algorithms import evaluation
+from nemo_style_aligner.algorithms.evaluation import EvaluatedResponse, evaluate
+from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
 
@@ -352,6 +357,33 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     row = results["responses"][0]
     assert row["is_right"] == (row["response"].strip() == row["answer"])
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
+
+
+def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End strings are not part of responses, and prompts begin with BOS if asked for."""
+
+    def responses(end_strings: tuple[str, ...] = (), add_bos: bool = False) -> list[EvaluatedResponse]:
+        sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, stop_strings=end_strings)
+        return evaluate(artefacts.base, artefacts.data("test_prompts"), sampling, "32", 4, 4, add_bos).rows
+
+    with single_process(1):
+        whole = responses()
+        end = whole[0].response[2:4]
+        for row, cut in zip(whole, responses((end,)), strict=True):
+            assert cut.response == row.response.split(end)[0] and cut.ended == (end in row.response)
+        with pytest.raises(ValueError, match="the tokenizer has none"):
+            responses(add_bos=True)
+        opened = evaluation._open
+
+        def open_with_bos(path: Path, precision: str) -> BaseModel:
+            base = opened(path, precision)
+            base.tokenizer.bos_id = 5
+            return base
+
+        monkeypatch.setattr(evaluation, "_open", open_with_bos)
+        marked = responses(add_bos=True)
+        assert [row.tokens[0] for row in marked] == [5] * 4
+        assert [row.prompt for row in marked] == [row.prompt for row in whole]
 
 
 # ---- generation beside training -----------------------------------------------------------------

@@ -29,9 +29,9 @@ class EvaluatedResponse:
     """One response.
 
     Attributes:
-        prompt, response: text, special tokens left out.
+        prompt, response: text, special tokens and the end string left out.
         tokens: int64 ids of both.
-        num_response_tokens: with the stop token.
+        num_response_tokens: with the stop token, or those of the end string.
         ended: whether a stop token or stop string ended it.
         answer: the right response, if the prompt's line has one.
         reward: of the reward model, once scored.
@@ -83,15 +83,29 @@ def _open(path: Path, precision: str) -> BaseModel:
 
 
 def evaluate(
-    model_path: Path, prompts_path: Path, sampling: SamplingParams, precision: str, num_slots: int, limit: int | None
+    model_path: Path,
+    prompts_path: Path,
+    sampling: SamplingParams,
+    precision: str,
+    num_slots: int,
+    limit: int | None,
+    add_bos: bool,
 ) -> Responses:
     """Generate one response per prompt with the embedded engine on this process.
 
+    Args:
+        limit: use so many prompts; None: all.
+        add_bos: put the tokenizer's BOS token before each prompt, as PPO does with ``sampling_params.add_BOS``.
+
     Raises:
-        ValueError: there is no prompt that leaves room for a response.
+        ValueError: there is no prompt that leaves room for a response, or no BOS token.
     """
     base = _open(model_path, precision)
-    room = base.architecture.max_position_embeddings - sampling.max_new_tokens
+    bos_id = base.tokenizer.bos_id if add_bos else None
+    if add_bos and bos_id is None:
+        raise ValueError(f"{model_path}: a BOS token is asked for, but the tokenizer has none")
+    bos = [] if bos_id is None else [bos_id]
+    room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     if not items:
@@ -100,7 +114,7 @@ def evaluate(
         base.architecture,
         dtype=base.dtype,
         num_slots=min(num_slots, len(items)),
-        max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
+        max_sequence_length=len(bos) + max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
         eos_id=base.tokenizer.eos_id,
         vocab_limit=min(base.tokenizer.vocab_size, base.architecture.vocab_size),
         detokenize=base.tokenizer.ids_to_text,
@@ -110,14 +124,14 @@ def evaluate(
     engine.build()
     engine.refit(export_weights(base.load(trainable=False)), 0)
     rows: list[EvaluatedResponse | None] = [None] * len(items)
-    requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
+    requests = (GenerationRequest(i, bos + item.token_ids, seed=i) for i, item in enumerate(items))
     with ProgressBar(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
             answer = item.extra.get("answer")
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
-                response=base.tokenizer.ids_to_text(result.token_ids),
+                response=_before_end(base.tokenizer.ids_to_text(result.token_ids), sampling.stop_strings),
                 tokens=result.prompt_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
@@ -125,6 +139,11 @@ def evaluate(
             )
             progress.update()
     return Responses([row for row in rows if row is not None])
+
+
+def _before_end(text: str, end_strings: Sequence[str]) -> str:
+    """``text`` up to the first end string in it."""
+    return text[: min((text.index(string) for string in end_strings if string in text), default=len(text))]
 
 
 def score(responses: Responses, reward_model_path: Path, precision: str) -> None:

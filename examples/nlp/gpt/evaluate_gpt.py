@@ -1,9 +1,10 @@
 """Generate responses to prompts and measure them: exact match with the prompts' answers, rewards, lengths.
 
     python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \
-        [--reward-model rm.nemo] [--greedy] [--max-length 32]
+        [--reward-model rm.nemo] [--greedy] [--max-length 32] [--end-strings "User:"] [--add-bos]
 
-Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match.
+Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match. Responses are compared
+without the end string that ended them.
 """
 
 import argparse
@@ -26,7 +27,10 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true", help="most likely tokens instead of sampling")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-length", type=int, default=128, help="longest response in tokens")
-    parser.add_argument("--end-strings", nargs="*", default=[])
+    parser.add_argument("--end-strings", nargs="*", default=[], help="what ends a response, besides the EOS token")
+    parser.add_argument(
+        "--add-bos", action="store_true", help="BOS token before each prompt: sampling_params.add_BOS=True of PPO"
+    )
     parser.add_argument("--num-slots", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
@@ -39,7 +43,9 @@ def main() -> None:
         seed=args.seed,
     )
     with single_process(args.seed):
-        responses = evaluate(args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit)
+        responses = evaluate(
+            args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos
+        )
         if args.reward_model is not None:
             score(responses, args.reward_model, args.precision)
     args.output.parent.mkdir(parents=True, exist_ok=True)
