@@ -9,7 +9,7 @@ import signal
 import time
 import types
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,13 @@ def layout() -> Iterator[ParallelLayout]:
 
 
 def trainer_for(
-    kind: str, artefacts: Artefacts, layout: ParallelLayout, folder: Path, global_batch: int, micro_batch: int
+    kind: str,
+    artefacts: Artefacts,
+    layout: ParallelLayout,
+    folder: Path,
+    global_batch: int,
+    micro_batch: int,
+    validation: Mapping[str, int] | None = None,
 ) -> SupervisedTrainer:
     """A supervised trainer, as the scripts build it, on this process."""
     job = "gpt_sft" if kind in ("sft", "chat") else "training_rm"
@@ -219,7 +225,7 @@ def trainer_for(
         cfg.model.data.train_ds.update(
             file_path=str(files["train"]), global_batch_size=global_batch, micro_batch_size=micro_batch
         )
-        cfg.model.data.validation_ds.file_path = str(files["validation"])
+        cfg.model.data.validation_ds.update(file_path=str(files["validation"]), **(validation or {}))
         cfg.model.restore_from_path = str(artefacts.sft)
         base = open_base_model(cfg.model.restore_from_path, cfg)
         model = base.load()
@@ -275,6 +281,25 @@ def test_batch_sizes_do_not_show(kind: str, artefacts: Artefacts, layout: Parall
         assert 0 <= first["val"]["accuracy"] <= 1
 
 
+def test_validation_has_batch_sizes_of_its_own(artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path) -> None:
+    plain = trainer_for("sft", artefacts, layout, tmp_path / "plain", 16, 8)
+    assert plain.val_sampler is not None and plain.val_sampler.global_batch_size == 16
+    assert plain.val_batching.num_rows == plain.batching.num_rows == 8
+    sizes = {"global_batch_size": 7, "micro_batch_size": 2}
+    trainer = trainer_for("sft", artefacts, layout, tmp_path / "own", 16, 8, sizes)
+    assert trainer.train_sampler.global_batch_size == 16 and trainer.batching.num_rows == 8
+    assert trainer.make_val_batch is not None
+    make_batch, rows = trainer.make_val_batch, []
+
+    def make_and_count(indices: Sequence[int]) -> Any:
+        rows.append(len(indices))
+        return make_batch(indices)
+
+    trainer.make_val_batch = make_and_count
+    assert trainer.validate() == pytest.approx(plain.validate(), rel=1e-5)
+    assert rows[0] == 8 and trainer.val_batching.num_rows == 2  # 7, filled up to whole micro batches
+
+
 # ---- stopping early -----------------------------------------------------------------------------
 
 
@@ -302,7 +327,7 @@ def test_a_fraction_of_the_validation_batches_is_at_least_one(limit: float, batc
     section = OmegaConf.create(
         {"max_epochs": 1, "max_steps": -1, "val_check_interval": 1, "save_interval": 0, "limit_val_batches": limit}
     )
-    assert SupervisedSettings.from_config(section, 1, 10, 4).limit_val_batches == batches
+    assert SupervisedSettings.from_config(section, 10, 4).limit_val_batches == batches
 
 
 def test_a_validation_that_was_abandoned_is_made_up_for(
@@ -366,7 +391,6 @@ class TinyRun:
                 val_check_interval=2,
                 save_interval=3,
                 limit_val_batches=1,
-                micro_batch_size=2,
             ),
             model,
             optimizer,

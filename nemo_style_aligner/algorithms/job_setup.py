@@ -108,9 +108,13 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     return watchdog
 
 
-def training_batching(model: DictConfig, group: int = 1) -> MicroBatching:
-    """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example."""
-    return MicroBatching(int(model.micro_batch_size) * group, model.max_tokens_per_micro_batch, group)
+def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
+    """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example.
+
+    ``micro_batch_size``: another than the section's, if given.
+    """
+    examples = int(model.micro_batch_size) if micro_batch_size is None else micro_batch_size
+    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
 
 
 def forward_batching(section: DictConfig) -> MicroBatching:

@@ -31,16 +31,12 @@ class SupervisedSettings(LoopSettings):
 
     Attributes:
         limit_val_batches: global batches per validation.
-        micro_batch_size: examples per forward-backward pass (pairs count as one).
     """
 
     limit_val_batches: int
-    micro_batch_size: int
 
     @classmethod
-    def from_config(
-        cls, section: DictConfig, micro_batch_size: int, steps_per_epoch: int, num_val_batches: int
-    ) -> SupervisedSettings:
+    def from_config(cls, section: DictConfig, steps_per_epoch: int, num_val_batches: int) -> SupervisedSettings:
         """Read a trainer section. ``limit_val_batches`` may be a number of batches or a fraction (float up to 1.0)."""
         max_epochs, last_step = int(section.max_epochs or 1), step_limit(section)
         max_steps = min(steps_per_epoch * max_epochs, last_step)
@@ -54,7 +50,6 @@ class SupervisedSettings(LoopSettings):
             val_check_interval=_interval(section.val_check_interval, max_steps),
             save_interval=_interval(section.save_interval, max_steps),
             limit_val_batches=min(int(limit), num_val_batches),
-            micro_batch_size=micro_batch_size,
         )
 
 
@@ -79,6 +74,7 @@ class SupervisedTrainer(TrainingLoop):
         train_sampler, val_sampler: yield global batches of example indices; training drops a last, smaller one.
         make_train_batch, make_val_batch: turn a rank's indices into a batch.
         batching: micro batches of the rows.
+        val_batching: those of validation; None: the same.
     """
 
     title = "Training"
@@ -99,6 +95,7 @@ class SupervisedTrainer(TrainingLoop):
         run_control: RunControl,
         *,
         batching: MicroBatching,
+        val_batching: MicroBatching | None = None,
     ) -> None:
         timer = ScopedTimer(memory=peak_meter())
         super().__init__(settings, model, optimizer, checkpoints, metrics, run_control, timer)
@@ -108,6 +105,7 @@ class SupervisedTrainer(TrainingLoop):
         self.make_train_batch = make_train_batch
         self.make_val_batch = make_val_batch
         self.batching = batching
+        self.val_batching = val_batching or batching
         self._batches = itertools.chain.from_iterable(itertools.repeat(train_sampler))  # epoch after epoch
 
     def make_step(self) -> None:
@@ -122,8 +120,8 @@ class SupervisedTrainer(TrainingLoop):
         """One optimizer update from a global batch of example indices; the metrics that are numbers."""
         self.model.module.train()
         self.optimizer.zero_grad()
-        batch = self.make_train_batch(self._share(indices))
-        metrics = self._run(batch)
+        batch = self.make_train_batch(self._share(indices, self.batching))
+        metrics = self._run(batch, self.batching)
         metrics.pop("num_items")
         metrics |= self.optimizer.step(metrics["loss"], f"examples {list(indices)} of the training data")
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -143,8 +141,8 @@ class SupervisedTrainer(TrainingLoop):
             for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
                 activity.progress()
                 self.run_control.check()
-                batch = self.make_val_batch(self._share(indices))
-                means = self._run(batch, forward_only=True)
+                batch = self.make_val_batch(self._share(indices, self.val_batching))
+                means = self._run(batch, self.val_batching, forward_only=True)
                 count = means.pop("num_items")
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
@@ -153,23 +151,23 @@ class SupervisedTrainer(TrainingLoop):
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
 
-    def _run(self, batch: Any, forward_only: bool = False) -> dict[str, float]:
+    def _run(self, batch: Any, batching: MicroBatching, forward_only: bool = False) -> dict[str, float]:
         objective = self.objective
         return train_step(
             self.model,
             batch,
             objective.wanted(batch),
-            self.batching,
+            batching,
             objective.loss,
             scoring=objective.scoring,
             is_whole=False,
             forward_only=forward_only,
         )
 
-    def _share(self, indices: Sequence[int]) -> Sequence[int]:
+    def _share(self, indices: Sequence[int], batching: MicroBatching) -> Sequence[int]:
         """This data-parallel rank's part of a global batch; -1 stands for a missing example (masked out)."""
         layout = self.model.layout
-        missing = -len(indices) % (self.settings.micro_batch_size * layout.dp_size)
+        missing = -len(indices) % (batching.num_rows // batching.group * layout.dp_size)
         filled = [*indices, *[-1] * missing]
         size = len(filled) // layout.dp_size
         return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]

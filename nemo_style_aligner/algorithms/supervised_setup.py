@@ -51,6 +51,7 @@ class SupervisedTask:
         batcher: dataset -> function that turns a rank's indices into a batch.
         rows_per_example: rows of a batch per example.
         shuffle_train, shuffle_validation: order of the examples.
+        val_global_batch_size, val_micro_batch_size: of validation; None: the model's.
     """
 
     train: Dataset[Any]
@@ -59,6 +60,8 @@ class SupervisedTask:
     rows_per_example: int
     shuffle_train: bool
     shuffle_validation: bool
+    val_global_batch_size: int | None = None
+    val_micro_batch_size: int | None = None
 
 
 def build_supervised_trainer(
@@ -80,15 +83,16 @@ def build_supervised_trainer(
     Raises:
         ValueError: too few examples.
     """
-    global_batch, micro_batch = int(cfg.model.global_batch_size), int(cfg.model.micro_batch_size)
+    global_batch = int(cfg.model.global_batch_size)
+    val_batch = global_batch if task.val_global_batch_size is None else task.val_global_batch_size
     seed = int(cfg.model.seed)
     train_sampler = EpochSampler(len(task.train), global_batch, seed, task.shuffle_train, drop_last=True)
     validation = task.validation if task.validation is not None and len(task.validation) else None
     val_sampler = None
     if validation is not None:
-        val_sampler = EpochSampler(len(validation), global_batch, seed, task.shuffle_validation, drop_last=False)
+        val_sampler = EpochSampler(len(validation), val_batch, seed, task.shuffle_validation, drop_last=False)
     settings = SupervisedSettings.from_config(
-        section, micro_batch, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
+        section, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
     )
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps)
     nonfinite = NonFinitePolicy.from_config(section)
@@ -106,6 +110,7 @@ def build_supervised_trainer(
         run.metrics,
         run.control,
         batching=training_batching(cfg.model, task.rows_per_example),
+        val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
     )
     run.resume(model, optimizer, trainer)
     return trainer
@@ -150,6 +155,8 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         1,
         bool(data.train_ds.shuffle),
         bool(data.validation_ds.shuffle),
+        int(data.validation_ds.global_batch_size),
+        int(data.validation_ds.micro_batch_size),
     )
 
 
