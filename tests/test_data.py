@@ -422,7 +422,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, token
         "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 in another way"):
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 in another way.*change the template"):
         sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
 
 

@@ -292,7 +292,7 @@ def _render_template(record: Record, turns: Sequence[_Turn], tokenizer: Tokenize
             if not (whole.startswith(answered) and answered.startswith(prompt)):
                 record.fail(
                     f"the tokenizer's chat template renders turn {i + 1} in another way when it is not the last, so "
-                    f"its place cannot be found: cut the conversation after one response, or set chat_prompt_tokens"
+                    f"its place cannot be found: cut the conversation after one response, or change the template"
                 )
             segments += [
                 _Segment(whole[position : len(prompt)], False),
