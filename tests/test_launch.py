@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel.detection import (
     LaunchError,
@@ -170,6 +174,50 @@ def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
     child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, 1, 2, 29500)
     assert detect_launch(child) == LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
     assert "PMIX_RANK" not in child and child["HOME"] == "/h" and child["OMP_NUM_THREADS"] == "3"
+
+
+# ---- the log directory's lock ------------------------------------------------------------------
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from nemo_style_aligner.algorithms.log_lock import hold_log_directory
+
+hold_log_directory(Path(sys.argv[1]), "first")
+child = subprocess.Popen(["sleep", "60"], close_fds=False)  # inherits what can be inherited, and outlives its parent
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_job_at_a_time_in_a_log_directory(tmp_path: Path) -> None:
+    """The second is told who is there. Whatever a job has started, the next one comes in when it is killed."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "log")]
+    holder = subprocess.Popen(command, env=CLEAN, text=True, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(ConfigError, match=rf"in {tmp_path}/log \(first on host .*, process {holder.pid}\)"):
+            hold_log_directory(tmp_path / "log", "second", wait_seconds=0.5)
+        killer = threading.Timer(0.5, holder.kill)
+        killer.start()
+        hold_log_directory(tmp_path / "log", "second")
+        assert (tmp_path / "log" / LOCK_FILE).read_text().endswith(f"process {os.getpid()}\n")
+    finally:
+        holder.kill()
+        holder.wait()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_where_the_file_system_has_no_locks_jobs_start_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    hold_log_directory(tmp_path, "job")
+    assert "cannot be locked (No locks available)" in caplog.text
 
 
 # ---- whole jobs ---------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
     assert "script.py:17 in main: time.sleep(300)" in behind
     assert waits.startswith("rank 0 (host ") and "waits in all_reduce of the default group: in phase step/logp" in waits
     assert report.splitlines()[1] in job.output()
+    assert (log_dir / "lock").read_text().startswith("sleeping on host ")  # no other job may have used the directory
     for rank in (0, 1):
         assert "script.py" in (log_dir / "watchdog" / f"stacks_rank_{rank}.txt").read_text()
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
@@ -72,7 +73,11 @@ class Run:
 
 
 def start_run(cfg: DictConfig) -> Run:
-    """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it)."""
+    """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
+
+    Raises:
+        ConfigError: another job works in its log directory; on rank 0.
+    """
     layout = initialize_model_parallel(
         int(cfg.model.tensor_model_parallel_size),
         int(cfg.model.pipeline_model_parallel_size),
@@ -80,6 +85,8 @@ def start_run(cfg: DictConfig) -> Run:
         cfg.trainer.distributed_timeout_minutes,
     )
     log_dir = log_directory(cfg.exp_manager)
+    if dist.get_rank() == 0:
+        hold_log_directory(log_dir, cfg.exp_manager.name)
     return Run(
         log_dir=log_dir,
         layout=layout,

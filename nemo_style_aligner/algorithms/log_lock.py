@@ -1,0 +1,69 @@
+"""One job at a time in a log directory: two would delete each other's checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from nemo_style_aligner.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
+"""In the log directory. Its content says who holds it, or did last."""
+
+_WAIT_SECONDS = 15.0  # for a predecessor that was killed: with much memory, its end takes the kernel some seconds
+_POLL_SECONDS = 0.2
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # ENOSYS: Lustre that is mounted without flock
+
+
+def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SECONDS) -> None:
+    """Keep other jobs out of ``log_dir`` until this process ends, however it does. Rank 0's.
+
+    The lock is POSIX's: the kernel drops it with the process, processes that it has started do not inherit it, and
+    network file systems know it. It would go, too, if this process closed the file: nothing else may open it.
+
+    Args:
+        name: of the job, for the error of the next one.
+        wait_seconds: how long a predecessor may take to be gone.
+
+    Raises:
+        ConfigError: another job holds it.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    path = log_dir / LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
+    deadline = time.monotonic() + wait_seconds
+    while not _is_taken(descriptor, path):
+        if time.monotonic() >= deadline:
+            holder = os.read(descriptor, 1000).decode("utf-8", "replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ConfigError(
+                f"another job works in {log_dir} ({holder}), and two would delete each other's checkpoints: end it, or "
+                f"give this one a directory of its own with exp_manager.explicit_log_dir. If its machine is lost, and "
+                f"the file system keeps the lock all the same, delete {path}"
+            )
+        time.sleep(_POLL_SECONDS)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
+    except OSError as error:  # a full disk: the lock counts all the same
+        logger.warning("%s does not say who holds it: %s", path, error)
+
+
+def _is_taken(descriptor: int, path: Path) -> bool:
+    """Try to take the lock. Where there are none, it counts as taken."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logger.warning("%s cannot be locked (%s): see to it that no other job works there", path, error.strerror)
+    return True
