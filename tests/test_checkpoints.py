@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,8 +21,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints import sharded_writing
-from nemo_style_aligner.checkpoints.directory import checkpoint_name
+from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
@@ -372,6 +375,34 @@ def test_the_end_of_training_writes_the_best_model_that_is_whole(multirank: dict
     assert results["exported"] == {"top 1": 0, "all kept": 1, "damaged": 2}
     assert results["model kept"]
     assert results["put aside"] == ["m--val_loss=0.100-step=2.damaged"]
+
+
+def test_deleting_what_is_pruned_may_fail_or_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a file that another machine has open: the save is done, and nothing half deleted keeps its name."""
+    settings = CheckpointSettings(save_top_k=1, save_last_n=1, filename="{step}")
+    files = CheckpointDirectory(tmp_path, settings)
+
+    def save(step: int) -> None:
+        target, _ = files.prepare({"step": step}, 0)
+        Manifest(step, step, None, {}).write(staging_of(target))
+        files.publish(target, ())
+
+    def refuse(path: Path) -> None:
+        (path / MANIFEST).unlink()
+        raise OSError(errno.EBUSY, "Device or resource busy", ".nfs01")
+
+    save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        save(2)
+        assert [entry.path.name for entry in files.entries()] == ["step=2-last"]
+        assert sorted(os.listdir(tmp_path)) == ["step=1-last.unfinished", "step=2-last"]
+        save(1)  # as a run that has gone back: the name is not free yet
+    assert "Device or resource busy" in caplog.text and not files.damaged()
+    save(3)
+    assert os.listdir(tmp_path) == ["step=3-last"]
 
 
 def test_checkpoint_names_are_lightnings() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
+    discard,
     publish,
     remove_path,
     require_space,
@@ -65,7 +66,8 @@ class CheckpointDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         require_space(self.path, size)
         name = checkpoint_name(self.settings.filename, values)
-        taken = {p.name.removesuffix(DAMAGED).removesuffix(LAST) for p in self.path.iterdir()}
+        suffixes = re.compile(f"({re.escape(UNFINISHED)}|{re.escape(DAMAGED)}|{LAST})+$")
+        taken = {suffixes.sub("", p.name) for p in self.path.iterdir()}
         versions = (name if v == 0 else f"{name}-v{v}" for v in range(len(taken) + 1))
         target = self.path / (next(n for n in versions if n not in taken) + LAST)
         (staging_of(target) / STATE).mkdir(parents=True)
@@ -74,14 +76,17 @@ class CheckpointDirectory:
 
     def give_up(self, target: Path) -> int:
         """Give a full disk its room back; the bytes that are free then."""
-        remove_path(staging_of(target))
+        discard(staging_of(target))
         return shutil.disk_usage(self.path).free
 
     def publish(self, target: Path, protected: Collection[Path]) -> None:
-        """Rename the verified checkpoint into place, and only then prune."""
+        """Rename the verified checkpoint into place, and only then prune: the next save does what fails there."""
         publish(staging_of(target), target)
         logger.info("saved %s", target)
-        self._prune(protected)
+        try:
+            self._prune(protected)
+        except OSError as error:
+            logger.warning("older checkpoints are not pruned this time: %s", error)
 
     def _prune(self, protected: Collection[Path]) -> None:
         """Delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
@@ -89,7 +94,7 @@ class CheckpointDirectory:
         kept = entries if top == -1 else self._rank(entries)[:top] + entries[: self.settings.save_last_n]
         for entry in entries:
             if entry not in kept and entry.path not in protected:
-                remove_path(entry.path)
+                discard(entry.path)
         for entry in entries[1:]:
             if entry.path.name.endswith(LAST) and entry.path.exists():
                 os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(LAST)))
@@ -142,10 +147,10 @@ class CheckpointDirectory:
         return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
 
     def remove_unfinished(self) -> None:
-        """Delete what writers that died have left."""
+        """Delete what jobs that died while they wrote or deleted it have left."""
         for path in self.path.glob(f"*{UNFINISHED}"):
-            logger.warning("removing %s: its writer did not finish", path)
-            remove_path(path)
+            logger.warning("removing %s: it was not finished", path)
+            discard(path)
 
 
 def staging_of(target: Path) -> Path:

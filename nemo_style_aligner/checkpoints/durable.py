@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import torch.distributed as dist
 
 from nemo_style_aligner.parallel.groups import broadcast_object
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
-"""Suffix of what is still being written. A leftover of a killed process; never read."""
+"""Suffix of what is still being written or already being deleted. A leftover of a killed process; never read."""
 
 
 class OtherRankError(OSError):
@@ -96,7 +99,7 @@ def publish(finished: Path, target: Path) -> None:
         os.rename(target, aside)
     os.replace(finished, target)
     sync_file(target.parent)
-    remove_path(aside)
+    discard(aside)
 
 
 def remove_path(path: Path) -> None:
@@ -105,6 +108,20 @@ def remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Delete what nobody needs any more, if it exists. It loses its name first: nothing is left of it that looks whole.
+
+    What cannot be deleted is logged. It is no reason to fail: others may hold or delete the same files.
+    """
+    doomed = path if path.name.endswith(UNFINISHED) else path.with_name(path.name + UNFINISHED)
+    try:
+        if doomed != path:
+            os.rename(path, doomed)
+        remove_path(doomed)
+    except OSError as error:
+        logger.warning("%s cannot be deleted now: %s", path, error)
 
 
 def require_space(directory: Path, num_bytes: int) -> None:

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
+    discard,
     on_first_rank,
     publish,
     remove_path,
@@ -95,7 +96,7 @@ def save_nemo(
         write_tensors(tensors, staging / _WEIGHTS)
         on_first_rank(lambda: _finish(path, staging, model_config, tokenizer_dir, as_directory))
     finally:
-        on_first_rank(lambda: remove_path(staging))
+        on_first_rank(lambda: discard(staging))
 
 
 def _prepare(path: Path, staging: Path, size: int) -> None:
@@ -126,7 +127,7 @@ def _finish(
         _move_into_tar(staging, tar_path)
         publish(tar_path, path)
     finally:
-        remove_path(tar_path)
+        discard(tar_path)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
