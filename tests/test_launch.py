@@ -26,6 +26,7 @@ from nemo_style_aligner.parallel.detection import (
     tasks_per_node,
 )
 from nemo_style_aligner.parallel.launch import bind_address, check_world_size
+from nemo_style_aligner.parallel.machine import _cgroup_rooms
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
@@ -174,6 +175,31 @@ def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
     child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, 1, 2, 29500)
     assert detect_launch(child) == LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
     assert "PMIX_RANK" not in child and child["HOME"] == "/h" and child["OMP_NUM_THREADS"] == "3"
+
+
+def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:
+    """Version 2: a job's group has no limit, the one above it has. Version 1: as Slurm sets them. Else: none."""
+
+    def group(folder: str, **files: object) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        for name, content in files.items():
+            (tmp_path / folder / f"memory.{name}").write_text(f"{content}\n")
+
+    group("pod", max=1000, current=700, stat="active_file 10\ninactive_file 30\nanon 500")
+    group("pod/job", max="max", current=600, stat="active_file 0\ninactive_file 0")
+    statistics = "inactive_file 1\nactive_file 1\ntotal_inactive_file 20\ntotal_active_file 30"
+    group("memory/slurm/step_0", limit_in_bytes=500, usage_in_bytes=400, stat=statistics)
+    group("memory/slurm/step_1", limit_in_bytes=1, usage_in_bytes=1, stat=statistics)
+    listed = tmp_path / "cgroup"
+    for lines, rooms in {
+        "0::/pod/job": [340],
+        "0::/": [],
+        "5:cpu,memory:/slurm/step_0\n1:name=systemd:/x:y\n0::/": [150],
+        "5:memory:/of/the/host": [],
+    }.items():
+        listed.write_text(f"{lines}\n")
+        assert _cgroup_rooms(listed, tmp_path) == rooms, lines
+    assert _cgroup_rooms(tmp_path / "nowhere", tmp_path) == []
 
 
 # ---- the log directory's lock ------------------------------------------------------------------

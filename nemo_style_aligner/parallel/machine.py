@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 
 _SERVER_PORTS = range(10000, 32000)
+# Of control groups: the files with the limit and what is used, and the prefix of the numbers that include groups below.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_VERSION_2 = ("memory.max", "memory.current", "")
 
 
 def available_cores() -> int:
@@ -24,15 +27,8 @@ def available_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping, within the control group's limit (version 2)."""
-    available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, but goes when it has to.
-        cache = int(statistics["inactive_file"]) + int(statistics["active_file"])
-        available = min(available, int(limit) - int((group / "memory.current").read_text()) + cache)
-    return max(0, available)
+    """Bytes of memory that can be taken without swapping, within the limits of the control groups around us."""
+    return max(0, min([int(psutil.virtual_memory().available), *_cgroup_rooms()]))
 
 
 def free_port() -> int:
@@ -64,3 +60,34 @@ def _cgroup_quota() -> int | None:
         return None
     quota, period = path.read_text().split()
     return None if quota == "max" else max(1, int(quota) // int(period))
+
+
+def _cgroup_rooms(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes that each of our memory control groups with a limit has left: our own and all above it."""
+    rooms = []
+    with contextlib.suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                root, names = mounted, _VERSION_2
+            elif "memory" in controllers.split(","):
+                root, names = mounted / "memory", _VERSION_1
+            else:
+                continue
+            own = root / path.lstrip("/")  # not there where a container sees its own group as the root
+            folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+            rooms += [room for folder in folders if (room := _room(folder, *names)) is not None]
+    return rooms
+
+
+def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """What a group's limit leaves; None without a limit, or without the group."""
+    try:
+        if (allowed := (folder / limit).read_text().strip()) == "max":
+            return None
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, but goes when it has to.
+        cache = int(statistics[f"{prefix}inactive_file"]) + int(statistics[f"{prefix}active_file"])
+        return int(allowed) - int((folder / usage).read_text()) + cache
+    except (OSError, KeyError, ValueError):
+        return None
