@@ -20,14 +20,16 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints import sharded_writing
+from nemo_style_aligner.checkpoints import manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
+from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+from nemo_style_aligner.parallel.groups import single_process
 
 ROOT = Path(__file__).parent.parent
 
@@ -403,6 +405,36 @@ def test_deleting_what_is_pruned_may_fail_or_be_killed(
     assert "Device or resource busy" in caplog.text and not files.damaged()
     save(3)
     assert os.listdir(tmp_path) == ["step=3-last"]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again, and then it is an error; the checkpoint keeps its name. With a file missing, it is damaged."""
+    whole = tmp_path / "step=1-last"
+    (whole / "state").mkdir(parents=True)
+    (whole / "state" / "data").write_text("weights")
+    troubles = [errno.EMFILE, errno.ESTALE]
+
+    def open_in_trouble(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name in failing and troubles:
+            raise OSError(troubles.pop(0), "trouble")
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0, 0.0))
+    manager = CheckpointManager(tmp_path, CheckpointSettings())
+    with single_process():
+        Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
+        opened = Path.open
+        monkeypatch.setattr(Path, "open", open_in_trouble)
+        for name in ("data", MANIFEST):
+            failing, troubles[:] = {name}, [errno.EMFILE, errno.ESTALE]
+            assert manager.latest() == whole and not troubles
+            troubles[:] = [errno.EIO, errno.ETIMEDOUT, errno.EIO]
+            with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\] trouble: '{whole}.*{name}'"):
+                manager.latest()
+            assert os.listdir(tmp_path) == [whole.name]
+        (whole / "state" / "data").unlink()
+        assert manager.latest() is None
+    assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
 
 
 def test_checkpoint_names_are_lightnings() -> None:

@@ -1,22 +1,33 @@
-"""The manifest of a training checkpoint: what it is, and size and SHA-256 of each of its files."""
+"""The manifest of a training checkpoint: what it is, and size and SHA-256 of each of its files.
+
+Damage is what the files are or are not. That the system cannot read them now (no descriptors left, a server that does
+not answer) is none: it is tried again for some seconds, and then an error.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, open_source
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_READ_PAUSES = (0.2, 1.0, 3.0)  # seconds between tries to read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +59,35 @@ class Manifest:
 
         Raises:
             DamagedCheckpointError: there is none, or it is not what was written.
+            OSError: it cannot be read now.
         """
         path = directory / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(_read_patiently(path, lambda: path.read_text(encoding="utf-8")))
             checksum, version = content.pop("sha256"), content.pop("format")
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (*_NOT_THERE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
         if version != _FORMAT or checksum != _checksum({"format": version, **content}):
             raise DamagedCheckpointError(f"{path} is damaged, or of another version")
         return cls(**content)
+
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+def _read_patiently(path: Path, read: Callable[[], T]) -> T:
+    """``read()`` of a file, again and again where the system cannot at the moment. What is not there, is not."""
+    for pause in (*_READ_PAUSES, None):
+        try:
+            return read()
+        except OSError as error:
+            if isinstance(error, _NOT_THERE) or error.errno is None:  # None: of Python itself, about the contents
+                raise
+            if pause is None:
+                raise OSError(error.errno, error.strerror, str(path)) from error  # which does not always say where
+            logger.warning("%s: %s; it is tried again", path, error)
+            time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -73,12 +103,15 @@ def describe_files(directory: Path, group: dist.ProcessGroup | None = None) -> d
 
 
 def find_damage(directory: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What is wrong with the checkpoint, nothing if it is whole. Collective in ``group``: each rank reads its share."""
+    """What is wrong with the checkpoint, nothing if it is whole. Collective in ``group``: each rank reads its share.
+
+    Raises:
+        OSError: files cannot be read now.
+    """
     content, damage = on_first_rank(lambda: _read_or_damage(directory), group)
     if content is None:
         return [damage]
-    with open_source(directory) as source:
-        return find_changes(source, content, group)
+    return find_changes(DirectorySource(directory), content, group)
 
 
 def _own_share(names: list[str]) -> list[str]:
@@ -135,7 +168,11 @@ def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
 def find_changes(
     source: FileSource, expected: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None = None
 ) -> list[str]:
-    """Files of ``source`` that are missing or not as ``expected`` says. Collective: each rank reads its share."""
+    """Files of ``source`` that are missing or not as ``expected`` says. Collective: each rank reads its share.
+
+    Raises:
+        OSError: files cannot be read now.
+    """
     share = _own_share(sorted(expected))
     parts = on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share], group)
     return sorted(problem for part in parts for problem in part if problem)
@@ -143,13 +180,19 @@ def find_changes(
 
 def _compare(source: FileSource, name: str, expected: Mapping[str, Any]) -> str | None:
     path = source.location / name
-    try:
+
+    def read() -> dict[str, Any]:
         with source.open(name) as stream:
-            found = describe_stream(stream)
-    except FileNotFoundError:
+            return describe_stream(stream)
+
+    try:
+        found = _read_patiently(path, read)
+    except _NOT_THERE:
         return f"{path}: No such file or directory"
     except OSError as error:
-        return f"{path}: {error.strerror or error}"
+        if error.errno is not None:
+            raise
+        return f"{path}: {error}"
     if found["bytes"] != expected["bytes"]:
         return f"{path}: {found['bytes']} bytes instead of {expected['bytes']}"
     if found["sha256"] != expected["sha256"]:
