@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints import manifest, sharded_writing
+from nemo_style_aligner.checkpoints import durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -435,6 +436,28 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         (whole / "state" / "data").unlink()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
+
+
+def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised behind the collective in which the other ranks wait."""
+    (tmp_path / "file").write_text("content")
+
+    def fail(*_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def attempts(action: Callable[[], Any], group: Any = None) -> list[Any]:
+        gathered.append(durable._attempt(action)[1])
+        return on_every_rank(action, group)
+
+    gathered: list[Any] = []
+    on_every_rank = manifest.on_every_rank
+    monkeypatch.setattr(os, "posix_fadvise", fail)
+    monkeypatch.setattr(manifest, "on_every_rank", attempts)
+    with single_process(), pytest.raises(OSError, match="Input/output error"):
+        manifest.verify_on_disk(tmp_path)
+    assert [error.errno for error in gathered] == [errno.EIO]
 
 
 def test_checkpoint_names_are_lightnings() -> None:

@@ -126,21 +126,20 @@ def verify_on_disk(directory: Path, group: dist.ProcessGroup | None = None) -> l
     """
     if hasattr(os, "posix_fadvise"):
         files = on_first_rank(lambda: sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*")), group)
-        for name in _own_share(files):
-            _forget(directory / name)
-        on_every_rank(lambda: None, group)  # nobody reads what another rank has not dropped yet
+        share = _own_share(files)
+        # Together, so that nobody reads what another rank has not dropped yet, and an error is all ranks'.
+        on_every_rank(lambda: _forget([directory / name for name in share]), group)
     return find_damage(directory, group)
 
 
-def _forget(path: Path) -> None:
-    """Drop a synced file's pages from the page cache."""
-    if not path.is_file():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+def _forget(paths: list[Path]) -> None:
+    """Drop synced files' pages from the page cache."""
+    for path in filter(Path.is_file, paths):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _read_or_damage(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
