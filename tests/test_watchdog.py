@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 from job_processes import Job, ranks_of
 
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, describe
+from nemo_style_aligner.telemetry import activity, watchdog
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, Sighting, Watchdog, describe
 
 SCRIPT = """
 import ctypes, sys, time
@@ -103,26 +104,98 @@ def test_a_rank_that_holds_the_lock(stuck_jobs: dict[str, tuple[Job, Path]]) -> 
     assert "script.py" in (log_dir / "watchdog" / "backstop_rank_0.txt").read_text()
 
 
-def _state(rank: int, **changes: object) -> RankState:
+def _seen(rank: int, **changes: object) -> Sighting:
     values: dict[str, object] = {"rank": rank, "host": "h", "pid": 1, "job": "j", "time": 100.0, "phase": "step"}
-    values |= {"since": 0.0, "progress": 0.0, "bound": 0.0, "line": "a.py:1", "collective": None}
-    return RankState(**(values | changes))  # type: ignore[arg-type]
+    values |= {"since": 0.0, "idle": 100.0, "bound": 0.0, "line": "a.py:1", "collective": None}
+    return Sighting(RankState(**(values | changes)), at=100.0)  # type: ignore[arg-type]
 
 
 def test_the_report_groups_the_ranks() -> None:
-    states = [_state(rank, collective="all_reduce of the default group") for rank in range(3)]
-    lines = describe([*states, _state(3, line="b.py:2"), None], 60, 100.0, 30).splitlines()
+    ranks = [_seen(rank, collective="all_reduce of the default group") for rank in range(3)]
+    lines = describe([*ranks, _seen(3, line="b.py:2"), None], 60, 100.0, 30).splitlines()
     assert lines[1] == "rank 4 has never reported"
     assert lines[2].startswith("rank 3 (host h, process 1) is behind: in phase step") and lines[2].endswith("b.py:2")
     assert lines[3].startswith("each of the ranks 0, 1, 2 waits in all_reduce of the default group")
-    alone = describe([_state(0, line="c.py:3")], 60, 100.0, 30).splitlines()
+    alone = describe([_seen(0, line="c.py:3")], 60, 100.0, 30).splitlines()
     assert alone[1].startswith("rank 0 (host h, process 1) is stuck: in phase step")
 
 
+class Clocks:
+    """What the watchdog takes for the time."""
+
+    def __init__(self) -> None:
+        self.wall, self.now = 1e9, 0.0
+
+    def time(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    found = Clocks()
+    for module in (activity, watchdog):
+        monkeypatch.setattr(module, "time", found)
+    for name in ("_started", "_progress"):
+        monkeypatch.setattr(activity, name, 0.0)
+    return found
+
+
+def test_clocks_that_are_set_end_no_job_and_save_none(clocks: Clocks, tmp_path: Path) -> None:
+    """Two ranks, on machines whose clocks differ by hours; one is stopped after 30 s. The limit is 100 s."""
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    first, second = (Watchdog(tmp_path, rank, 2, 100.0, "job", ended.append) for rank in (0, 1))
+    for clocks.now in (0.0, 30.0):
+        clocks.wall += 7200
+        second._tick()
+        clocks.wall -= 3600
+        first._tick()
+    clocks.wall -= 86400
+    for clocks.now in (40.0, 99.0):
+        first._tick()
+    assert not ended
+    clocks.now = 102.0
+    first._tick()
+    assert ended == [EXIT_STUCK]
+    behind = (tmp_path / "watchdog" / "report.txt").read_text().splitlines()[1]
+    assert behind.startswith("rank 1 (host ") and "silent for 87 s" in behind  # 72, and 15 in which nobody wrote stacks
+
+
+def test_a_rank_that_gets_on_saves_the_others(clocks: Clocks, tmp_path: Path) -> None:
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    first, second = (Watchdog(tmp_path, rank, 2, 100.0, "job", ended.append) for rank in (0, 1))
+    for clocks.now in (60.0, 120.0, 180.0):
+        second._write_state(dataclasses.replace(second._state(), idle=10.0))
+        first._tick()
+    assert not ended
+
+
+def test_a_job_that_hangs_on_a_full_disk_is_ended(
+    clocks: Clocks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing can be written: here for want of the folder."""
+    ended: list[int] = []
+    dog = Watchdog(tmp_path / "nowhere", 0, 1, 100.0, "job", ended.append)
+    clocks.now = 99.0
+    dog._tick()
+    assert not ended
+    clocks.now = 101.0
+    dog._tick()
+    assert ended == [EXIT_STUCK] and "is stuck: in phase starting" in capsys.readouterr().err
+
+
 def test_a_wait_with_its_own_limit_may_take_as_long() -> None:
-    assert _state(0).is_stuck(60, now=100.0)
-    assert not _state(0, bound=600.0).is_stuck(60, now=100.0)
-    assert not _state(0, progress=50.0).is_stuck(60, now=100.0)
+    assert _seen(0).state.is_stuck(60, silence=0.0)
+    assert not _seen(0, bound=600.0).state.is_stuck(60, silence=0.0)
+    assert not _seen(0, idle=50.0).state.is_stuck(60, silence=5.0)
+    assert _seen(0, idle=50.0).state.is_stuck(60, silence=15.0)
     with activity.phase("outer"), activity.bounded(5.0), activity.phase("inner"):
         now = activity.current()
         assert now.phase.endswith("outer/inner") and now.bound == 5.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """A reading of the state. Times are `time.time()`.
+    """A reading of the state. Times are `time.monotonic()`, which nobody sets.
 
     Attributes:
         phase: names of the open phases, joined by ``/``.
@@ -33,13 +33,13 @@ class Activity:
 _STARTING = "starting"
 _phases: list[tuple[str, float]] = []
 _bounds: list[float] = []
-_started = _progress = time.time()
+_started = _progress = time.monotonic()
 
 
 def progress() -> None:
     """Something was done: the process is not stuck. Cheap; any thread."""
     global _progress
-    _progress = time.time()
+    _progress = time.monotonic()
 
 
 def enter(name: str) -> None:

@@ -5,6 +5,9 @@ has made progress for longer than the limit, the rank that notices first raises 
 writes the stacks of all its threads beside it, and the job ends with status `EXIT_STUCK`. Files, because they need
 nobody to answer: a rank that is stopped or gone is known by what it wrote last.
 
+Clocks that are set, and those of other machines, decide nothing: a rank writes how long it has been without progress,
+and who reads that counts on from there for as long as it stays what it is.
+
 A rank that holds Python's lock in C code cannot run the thread: then a timer of `faulthandler`, which needs no
 lock, writes the stacks and ends it.
 """
@@ -21,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -36,17 +39,20 @@ _logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 5.0  # for the other ranks to notice the alarm and to write their stacks
 _SILENT_BEATS = 3.0  # a rank that has missed so many beats is stopped, starved or gone
+_QUIET_SHARE = 0.1  # of the limit, from which on a rank reads what the others write: not all do it all the time
 
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """What a rank last wrote about itself. Times are `time.time()`.
+    """What a rank last wrote about itself.
 
     Attributes:
         rank, host, pid: who.
         job: the same on all ranks of a job and of nobody else.
-        time: when this was written.
-        phase, since, progress, bound: see `activity.Activity`.
+        time: when this was written, by `time.time()`.
+        phase, bound: see `activity.Activity`.
+        since: when the innermost phase began, by `time.time()`.
+        idle: seconds without progress until then.
         line, collective: see `stacks.Location`.
     """
 
@@ -57,14 +63,22 @@ class RankState:
     time: float
     phase: str
     since: float
-    progress: float
+    idle: float
     bound: float
     line: str
     collective: str | None
 
-    def is_stuck(self, limit: float, now: float) -> bool:
-        """Whether this rank, as far as is known, has got nowhere for longer than it may."""
-        return now - self.progress > max(limit, self.bound)
+    def is_stuck(self, limit: float, silence: float) -> bool:
+        """Whether this rank, silent for so many seconds since, has got nowhere for longer than it may."""
+        return self.idle + silence > max(limit, self.bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sighting:
+    """What a rank has written, and `time.monotonic()` when this rank first read it."""
+
+    state: RankState
+    at: float
 
 
 class Watchdog:
@@ -91,6 +105,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._backstop: TextIO | None = None
+        self._sightings: dict[int, Sighting] = {}
 
     def start(self) -> None:
         """Begin to watch."""
@@ -99,7 +114,7 @@ class Watchdog:
         activity.progress()
         self._backstop = (self._folder / f"backstop_rank_{self._rank}.txt").open("w", encoding="utf-8")
         self._put_off_backstop(self._limit + 6 * self._beat)
-        self._write_state()
+        self._write_state(self._state())
         self._thread.start()
 
     def stop(self) -> None:
@@ -113,58 +128,65 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._beat):
-            try:
-                self._tick()
-            except OSError as error:  # a full disk must not end the watch
-                _logger.warning("watchdog: %s", error)
+            self._tick()
 
     def _tick(self) -> None:
         self._put_off_backstop(self._limit + 6 * self._beat)
-        state = self._write_state()
-        if self._alarm.exists():
+        state = self._state()
+        self._sightings[self._rank] = Sighting(state, time.monotonic())
+        self._write_state(state)
+        if _exists(self._alarm):
             self._put_off_backstop(6 * _GATHER_SECONDS)
             self._write_stacks()
             if not self._stop.wait(4 * _GATHER_SECONDS):  # who raised it ends the job; if not:
                 self._end(EXIT_STUCK)
-        elif state.is_stuck(self._limit, time.time()) and self._all_stuck():
-            self._raise_alarm()
+        elif state.idle > _QUIET_SHARE * self._limit:
+            self._read_states()
+            if state.is_stuck(self._limit, 0.0) and self._others_are_stuck():
+                self._raise_alarm()
 
     def _put_off_backstop(self, seconds: float) -> None:
         """At every beat: it goes off only if this thread cannot run."""
         if self._backstop is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._backstop)
 
-    def _write_state(self) -> RankState:
-        now, where = activity.current(), main_thread_location()
-        state = RankState(
+    def _state(self) -> RankState:
+        now, where, clock = activity.current(), main_thread_location(), time.time()
+        return RankState(
             rank=self._rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             job=self._job,
-            time=time.time(),
+            time=clock,
+            phase=now.phase,
+            since=clock - (time.monotonic() - now.since),
+            idle=time.monotonic() - now.progress,
+            bound=now.bound,
             line=where.line,
             collective=where.collective,
-            **dataclasses.asdict(now),
         )
+
+    def _write_state(self, state: RankState) -> None:
         path = self._folder / f"rank_{self._rank}.json"
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
-        unfinished.replace(path)
-        return state
+        with _tolerated():
+            unfinished.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+            unfinished.replace(path)
 
-    def _states(self) -> list[RankState | None]:
-        """All ranks' states, None for a rank that has not written any in this run."""
-        states: list[RankState | None] = []
+    def _read_states(self) -> None:
+        """Take note of what all ranks have written in this run, and of when it changed."""
         for rank in range(self._world_size):
-            state = None
             with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or left by another version
                 state = RankState(**json.loads((self._folder / f"rank_{rank}.json").read_text(encoding="utf-8")))
-            states.append(state if state is not None and state.job == self._job else None)
-        return states
+                known = self._sightings.get(rank)
+                if state.job == self._job and (known is None or state != known.state):
+                    self._sightings[rank] = Sighting(state, time.monotonic())
 
-    def _all_stuck(self) -> bool:
-        now = time.time()
-        return all(state is None or state.is_stuck(self._limit, now) for state in self._states())
+    def _others_are_stuck(self) -> bool:
+        """As far as is known: one that cannot write its state, and one that never did, count as if they were."""
+        now = time.monotonic()
+        others = [seen for rank, seen in self._sightings.items() if rank != self._rank]
+        return all(seen.state.is_stuck(self._limit, now - seen.at) for seen in others)
 
     def _raise_alarm(self) -> None:
         try:
@@ -172,17 +194,22 @@ class Watchdog:
                 json.dump({"raised_by": self._rank, "time": time.time()}, file)
         except FileExistsError:
             return  # another rank was first; the next beat sees its alarm
+        except OSError as error:  # the others have to notice by themselves
+            _logger.warning("watchdog: %s", error)
         self._put_off_backstop(6 * _GATHER_SECONDS)
         self._write_stacks()
         deadline = time.monotonic() + _GATHER_SECONDS + self._beat
         ranks = range(self._world_size)
-        while time.monotonic() < deadline and not all(self._stack_file(rank).exists() for rank in ranks):
+        while time.monotonic() < deadline and not all(_exists(self._stack_file(rank)) for rank in ranks):
             time.sleep(0.1)
-        report = describe(self._states(), self._limit, time.time(), _SILENT_BEATS * self._beat + _GATHER_SECONDS)
+        self._read_states()
+        silent_after = _SILENT_BEATS * self._beat + _GATHER_SECONDS
+        report = describe([self._sightings.get(rank) for rank in ranks], self._limit, time.monotonic(), silent_after)
         report += f"\nstacks of all ranks that could write them: {self._folder}/stacks_rank_*.txt"
-        (self._folder / "report.txt").write_text(report + "\n", encoding="utf-8")
         sys.stderr.write("".join(f"[rank {self._rank}] watchdog: {line}\n" for line in report.splitlines()))
         sys.stderr.flush()
+        with _tolerated():
+            (self._folder / "report.txt").write_text(report + "\n", encoding="utf-8")
         self._end(EXIT_STUCK)
 
     def _stack_file(self, rank: int) -> Path:
@@ -191,27 +218,52 @@ class Watchdog:
     def _write_stacks(self) -> None:
         path = self._stack_file(self._rank)
         unfinished = path.with_suffix(".tmp")
-        with unfinished.open("w", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-        unfinished.replace(path)
+        with _tolerated():
+            with unfinished.open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def _tolerated() -> Iterator[None]:
+    """The body writes for people and for other ranks: where it cannot (a full disk), the watch goes on all the same."""
+    try:
+        yield
+    except OSError as error:
+        _logger.warning("watchdog: %s", error)
+
+
+def _exists(path: Path) -> bool:
+    """Whether it does, as far as can be seen."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 # ---- the report ---------------------------------------------------------------------------------
 
 
-def describe(states: Sequence[RankState | None], limit: float, now: float, silent_after: float) -> str:
+def describe(sightings: Sequence[Sighting | None], limit: float, now: float, silent_after: float) -> str:
     """Who holds up whom, one line per rank or group of ranks in the same place.
 
     A rank is behind when it is silent, or when others wait in a collective and it does not.
+
+    Args:
+        sightings: of the ranks in order, None for one that has never been seen.
+        now: `time.monotonic()`.
+        silent_after: seconds after which a state is too old for a rank that runs.
     """
-    silent = [s for s in states if s is not None and now - s.time > silent_after]
-    known = [s for s in states if s is not None and s not in silent]
+    silences = {seen.state.rank: now - seen.at for seen in sightings if seen is not None}
+    states = [seen.state for seen in sightings if seen is not None]
+    silent = [s for s in states if silences[s.rank] > silent_after]
+    known = [s for s in states if s not in silent]
     waiting = [s for s in known if s.collective is not None]
     behind = silent + ([s for s in known if s.collective is None] if waiting else [])
     lines = [f"no rank has made progress for {limit:g} s (exp_manager.watchdog_minutes); ending the job"]
-    lines += [f"rank {rank} has never reported" for rank, state in enumerate(states) if state is None]
+    lines += [f"rank {rank} has never reported" for rank, seen in enumerate(sightings) if seen is None]
     for state in behind:
-        silence = f", silent for {now - state.time:.0f} s (stopped, starved or gone)" if state in silent else ""
+        silence = f", silent for {silences[state.rank]:.0f} s (stopped, starved or gone)" if state in silent else ""
         doing = f" in {state.collective}" if state.collective else ""
         lines.append(f"{_who([state])} is behind: {_where(state)}{doing}{silence}")
     others = [s for s in known if s not in behind]
