@@ -28,10 +28,16 @@ from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.parallel.groups import initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers import training_session
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
-from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.service import HttpSettings
@@ -187,7 +193,9 @@ def actor(
     job: CriticJob, folder: Path, state: dict[str, Any] | None = None, limits: ClientLimits = LIMITS, **options: Any
 ) -> Iterator[RemoteCritic]:
     """Rank 0 of an actor job that starts with this state of its checkpoint."""
-    client = CriticClient(client_config(job.port), infer_limits=limits, train_limits=limits)
+    client = CriticClient(
+        client_config(job.port), infer_limits=limits, train_limits=limits, on_lost=options.get("on_lost")
+    )
     critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"), timeout_s=60.0)
     try:
         client.wait_until_ready(20)
@@ -294,6 +302,42 @@ def test_the_watch_brings_an_idle_pair_level(job: CriticJob, tmp_path: Path) -> 
         wait_for(lambda: job.critic.trained == [1, 2])
         run_id = critic.client.position.run_id
         assert job.next_number(run_id) == 3
+
+
+def test_a_refusal_that_is_over_is_forgotten(job: CriticJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        session, watch = critic.client._session, critic.client._watch
+        assert watch is not None
+        bring_level, failures = session.try_bring_level, []
+
+        def refused_once() -> bool:
+            failures.append(watch.failure)
+            if len(failures) == 1:
+                raise RequestRefusedError("no room for a moment", 500, {})
+            return bring_level()
+
+        monkeypatch.setattr(session, "try_bring_level", refused_once)
+        job.restart()
+        wait_for(lambda: job.critic.trained == [1])
+        assert isinstance(failures[1], RequestRefusedError)
+        wait_for(lambda: watch.failure is None)
+
+
+def test_a_critic_that_is_lost_for_good_ends_a_job_that_waits_for_others(
+    job: CriticJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 asks for nothing; the watch notices that the critic has come back in another directory."""
+    monkeypatch.setattr(training_session, "_GIVE_UP_SECONDS", 0.2)
+    lost: list[Exception] = []
+    with actor(job, tmp_path, on_lost=lost.append) as critic:
+        for number in range(1, 5):
+            train(critic, number)
+            save(critic)
+        job.checkpoints.stored.clear()
+        job.restart()
+        wait_for(lambda: bool(lost))
+        assert isinstance(lost[0], SequenceConflictError) and "cannot go on with this run" in str(lost[0])
 
 
 def test_training_that_is_under_way_survives_the_critic(job: CriticJob, tmp_path: Path) -> None:

@@ -78,7 +78,12 @@ def abort_job(exit_code: int = 1) -> NoReturn:
     os._exit(exit_code)
 
 
-def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def fail_job(error: BaseException) -> NoReturn:
+    """End the whole job, from any thread, as an error does that nobody catches in the main thread."""
+    _report_and_abort(type(error), error, error.__traceback__)
+
+
+def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
     rank, size = _own_rank()
     if issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue)):
         # All ranks find the same mistake in the config: rank 0 says it, the others only if rank 0 has not

@@ -22,6 +22,7 @@ from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_e
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
 from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.worlds import Link
@@ -229,7 +230,7 @@ def build_scorer(cfg: DictConfig) -> CriticClient:
     )
     training = float(timeouts.training_seconds)
     train_limits = dataclasses.replace(limits, read_s=training / 2, total_s=training)
-    return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits)
+    return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job)
 
 
 def build_generator(cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int) -> Generator:

@@ -91,7 +91,7 @@ class CriticClient:
 
     On its own, a client makes sure that nothing is trained twice, and raises an error when the critic loses training.
     After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
-    takes scores from none that is not.
+    takes scores from none that is not. ``on_lost`` is called if that is impossible, see `CriticWatch`.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class CriticClient:
         max_parallel: int = 8,
         infer_limits: ClientLimits | None = None,
         train_limits: ClientLimits | None = None,
+        on_lost: Callable[[Exception], object] | None = None,
     ) -> None:
         critic, names = config["critic"], config["critic"]["name"]
         self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
@@ -124,6 +125,7 @@ class CriticClient:
             self._critic.base_url,
         )
         self._watch: CriticWatch | None = None
+        self._on_lost = on_lost
         self._closed = threading.Event()
         self._inference = concurrent.futures.ThreadPoolExecutor(max_parallel, "critic-infer")
         self._rewards = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
@@ -142,7 +144,7 @@ class CriticClient:
         ``journal`` holds the batches it may need for that. Raises `SequenceConflictError` when it cannot go there.
         """
         self._session.begin(journal, position)
-        self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0)
+        self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0, self._on_lost)
 
     def follow(self, position: CriticPosition) -> None:
         """Take the run that ``position`` is of for this client's, without bringing the critic there.

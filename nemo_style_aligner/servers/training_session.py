@@ -41,6 +41,9 @@ RESTORE_MODEL = "critic_restore"
 MAX_ATTEMPTS = 10
 _PROGRESS_SECONDS = 10.0
 _WATCH_SECONDS = 1.0
+_GIVE_UP_SECONDS = (
+    65.0  # for the main thread to fail of itself, which leaves a checkpoint under way a minute to be whole
+)
 _WATCH_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0)
 
 
@@ -210,15 +213,24 @@ class CriticWatch:
         http: the critic.
         session: of this run.
         away_s: how long requests wait for a critic that is away; so long the job is not stuck.
+        on_lost: called with the error when the critic can never be brought level, if that has not ended the job before.
+            The main thread may be waiting for other ranks, which wait for scores: it would not learn of it.
     """
 
-    def __init__(self, http: HttpClient, session: TrainingSession, away_s: float) -> None:
-        self.failure: Exception | None = None  # why the critic cannot be brought level
+    def __init__(
+        self,
+        http: HttpClient,
+        session: TrainingSession,
+        away_s: float,
+        on_lost: Callable[[Exception], object] | None = None,
+    ) -> None:
+        self.failure: Exception | None = None  # why the critic could not be brought level, the last time
         self._http = http
         self._session = session
         self._away_s = away_s
+        self._on_lost = on_lost
         self._wake = threading.Event()
-        self._stop = False
+        self._stopped = threading.Event()
         self._instance = self._ask()
         self._thread = threading.Thread(target=self._run, name="critic-watch", daemon=True)
         self._thread.start()
@@ -229,7 +241,7 @@ class CriticWatch:
 
     def stop(self) -> None:
         """End the thread soon."""
-        self._stop = True
+        self._stopped.set()
         self._wake.set()
 
     def _ask(self) -> str | None:
@@ -243,10 +255,10 @@ class CriticWatch:
     def _run(self) -> None:
         away_since: float | None = None
         last_line = 0.0
-        while not self._stop:
+        while not self._stopped.is_set():
             is_woken = self._wake.wait(_WATCH_SECONDS * random.uniform(0.5, 1.5))
             self._wake.clear()
-            if self._stop:
+            if self._stopped.is_set():
                 return
             instance = self._ask()
             now = time.monotonic()
@@ -254,7 +266,7 @@ class CriticWatch:
                 away_since = now if away_since is None else away_since
                 if now - away_since < self._away_s:
                     activity.progress()
-                if now - last_line >= _PROGRESS_SECONDS and not self._stop:
+                if now - last_line >= _PROGRESS_SECONDS and not self._stopped.is_set():
                     logger.warning("waiting for the critic, away for %.0f s: %s", now - away_since, self._reason)
                     last_line = now
                 continue
@@ -263,14 +275,20 @@ class CriticWatch:
                 away_since, last_line = None, 0.0
             if (instance != self._instance or is_woken) and self._is_brought_level():
                 self._instance = instance
+            if isinstance(self.failure, SequenceConflictError | JournalError) and self._on_lost is not None:
+                if not self._stopped.wait(_GIVE_UP_SECONDS):
+                    self._on_lost(self.failure)
+                return
 
     def _is_brought_level(self) -> bool:
         try:
-            return self._session.try_bring_level()
+            is_level = self._session.try_bring_level()
+            self.failure = None
+            return is_level
         except ServerUnavailableError as error:  # away again
             logger.warning("the critic was lost while it was brought level: %s", error)
         except (SequenceConflictError, RequestRefusedError, JournalError) as error:
-            if not self._stop:
+            if not self._stopped.is_set():
                 logger.error("the critic cannot be brought level: %s", error)
                 self.failure = error
         return False
