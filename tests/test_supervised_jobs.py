@@ -458,6 +458,22 @@ def test_an_archive_that_a_killed_run_has_not_written_is_made_up_for(
     assert again.archived_step() == 6  # the only one that was saved with a validation
 
 
+def test_a_stop_in_the_last_step_puts_off_the_archive(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """Writing it may take longer than whoever asks to stop will wait. Without one to write, the run is done."""
+    run = TinyRun(layout, tmp_path)
+    run.stop_in_step = 6
+    assert run.fit() == 75 and run.trainer.is_finished
+    assert "step=6-val_loss=0.4-last" in run.names() and not run.archive.exists()
+    again = TinyRun(layout, tmp_path)
+    assert again.fit() == 0 and again.archive.exists() and not again.seen
+    without = TinyRun(layout, tmp_path / "without")
+    without.checkpoints.settings = dataclasses.replace(without.checkpoints.settings, save_nemo_on_train_end=False)
+    without.stop_in_step = 6
+    assert without.fit() == 0
+
+
 def test_a_checkpoint_is_ranked_by_a_validation_of_its_own_weights(
     layout: ParallelLayout, tmp_path: Path, stop_handlers: None
 ) -> None:

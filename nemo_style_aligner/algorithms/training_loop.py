@@ -105,13 +105,15 @@ class TrainingLoop(abc.ABC):
                     self.save_if_due()
                     self.log_phases()
                     progress.update(1, self.shown_metrics())
+                self.save_unless_saved()
+                self.finish_save()
+                if self.checkpoints.exports_at_end:  # else the run is done, whoever asks to stop it
+                    self.run_control.check()
             except StopEarlyError as reason:
                 self.save_unless_saved()
                 self.finish_save()
                 self.run_control.stop_early(self.step, reason)
             else:
-                self.save_unless_saved()
-                self.finish_save()
                 self.export()
         self.log_phases()
 

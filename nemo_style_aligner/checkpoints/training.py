@@ -220,6 +220,11 @@ class CheckpointManager:
 
     # ---- archives ---------------------------------------------------------------------------
 
+    @property
+    def exports_at_end(self) -> bool:
+        """Whether the settings want an archive when training is over."""
+        return (self.settings.save_nemo_on_train_end or self.settings.always_save_nemo) and self.nemo is not None
+
     def export_at_end(self, model: MegatronModel) -> None:
         """Training is over, and the model's state is saved: write the .nemo archive that the settings want.
 
@@ -227,7 +232,7 @@ class CheckpointManager:
         model has its own again afterwards.
         """
         self.finish()
-        if not (self.settings.save_nemo_on_train_end or self.settings.always_save_nemo) or self.nemo is None:
+        if not self.exports_at_end:
             return
         best = self._better_than_current() if self.settings.save_best_model else None
         if best is not None:
