@@ -22,6 +22,7 @@ import pytest
 import requests
 from job_processes import ROOT
 from listeners import listeners
+from served_critic import client_config
 
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
@@ -41,7 +42,13 @@ from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition
-from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    RequestRefusedError,
+    ServerUnavailableError,
+    server_url,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -443,22 +450,44 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
     assert begun == sink.got == []
 
 
-def test_over_several_machines_the_queue_has_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", [None, "0.0.0.0"])
+def test_over_several_machines_the_queue_has_an_address_that_others_reach(
+    host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = own_address()
     if address == socket.gethostname():
         pytest.skip("this machine has no route to others")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as Debian resolves a host's own name: 127.0.1.1
     cfg = load_defaults("gpt_ppo_actor")
     cfg.trainer.num_nodes = 2
-    cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "port": 0})
+    cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "host": host, "port": 0})
     engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
     with single_process():
         source = build_work_source(cfg, engine, GenerationGroup(0, 1))
     source.start_round(1, [5])
     assert isinstance(source, WorkQueueClient) and source.lease(1) == [5]
-    port = int(source._http.base_url.rpartition(":")[2])
-    assert [listener.address for listener in listeners(os.getpid()) if listener.port == port] == [address]
+    told, port = source._http.base_url.removeprefix("http://").split(":")
+    assert told == address
+    assert [listener.address for listener in listeners(os.getpid()) if listener.port == int(port)] == [host or address]
     source.close()
+
+
+def test_addresses_of_ipv6() -> None:
+    """The critic's and the queue's."""
+    assert server_url("fd00::5", 5555) == server_url("[fd00::5]", 5555) == "http://[fd00::5]:5555"
+    config = client_config(5555)
+    config["critic"]["ip"] = "fd00::5"
+    assert CriticClient(config)._critic.base_url == "http://[fd00::5]:5555"
+    try:
+        server = WorkQueueServer(WorkQueue(), host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    worker = WorkQueueClient("::1", server.port)
+    server.queue.start_round(1, [5])
+    worker.start_round(1, [])
+    assert worker.lease(1) == [5]
+    worker.close()
+    server.stop()
 
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:

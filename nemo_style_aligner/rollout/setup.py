@@ -42,6 +42,7 @@ from nemo_style_aligner.weights.stream import lendable_weights
 
 logger = logging.getLogger(__name__)
 
+_WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on; to workers on other machines they mean their own machine
 _INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
 
 
@@ -192,10 +193,11 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
     token = _token(cfg)
     server, address = None, None
     if dist.get_rank() == 0:
-        host = section.host or ("127.0.0.1" if cfg.trainer.num_nodes == 1 else own_address())
+        reachable = "127.0.0.1" if cfg.trainer.num_nodes == 1 else own_address()
+        host = section.host or reachable
         queue = WorkQueue(lease_seconds=float(section.lease_seconds), workers=group.count)
         server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)
-        address = (host, server.port)
+        address = (reachable if host in _WILDCARDS else host, server.port)
     host, port = broadcast_object(address)
     limits = WorkerLimits(
         lease_seconds=float(section.lease_seconds),

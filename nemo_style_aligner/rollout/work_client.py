@@ -31,6 +31,7 @@ from nemo_style_aligner.servers.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
+    server_url,
 )
 from nemo_style_aligner.servers.http_server import JSON_TYPE
 
@@ -96,7 +97,7 @@ class WorkQueueClient:
         poll_seconds: float = 0.5,
     ) -> None:
         self.worker = worker or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._http = HttpClient(f"http://{host}:{port}", token=token, error_text=_error_text)
+        self._http = HttpClient(server_url(host, port), token=token, error_text=_error_text)
         self._server = server
         self._slots = slots
         self._limits = limits or WorkerLimits()

@@ -10,6 +10,7 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 from nemo_style_aligner.rollout.work_queue import RoundMismatchError, WorkQueue
+from nemo_style_aligner.servers.http_client import server_url
 from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class WorkQueueServer:
             may_send_body=token_check(token),
         )
         self.host, self.port = host, self._server.port
-        logger.info("rollout work queue on http://%s:%d", self.host, self.port)
+        logger.info("rollout work queue on %s", server_url(self.host, self.port))
 
     def stop(self) -> None:
         """Stop listening and free the port."""

@@ -24,6 +24,7 @@ from nemo_style_aligner.servers.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
+    server_url,
 )
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import CriticPosition
@@ -319,7 +320,7 @@ class CriticClient:
 
 
 def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
-    return HttpClient(f"http://{section['ip']}:{section['port']}", token=token, error_text=decode_error)
+    return HttpClient(server_url(section["ip"], section["port"]), token=token, error_text=decode_error)
 
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:

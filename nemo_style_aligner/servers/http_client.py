@@ -37,6 +37,12 @@ _CHUNK_BYTES = 2**16
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 
 
+def server_url(host: str, port: int) -> str:
+    """The URL of a server. An IPv6 address is put in brackets, or its colons would be taken for the port's."""
+    is_bare = ":" in host and not host.startswith("[")
+    return f"http://[{host}]:{port}" if is_bare else f"http://{host}:{port}"
+
+
 class ServerUnavailableError(RuntimeError):
     """The server gave no usable answer within the total limit. The message names server, request and time."""
 

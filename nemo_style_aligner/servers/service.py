@@ -25,6 +25,7 @@ import nemo_style_aligner
 from nemo_style_aligner.servers import openapi
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
+from nemo_style_aligner.servers.http_client import server_url
 from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.ledger import INSTANCE_HEADER
@@ -112,9 +113,8 @@ def start_http_server(
         limits=settings.connections,
         may_send_body=token_check(settings.token),
     )
-    logger.info(
-        "serving %s on http://%s:%d", ", ".join(endpoint.name for endpoint in endpoints), server.host, server.port
-    )
+    names = ", ".join(endpoint.name for endpoint in endpoints)
+    logger.info("serving %s on %s", names, server_url(server.host, server.port))
     return server
 
 
