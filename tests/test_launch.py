@@ -25,7 +25,7 @@ from nemo_style_aligner.parallel.detection import (
     slurm_step,
     tasks_per_node,
 )
-from nemo_style_aligner.parallel.launch import bind_address, check_world_size
+from nemo_style_aligner.parallel.launch import _stay_on_loopback, bind_address, check_world_size
 from nemo_style_aligner.parallel.machine import _cgroup_rooms
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
@@ -175,6 +175,20 @@ def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
     child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, 1, 2, 29500)
     assert detect_launch(child) == LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
     assert "PMIX_RANK" not in child and child["HOME"] == "/h" and child["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_of_one_machine_talk_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever computes: jobs on GPUs have gloo groups, too."""
+
+    def interfaces(info: LaunchInfo, **given: str) -> list[str | None]:
+        environment = dict(given)
+        monkeypatch.setattr(os, "environ", environment)
+        _stay_on_loopback(info)
+        return [environment.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]
+
+    assert interfaces(ALONE) == ["lo", "lo"]
+    assert interfaces(TORCHRUN_INFO, NCCL_SOCKET_IFNAME="eth1") == ["lo", "eth1"]
+    assert interfaces(MPIRUN_INFO) == [None, None]
 
 
 def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:

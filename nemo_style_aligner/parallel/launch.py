@@ -110,8 +110,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         _use_trees_for_sums_only()
     else:
         backend = "gloo"
-        if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the host name, which may not resolve
+    _stay_on_loopback(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
@@ -223,6 +222,17 @@ def _use_trees_for_sums_only() -> None:
     if os.environ.get("NCCL_ALGO", "").strip().lower() == "tree":
         os.environ["NCCL_ALGO"] = "allreduce:tree"
         _logger.info("NCCL_ALGO=Tree is taken for allreduce:tree: trees can do nothing else")
+
+
+def _stay_on_loopback(info: LaunchInfo) -> None:
+    """Let ranks that are all on this machine talk over loopback, unless the user says otherwise.
+
+    Gloo, which jobs on GPUs use for objects and checkpoints, would look up the host name, which may not resolve; NCCL
+    would meet on the first interface that it finds, which firewalls may close and others can reach.
+    """
+    if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _device_index(info: LaunchInfo, visible: int) -> int:
