@@ -508,3 +508,20 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     assert marker.read_text().startswith("stopped")
     if phase == "running":
         assert output.count("saved because received SIG") == 2
+
+
+def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path) -> None:
+    """SIGTERM is its regular end: status 0, and no file that says otherwise."""
+    path, log_dir = tmp_path / "script.py", tmp_path / "log"
+    path.write_text(STOP_SCRIPT.replace('@job("gpt_ppo_critic")', '@job("gpt_ppo_critic", is_service=True)'))
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(path), "exp_manager.name=starting", f"exp_manager.explicit_log_dir={log_dir}"],
+        env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and "waiting" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and not (log_dir / "requeue").exists()

@@ -283,11 +283,10 @@ def job(
             end_with_supervisor()
             try:
                 cfg = _compose(name)
-                status = _run_job(name, check, main, cfg) if cfg is not None else 0
+                status = _run_job(name, check, main, cfg, is_service) if cfg is not None else 0
             except StopDuringStartError:
-                is_regular_end = is_service and stop_signals.received()[0] == signal.SIGTERM
                 _logger.warning("stopped by %s before there was anything to save", stop_signals.received()[0].name)
-                abort_job(0 if is_regular_end else EXIT_REQUEUE)
+                abort_job(0 if _is_regular_end(is_service) else EXIT_REQUEUE)
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
@@ -316,7 +315,14 @@ def _compose(name: str) -> DictConfig | None:
     return complete_config(composed[0], name) if composed else None
 
 
-def _run_job(name: str, check: str | None, main: Callable[[DictConfig], int | None], cfg: DictConfig) -> int:
+def _is_regular_end(is_service: bool) -> bool:
+    """Whether the signal that stopped this job while it started is one that means its end, not a pause."""
+    return is_service and stop_signals.received()[0] == signal.SIGTERM
+
+
+def _run_job(
+    name: str, check: str | None, main: Callable[[DictConfig], int | None], cfg: DictConfig, is_service: bool
+) -> int:
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = check_config(cfg, name)
@@ -339,7 +345,7 @@ def _run_job(name: str, check: str | None, main: Callable[[DictConfig], int | No
         initialize(cfg)
         status = main(cfg) or 0
     except StopDuringStartError:
-        if log_dir is not None:
+        if log_dir is not None and not _is_regular_end(is_service):
             stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
         raise
     if status == EXIT_REQUEUE and log_dir is not None:
