@@ -41,7 +41,7 @@ ARGUMENTS = {
     ],
     "memory.py": [
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
-        *("--threads", "1"),
+        *("--threads", "1", "--cases", "packed", "padded"),
     ],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "growth.py": [
@@ -190,14 +190,12 @@ def test_service(reports: dict[str, Report]) -> None:
 
 def test_memory(reports: dict[str, Report]) -> None:
     output, report = reports["memory.py"]
-    assert list(report["cases"]) == ["packed", "selective", "full", "padded"], output
+    assert list(report["cases"]) == ["packed", "padded"], output
     for result in report["cases"].values():
         assert result["measured"].keys() - {"update"} == result["predicted"].keys()
         assert min(result["predicted"].values()) > 0 and min(result["measured"].values()) >= 0
-    said = [
-        report["cases"][case]["predicted"]["forward + backward"] for case in ("padded", "packed", "selective", "full")
-    ]
-    assert said == sorted(said, reverse=True) and len(set(said)) == 4
+    packed, padded = (report["cases"][case]["predicted"]["forward + backward"] for case in ("packed", "padded"))
+    assert packed < padded
 
 
 def test_training_pass(reports: dict[str, Report]) -> None:

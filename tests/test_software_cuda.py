@@ -21,6 +21,8 @@ from test_jobs import actor_flags, check_actor_log
 from nemo_style_aligner.telemetry.logger import read_metrics
 
 TIMEOUT = 240.0
+# Every operation takes its time here: few graphs, few samples.
+SMALL = ("trainer.ppo.generation.num_slots=4", "model.ppo.num_rollout_samples=8", "trainer.ppo.val_check_interval=0")
 SOFTWARE = ROOT / "tests" / "software_cuda"
 pytestmark = [
     pytest.mark.slow,
@@ -89,8 +91,8 @@ def test_ppo(artefacts: Artefacts, tmp_path: Path) -> None:
                 "train_gpt_ppo_actor.py",
                 *actor_flags(artefacts, log_dir, port),
                 "trainer.precision=32",
+                *SMALL,
                 "trainer.ppo.max_steps=2",
-                "trainer.ppo.val_check_interval=2",
                 "model.pipeline_model_parallel_size=2",
                 "trainer.ppo.trt_llm.reshard=True",
                 "trainer.ppo.generation.tensor_parallel_size=2",
@@ -117,8 +119,8 @@ def test_rollouts_on_a_device_of_their_own(artefacts: Artefacts, tmp_path: Path)
             script(
                 "train_gpt_ppo_actor.py",
                 *actor_flags(artefacts, log_dir, port),
+                *SMALL,
                 "trainer.ppo.max_steps=2",
-                "trainer.ppo.val_check_interval=0",
                 "trainer.ppo.rollout_devices=1",
                 "trainer.ppo.staleness=1",
             ),
