@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFiniteP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.models.recompute import _not_keeping, computed_again
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 from nemo_style_aligner.parallel.groups import (
     current_layout,
@@ -203,6 +205,19 @@ def test_recomputation_and_sequence_parallelism_save_memory_and_change_nothing(t
         assert all(torch.equal(results[f"{g}, {way}"][1], results[f"None, {way}"][1]) for g in ("selective", "full"))
     for granularity in ("None", "selective", "full"):
         assert saved[f"{granularity}, sharded"] < 0.8 * saved[f"{granularity}, whole"], saved
+
+
+def test_what_is_computed_again_is_not_held() -> None:
+    """Neither by autograd nor by what tells it how to compute it."""
+    x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
+    doubled = computed_again(x * 2, lambda: x * 2)
+    expected, held = 2 * x.sum(0).expand(6, 8), weakref.ref(doubled)
+    with _not_keeping(doubled):
+        out = torch.nn.functional.linear(doubled, weight)
+    del doubled
+    assert held() is None
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
 
 
 def test_split_vocabulary_equals_dense(three_ranks: Path) -> None:
