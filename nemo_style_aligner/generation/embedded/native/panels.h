@@ -104,16 +104,21 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
 
 // ---- vector kernel --------------------------------------------------------------------------------------------------
 
-// c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. As many columns at a time as there are registers for.
-template <class B> static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B* panel, float* c) {
+// How often a panel is read for a block of n rows: as many columns are taken at a time as there are registers for.
+constexpr int readings(int n) { return n * (PANEL / LANES) <= ACCUMULATORS ? 1 : PANEL / LANES / 2; }
+
+// c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. Moves `ahead` on by what was asked for.
+template <class B>
+static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B* panel, float* c, Ahead& ahead) {
     with_constant<VECTOR_ROWS>(n, [&](auto rows) {
-        constexpr int N = decltype(rows)::value;
-        constexpr int ALL = PANEL / LANES, V = N * ALL <= ACCUMULATORS ? ALL : 2;
+        constexpr int N = decltype(rows)::value, READINGS = readings(N), V = PANEL / LANES / READINGS;
+        constexpr int LINES = (2 * PANEL * (int)sizeof(B) / READINGS + 63) / 64;
         const act_t* row[N];
         for (int i = 0; i < N; ++i) row[i] = a + (size_t)i * lda;
-        for (int j = 0; j < ALL; j += V) {
+        for (int j = 0; j < PANEL / LANES; j += V) {
             vf acc[N][V] = {};
-            multiply_pairs<N, V>(row, k / 2, panel + (size_t)j * LANES * COLUMN_STEP<B>, PANEL, acc);
+            multiply_pairs<N, V, LINES>(row, k / 2, panel + (size_t)j * LANES * COLUMN_STEP<B>, PANEL, acc, ahead);
+            ahead.at += (size_t)ahead.step * (k / 2);
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
@@ -144,13 +149,21 @@ static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix&
                                   Use&& use) {
     const auto* panel = open_panel(matrix, index, k, scratch);
     alignas(64) float c[BLOCK_ROWS * PANEL];
+#if KERNEL != KERNEL_AMX
+    // The panel that follows arrives while this one is computed with, evenly over the time that this takes: memory and
+    // arithmetic work at once. The processor's own guess is too late when a panel is read at the speed of products.
+    const int rest = rows % BLOCK_ROWS;
+    const int all_readings = rows / BLOCK_ROWS * readings(BLOCK_ROWS) + (rest ? readings(rest) : 0);
+    Ahead ahead = {(const char*)(matrix.data + (size_t)(index + 1) * k * PANEL),
+                   2 * PANEL * (int)sizeof(weight_t) / all_readings};
+#endif
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
         const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
 #if KERNEL == KERNEL_AMX
         if (n > 16) multiply_tiles<2>(a + (size_t)r * k, k, k, panel, c);
         else multiply_tiles<1>(a + (size_t)r * k, k, k, panel, c);
 #else
-        multiply_rows(a + (size_t)r * k, k, n, k, panel, c);
+        multiply_rows(a + (size_t)r * k, k, n, k, panel, c, ahead);
 #endif
 #if STORAGE_INT8
         for (int i = 0; i < n; ++i)

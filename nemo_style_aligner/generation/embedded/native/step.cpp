@@ -102,6 +102,21 @@ static INLINE vf activate(vf x) {
     return y;
 }
 
+// out = row + bias, or out += row + bias; `width` numbers of a panel's row, of which the last panel may have fewer.
+template <bool ADD> static INLINE void write_row(float* out, const float* row, const float* bias, int width) {
+    int j = 0;
+    for (; j + LANES <= width; j += LANES) {
+        vf y = load<vf>(row + j);
+        if (bias) y += load<vf>(bias + j);
+        store(out + j, ADD ? load<vf>(out + j) + y : y);
+    }
+    for (; j < width; ++j) {
+        const float y = row[j] + (bias ? bias[j] : 0.0f);
+        out[j] = ADD ? out[j] + y : y;
+    }
+}
+static INLINE const float* panel_bias(const float* bias, int panel) { return bias ? bias + panel * PANEL : nullptr; }
+
 // Rotates q and k, norms them where the model does, and files k and v in the row's page.
 static void file_row(const Model& m, const Layer& layer, const Pass& pass, int row) {
     const int position = pass.positions[row];
@@ -196,11 +211,9 @@ class Worker {
         norm_rows(layer.input_norm, layer.input_norm_bias);
         product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, QKV - panel * PANEL);
-            for (int i = 0; i < n; ++i) {
-                float* out = m.qkv + (size_t)(first + i) * QKV + panel * PANEL;
-                for (int j = 0; j < width; ++j)
-                    out[j] = block[i * PANEL + j] + (layer.qkv_bias ? layer.qkv_bias[panel * PANEL + j] : 0.0f);
-            }
+            for (int i = 0; i < n; ++i)
+                write_row<false>(m.qkv + (size_t)(first + i) * QKV + panel * PANEL, block + i * PANEL,
+                                 panel_bias(layer.qkv_bias, panel), width);
         });
         each(pass.num_tokens, rows_chunk(), [&](int row) { file_row(m, layer, pass, row); });
         each((int)c.items.size() * GROUPS, 1, [&](int i) {
@@ -220,8 +233,7 @@ class Worker {
             constexpr int WIDTH = GATED ? 16 : PANEL;
             for (int i = 0; i < n; ++i) {
                 float* x = block + i * PANEL;
-                if (layer.fc1_bias)
-                    for (int j = 0; j < PANEL; ++j) x[j] += layer.fc1_bias[panel * PANEL + j];
+                if (layer.fc1_bias) write_row<true>(x, layer.fc1_bias + panel * PANEL, nullptr, PANEL);
                 act_t* out = m.inner + (size_t)(first + i) * FFN_K + panel * WIDTH;
                 for (int j = 0; j < WIDTH; j += LANES) {
                     vf y = activate(load<vf>(x + j));
@@ -251,14 +263,9 @@ class Worker {
     void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias) {
         product(a, k, matrix, panels(HIDDEN), [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, HIDDEN - panel * PANEL);
-            for (int i = 0; i < n; ++i) {
-                const size_t at = (size_t)(first + i) * HIDDEN + panel * PANEL;
-                for (int j = 0; j < width; ++j) {
-                    const float y = block[i * PANEL + j] + (bias ? bias[panel * PANEL + j] : 0.0f);
-                    if (SUM_RANKS) m.partial[at + j] = y;
-                    else m.hidden[at + j] += y;
-                }
-            }
+            for (int i = 0; i < n; ++i)
+                write_row<!SUM_RANKS>((SUM_RANKS ? m.partial : m.hidden) + (size_t)(first + i) * HIDDEN + panel * PANEL,
+                                      block + i * PANEL, panel_bias(bias, panel), width);
         });
     }
 
@@ -274,11 +281,12 @@ class Worker {
     }
 
     template <class Use> void product(const act_t* a, int k, const Matrix& matrix, int count, Use&& use) {
-        const int chunk = std::max(1, count / (c.team.size * 8));
-        each(count, chunk, [&](int panel) {
+        if (rows == 0) return;
+        c.counters[phase++].each_in_runs(count, c.team.size * 2, [&](int panel) {
             multiply_panel(a, k, rows, matrix, panel, scratch,
                            [&](int first, int n, float* block) { use(panel, first, n, block); });
         });
+        c.team.barrier();
     }
 
     int rows_chunk() const { return std::max(1, pass.num_tokens / (c.team.size * 4)); }

@@ -1,6 +1,7 @@
 // A few threads that share the work of a call. Between calls they sleep; within one they wait for each other by
 // yielding, so that a process that wants their core gets it.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -85,6 +86,17 @@ class Counter {
             const int begin = next.fetch_add(chunk, std::memory_order_relaxed);
             if (begin >= n) return;
             for (int i = begin; i < n && i < begin + chunk; ++i) f(i);
+        }
+    }
+    // The same in runs of neighbours, long ones first: 1 / `parts` of what is left, so that all finish together.
+    template <class F> void each_in_runs(int n, int parts, F&& f) {
+        for (;;) {
+            int begin = next.load(std::memory_order_relaxed), end;
+            do {
+                if (begin >= n) return;
+                end = begin + std::max(1, (n - begin) / parts);
+            } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+            for (int i = begin; i < end; ++i) f(i);
         }
     }
     void reset() { next.store(0, std::memory_order_relaxed); }

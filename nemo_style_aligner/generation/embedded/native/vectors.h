@@ -137,13 +137,22 @@ static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
 }
 #endif
 
+// What the next products will read, asked for while this one is computed: `step` bytes for each pair of k.
+struct Ahead {
+    const char* at;
+    int step;
+};
+
 // acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the
 // order of k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is
-// computed with.
-template <int ROWS, int VECTORS, class B>
+// computed with. LINES_AHEAD cache lines of `ahead` are asked for with each pair.
+template <int ROWS, int VECTORS, int LINES_AHEAD = 0, class B>
 static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width,
-                                  vf (&acc)[ROWS][VECTORS]) {
+                                  vf (&acc)[ROWS][VECTORS], Ahead ahead = {}) {
     for (int p = 0; p < pairs; ++p, b += 2 * width) {
+#pragma GCC unroll 4
+        for (int line = 0; line < LINES_AHEAD; ++line) __builtin_prefetch(ahead.at + 64 * line);
+        ahead.at += ahead.step;
 #if KERNEL == KERNEL_FMA
         for (int odd = 0; odd < 2; ++odd) {
             vf w[VECTORS];
