@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.parallel.machine import available_cores
+from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16
 
 SHAPES = {
     "tiny": ModelArchitecture(
@@ -140,11 +140,6 @@ def versions(*packages: str) -> dict[str, str]:
 def cpu_flags() -> set[str]:
     """The processor's features as Linux names them."""
     return set(_cpuinfo("flags").split())
-
-
-def computes_in_bf16() -> bool:
-    """Whether the processor has bf16 arithmetic; elsewhere torch emulates it."""
-    return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
 
 
 def default_precision() -> str:

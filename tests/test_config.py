@@ -176,7 +176,7 @@ def test_every_key_is_explained() -> None:
                     explained.add(found[1])
             above = line
     plain = {"name", "ip", "port", "project", "lr", "weight_decay", "betas", "eps", "temperature", "enable", "shuffle"}
-    plain |= {"hidden_dropout", "attention_dropout", "precision", "max_position_embeddings", "mean", "std"}
+    plain |= {"hidden_dropout", "attention_dropout", "precision", "mean", "std"}
     plain |= {"system_turn_start", "turn_start", "label_start", "end_of_turn", "end_of_name", "min_lr"}
     assert keys - explained - plain == set()
 

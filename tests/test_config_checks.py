@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +237,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1,
         "trainer.ppo.inference_micro_batch_size=[4,0] trainer.ppo.strip_sequence_length_to_multiple=0 "
         "trainer.ppo.max_queue_delay_microseconds=-1 model.rm_placement=disk trainer.ppo.connections.idle_seconds=0 "
-        "trainer.ppo.connections.max_connections=0 exp_manager.log_format=xml",
+        "trainer.ppo.connections.max_connections=0 exp_manager.log_format=xml "
+        "exp_manager.log_level=verbose",
         (
             "trainer.ppo.connections.idle_seconds=0: must be above 0",
             "trainer.ppo.connections.max_connections=0: must be 1 or more",
             "exp_manager.log_format=xml: choose text or json",
+            "exp_manager.log_level=verbose: choose debug, info or warning",
             "inference_micro_batch_size=[4, 0]: must be 1 or more",
             "strip_sequence_length_to_multiple=0: must be 1 or more",
             "max_queue_delay_microseconds=-1: must be 0 or more",
@@ -312,8 +316,16 @@ def test_ranks_and_micro_batches_need_not_divide_a_global_batch(model: Path, job
     assert problems(model, job, line, ranks) == []
 
 
+def test_weights_and_biases_that_is_not_installed_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = problems(model, "training_rm", "exp_manager.create_wandb_logger=True")
+    assert problem.startswith("exp_manager.create_wandb_logger=True: wandb is not installed; pip install -e '.[wandb]'")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_the_guides_say_is_possible(model: Path, name: str) -> None:
+def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # asked for by some, an extra
     job, line, _ = COMMANDS[name]
     cfg = composed(job, *shlex.split(line), f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}")
     check_config(cfg, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import weakref
@@ -138,6 +139,31 @@ def test_constant_schedule_and_errors() -> None:
         Schedule(lr=1.0, name="Polynomial")
     with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):
         Schedule(lr=1.0, min_lr=2.0)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "changes", "expected"),
+    [
+        (1010, {}, True),
+        (12, {}, True),
+        (11, {}, False),  # nothing but the warm-up
+        (1011, {}, False),
+        (1000, {"warmup_steps": 0}, True),
+        (1010, {"min_lr": 1.0}, False),
+        (1010, {"name": "constant"}, False),
+    ],
+)
+def test_a_run_that_is_too_short_for_its_schedule_says_so(
+    max_steps: int, changes: dict[str, Any], expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "constant_steps": 1000} | changes
+    schedule = Schedule(max_steps=max_steps, **settings)
+    schedule.warn_if_nothing_decays()
+    assert bool(caplog.records) == expected
+    if expected:
+        first = 0 if settings["warmup_steps"] == 0 else 11
+        assert f"of this run's {max_steps} updates those after the first {first} are made at min_lr=0.1" in caplog.text
+        assert all(schedule(step) == 0.1 for step in range(first, max_steps))
 
 
 # ---- vocabulary ---------------------------------------------------------------------------------
@@ -596,6 +622,41 @@ def test_settings_of_a_job_do_not_come_with_the_model() -> None:
         "hidden_size": 64,
         "regression": {"attribute_weights": [1.0], "num_attributes": 2},
     }
+
+
+@pytest.mark.parametrize(
+    ("archive", "job", "expected"),
+    [
+        ({"max_position_embeddings": 131072}, {"encoder_seq_length": 4096, "max_position_embeddings": None}, 131072),
+        ({"max_position_embeddings": 2048}, {"encoder_seq_length": 4096, "max_position_embeddings": None}, 4096),
+        ({"max_position_embeddings": 2048}, {"encoder_seq_length": None, "max_position_embeddings": None}, 2048),
+        ({"encoder_seq_length": 8192}, {"encoder_seq_length": 4096, "max_position_embeddings": None}, 8192),
+        ({"max_position_embeddings": 131072}, {"encoder_seq_length": 4096, "max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": 131072}, {}, 131072),
+    ],
+)
+def test_positions_are_the_archives_unless_the_job_says_otherwise(
+    archive: dict[str, Any], job: dict[str, Any], expected: int
+) -> None:
+    assert lay_over(archive, job)["max_position_embeddings"] == expected
+
+
+def test_a_job_that_extends_a_models_positions_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And one whose sequences are shorter leaves them as they are."""
+    architecture = dataclasses.replace(ARCHITECTURES["llama"], max_position_embeddings=2048)
+    save_nemo(
+        tmp_path / "sft.nemo",
+        build_model(architecture, {}, torch.float32, trainable=False),
+        architecture.to_nemo_config(),
+        _saved_tokenizer(tmp_path / "tokenizer"),
+    )
+    for length, expected in ((1024, 2048), (4096, 4096)):
+        assert "which this job makes" not in caplog.text
+        cfg = OmegaConf.merge(load_defaults("gpt_ppo_critic"), {"model": {"encoder_seq_length": length}})
+        assert isinstance(cfg, DictConfig)
+        base = open_base_model(str(tmp_path / "sft.nemo"), cfg)
+        assert base.architecture.max_position_embeddings == cfg.model.max_position_embeddings == expected
+    assert "has 2048 positions, which this job makes 4096" in caplog.text
 
 
 def _saved_tokenizer(folder: Path) -> Path:

@@ -111,7 +111,7 @@ def test_wandb_that_is_not_installed_is_an_error_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     section = OmegaConf.create({"create_wandb_logger": True, "wandb_logger_kwargs": {"project": "p", "name": "n"}})
-    with pytest.raises(ImportError, match="pip install wandb"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
         MetricsLogger.from_config(section, tmp_path, rank=0)
     MetricsLogger.from_config(section, tmp_path, rank=1)  # the other ranks do not need it
 
@@ -226,6 +226,23 @@ def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.Captu
         root.setLevel(level)
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"\[rank 3\] WARNING job: shown$", line)
+
+
+def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
+    root, own = logging.getLogger(), logging.getLogger("nemo_style_aligner")
+    handlers, level = list(root.handlers), root.level
+    try:
+        configure_logging(level=logging.DEBUG)
+        logging.getLogger("nemo_style_aligner.servers.request_log").debug("a request")
+        logging.getLogger("another_package").debug("not shown")
+        configure_logging(rank=1, level=logging.DEBUG)
+        own.info("not shown")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        own.setLevel(logging.NOTSET)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("DEBUG nemo_style_aligner.servers.request_log: a request")
 
 
 def test_log_lines_as_json(capsys: pytest.CaptureFixture[str]) -> None:

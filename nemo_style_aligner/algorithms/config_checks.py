@@ -8,7 +8,9 @@ one line per problem: key=value, why it cannot be, what to do.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,12 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
 
 
 _EXAMPLE_VALUES = {"step": 1, "epoch": 1, "consumed_samples": 1, "ppo_optimization_step": 1, "val_loss": 0.5}
+
+
+def _wandb(view: JobView) -> Iterator[str]:
+    key = "exp_manager.create_wandb_logger"
+    if view.get(key) and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        yield f"{view.said(key)}: wandb is not installed; pip install -e '.[wandb]', or set {key}=False"
 
 
 # ---- layout -------------------------------------------------------------------------------------
@@ -389,10 +397,10 @@ def _reward_head(view: JobView) -> Iterator[str]:
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"
     if view.get(key) is not None and view.get(key) < 1:
-        yield f"{view.said(key)}: the learning rate's schedule needs the actor's number of steps; give 1 or more"
+        yield f"{view.said(key)}: the learning rate's schedule needs a number of critic updates; give 1 or more"
 
 
-_COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _ranks)
+_COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
 _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,

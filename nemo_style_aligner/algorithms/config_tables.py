@@ -13,7 +13,7 @@ from typing import Any, get_args
 from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
 from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.models.nonfinite import Action
-from nemo_style_aligner.telemetry.logging import LOG_FORMATS
+from nemo_style_aligner.telemetry.logging import LOG_FORMATS, LOG_LEVELS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
 
 CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("exp_manager.log_format", LOG_FORMATS),
+    ("exp_manager.log_level", LOG_LEVELS),
     ("trainer.*.on_nonfinite", get_args(Action)),
     ("trainer.ppo.staleness", (0, 1)),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),

@@ -70,6 +70,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None, memory=peak_meter()),
     )
     run.resume(actor.model, actor.optimizer, trainer)
+    actor.optimizer.schedule.warn_if_nothing_decays()
     critic.begin()
     return trainer
 

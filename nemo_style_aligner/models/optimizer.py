@@ -69,6 +69,21 @@ class Schedule:
             return self.min_lr
         return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress / decay_steps))
 
+    def warn_if_nothing_decays(self) -> None:
+        """Say on rank 0 that the run is too short for the schedule: after the warm-up all its updates are at min_lr."""
+        warmup = self.warmup_steps + 1 if self.warmup_steps > 0 else 0  # the update after it has the full rate
+        is_short = warmup < self.max_steps <= self.warmup_steps + self.constant_steps
+        if self.name == "CosineAnnealing" and is_short and self.min_lr < self.lr and dist.get_rank() == 0:
+            logger.warning(
+                "model.optim.sched: of this run's %d updates those after the first %d are made at min_lr=%g; "
+                "constant_steps=%d leaves none for the way down from lr=%g. Lower it, to 0 for instance",
+                self.max_steps,
+                warmup,
+                self.min_lr,
+                self.constant_steps,
+                self.lr,
+            )
+
 
 class Optimizer:
     """megatron-core's (distributed) Adam with gradient clipping and the schedule.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -73,9 +75,18 @@ def open_base_model(
     merged = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
     OmegaConf.set_struct(cfg, False)
     cfg.model = merged
+    architecture = ModelArchitecture.from_nemo_config(merged)
+    if dist.get_rank() == 0 and (base.get(_POSITIONS) or math.inf) < architecture.max_position_embeddings:
+        logger.warning(
+            "%s has %d positions, which this job makes %d (model.encoder_seq_length, model.max_position_embeddings): "
+            "it may know nothing of sequences that long; lower the former where none is",
+            location,
+            base[_POSITIONS],
+            architecture.max_position_embeddings,
+        )
     return BaseModel(
         path=location,
-        architecture=ModelArchitecture.from_nemo_config(merged),
+        architecture=architecture,
         config=merged,
         dtype=parse_precision(cfg.trainer.precision),
         tokenizer=load_nemo_tokenizer(location),
@@ -98,12 +109,20 @@ JOB_SETTINGS = (
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
 
 
+_POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"
+
+
 def lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
     """``job``'s ``model`` section over a checkpoint's.
 
-    A null in the job's leaves what the checkpoint says, but for `JOB_SETTINGS`: there it means what it says.
+    A null in the job's leaves what the checkpoint says, but for `JOB_SETTINGS`: there it means what it says. Positions
+    that the job does not give are the checkpoint's, or as many as its sequences take where those are longer: a job with
+    short sequences does not write out a model of fewer positions.
     """
-    return _lay_over({name: value for name, value in base.items() if name not in JOB_SETTINGS}, job)
+    merged = _lay_over({name: value for name, value in base.items() if name not in JOB_SETTINGS}, job)
+    if job.get(_POSITIONS) is None and job.get(_LENGTH):
+        merged[_POSITIONS] = max(int(job[_LENGTH]), int(base.get(_POSITIONS) or base.get(_LENGTH) or 0))
+    return merged
 
 
 def _lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from nemo_style_aligner.config import (
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
 from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
-from nemo_style_aligner.parallel.machine import available_cores, free_port, own_address
+from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, free_port, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.logging import configure_logging
@@ -133,6 +133,13 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         backend,
         torch.get_num_threads(),
     )
+    precision = str(OmegaConf.select(cfg, "trainer.precision"))
+    if info.rank == 0 and backend == "gloo" and precision.startswith("bf16") and not computes_in_bf16():
+        _logger.warning(
+            "trainer.precision=%s: this processor has no bf16 arithmetic and emulates it, several times slower than "
+            "trainer.precision=32",
+            precision,
+        )
     return info
 
 
@@ -334,7 +341,8 @@ def _run_job(
         return status
     if check is not None:
         hydra.utils.get_method(check)(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
-    configure_logging(info.rank, log_format=cfg.exp_manager.log_format)
+    level = getattr(logging, cfg.exp_manager.log_level.upper())
+    configure_logging(info.rank, level, cfg.exp_manager.log_format)
     for note in notes:
         _logger.info(note)
     log_dir = log_directory(cfg.exp_manager) if info.rank == 0 else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 _SERVER_PORTS = range(10000, 32000)
+_BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
 # Of control groups: the files with the limit and what is used, and the prefix of the numbers that include groups below.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _VERSION_2 = ("memory.max", "memory.current", "")
@@ -29,6 +30,16 @@ def available_cores() -> int:
 def available_memory() -> int:
     """Bytes of memory that can be taken without swapping, within the limits of the control groups around us."""
     return max(0, min([int(psutil.virtual_memory().available), *_cgroup_rooms()]))
+
+
+def computes_in_bf16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has bf16 arithmetic, which torch emulates elsewhere. True where nothing is known of it."""
+    try:
+        lines = cpu_info.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    features = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), None)
+    return features is None or not _BF16_FEATURES.isdisjoint(features.split())
 
 
 def free_port() -> int:

@@ -164,7 +164,7 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
         import wandb
     except ImportError as error:
         raise ImportError(
-            "exp_manager.create_wandb_logger=True needs the package wandb: pip install wandb, "
+            "exp_manager.create_wandb_logger=True needs the package wandb: pip install -e '.[wandb]', "
             "or set exp_manager.create_wandb_logger=False"
         ) from error
     run = wandb.init(dir=str(log_dir), **{key: value for key, value in kwargs.items() if value is not None})

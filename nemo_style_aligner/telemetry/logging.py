@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+LOG_LEVELS = ("debug", "info", "warning")
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _FIELDS = "fields"  # attribute of a record
@@ -20,7 +21,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     """Send log records to standard error, one line each: text that starts with time and rank, or a JSON object.
 
     Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks have to say alike is
-    said once. Calling it again replaces the earlier set-up.
+    said once. Other packages are left out below INFO. Calling it again replaces the earlier set-up.
     """
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
@@ -29,7 +30,9 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    level = level if rank == 0 else max(level, logging.WARNING)
+    root.setLevel(max(level, logging.INFO))
+    logging.getLogger(__name__.split(".")[0]).setLevel(level if level < root.level else logging.NOTSET)
     # These packages report every request and every kernel at INFO.
     for noisy in ("urllib3", "werkzeug", "waitress", "filelock", "megatron", "torch", "transformers", "httpx"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
