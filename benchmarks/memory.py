@@ -62,9 +62,9 @@ class Model:
         return self.dtype.itemsize * tokens * total
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
-        """Logits and the gradient of the weight, both in fp32 (and the latter once more in the model's dtype)."""
+        """Logits and the gradient of the weight, both in fp32 (of bf16 weights, the latter twice more in bf16)."""
         a = self.architecture
-        gradient = a.vocab_size * a.hidden_size * (4 if is_padded and self.dtype == torch.float32 else 8)
+        gradient = a.vocab_size * a.hidden_size * (4 if self.dtype == torch.float32 else 8)
         if is_padded:  # logits, their log-softmax, and the gradient of either
             return 3 * 4 * positions * a.vocab_size + gradient
         chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
@@ -104,6 +104,7 @@ def run_case(case: str, args: argparse.Namespace, answer: Any) -> None:
 
 def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workload: Workload) -> dict[str, Any]:
     is_padded = case == "padded"
+    give_back_what_is_freed()
     meter = peak_meter()
     start = settled(meter.take)
     granularity = case if case in ("selective", "full") else None
@@ -162,6 +163,14 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         "copy for a save": m.architecture.num_parameters * m.dtype.itemsize,
     }
     return {"tokens": tokens, "positions": positions, "measured": measured, "predicted": predicted}
+
+
+def give_back_what_is_freed() -> None:
+    """Map every tensor by itself. glibc would keep a freed one as a hole between those that are kept, and where a hole
+    is too small for the next tensor by an alignment, resident memory would not show that the tensor is gone."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        mmap_threshold = -3  # M_MMAP_THRESHOLD
+        libc.mallopt(mmap_threshold, 1 << 18)
 
 
 def settled(take: Callable[[], int]) -> int:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# Several workers, and the jobs that tests start, share the cores: nobody's threads shall wait for each other's turn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, hence before what follows
+
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
@@ -20,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the test
 # Files that take longest, in this order; they begin first, so that no worker is left with one of them at the end.
 SLOWEST_FILES = (
     "test_jobs.py",
+    "test_checkpoints.py",  # which needs nothing of what the first makes for others
     "test_supervised_jobs.py",
-    "test_checkpoints.py",
     "test_ppo_invariance.py",
     "test_weights.py",
     "test_recovery.py",

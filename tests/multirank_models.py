@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 from multirank_ppo import fork_ranks
 from safetensors.torch import save_file

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
 from omegaconf import DictConfig, OmegaConf
@@ -319,6 +318,7 @@ def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
     for layout in layouts:
         ppo_step(folder, layout)
         parallel_state.destroy_model_parallel()
+    assert "torch._dynamo" not in sys.modules, "training loads torch's compiler, which takes a second or two"
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
 from multirank_ppo import fork_ranks, make_archives

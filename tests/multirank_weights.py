@@ -1,4 +1,6 @@
-"""Run by `test_weights.py` under torch.distributed.run: weights in and out of sharded models, and into engines.
+"""Run by `test_weights.py`: weights in and out of sharded models, and into engines.
+
+``python multirank_weights.py <folder> <tp>x<pp> ...``
 
 Reshapes one world of ranks into several tensor x pipeline x data layouts, so that start-up is paid once.
 Prints one line per check; any rank that fails ends the run.
@@ -9,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # slow, and the first optimizer loads it: imported here once, for all ranks
 import torch.distributed as dist
+from multirank_ppo import fork_ranks
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -32,6 +33,7 @@ from nemo_style_aligner.weights.sharded_model import ShardedModel
 from nemo_style_aligner.weights.shared_buckets import shared_buckets
 from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights, lendable_weights
 
+RANKS = 4
 BASE = {
     "num_layers": 4,
     "hidden_size": 32,
@@ -247,12 +249,9 @@ def reward_round_trip(dtype: torch.dtype) -> None:
         check(torch.equal(after["model.norm.weight"].float(), language_model["model.norm.weight"]), "reward: body")
 
 
-def main() -> None:
+def scenarios(layouts: list[tuple[int, ...]]) -> None:
     from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[1:]]
     shared_memory()
     expected: dict[str, torch.Tensor] = {}
     responses: dict[str, list[GenerationResult]] = {}
@@ -270,7 +269,11 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"ok tp{tp_size} pp{pp_size} dp{layout.dp_size}", flush=True)
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[2:]]
+    fork_ranks(Path(sys.argv[1]), RANKS, lambda: scenarios(layouts))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def test_a_disk_that_is_really_full(multirank: dict[str, Any]) -> None:
 def test_a_save_killed_at_random_instants_loses_nothing(multirank: dict[str, Any]) -> None:
     result = multirank["killed_at_random"]
     whole = {1: result["first"], 2: result["second"]}
-    assert len(result["outcomes"]) == 4
+    assert len(result["outcomes"]) == 3
     for step, fingerprint, left, names in result["outcomes"]:
         assert fingerprint == whole[step], (step, left)
         assert not any(name.endswith((".unfinished", ".damaged")) for name in names), names

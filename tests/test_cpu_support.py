@@ -151,7 +151,7 @@ def test_only_megatron_core_is_rewritten() -> None:
 
 
 def test_megatron_imported_first_is_an_error_with_the_remedy() -> None:
-    code = "import megatron.core\nimport nemo_style_aligner"
+    code = "import sys, types\nsys.modules['megatron.core'] = types.ModuleType('imported')\nimport nemo_style_aligner"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "ImportError: import nemo_style_aligner before megatron.core" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,12 +272,16 @@ def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")
 
 
+CHANGES: list[dict[str, Any]] = [{}, {"weight_format": "int8"}, {"dtype": torch.bfloat16}]
+
+
 def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
     assert load_library(SHAPE, "avx2")[1]
     assert not load_library(SHAPE, "avx2")[1]
     assert not load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")[1]
-    assert load_library(dataclasses.replace(SHAPE, weight_format="int8"), "avx2")[1]
+    assert load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")[1]
+    assert len({tuple(compile_command("g++", dataclasses.replace(SHAPE, **change), "avx2")) for change in CHANGES}) == 3
 
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

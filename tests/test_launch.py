@@ -284,14 +284,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 SCRIPT = """
 import os, sys, time
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from listeners import listeners
 from nemo_style_aligner.parallel.launch import job
 
 @job("gpt_ppo_critic")
 def main(cfg: DictConfig) -> None:
+    import torch
+    import torch.distributed as dist
+    from listeners import listeners
+
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     print(f"sum {total.item():g} on rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="", flush=True)
@@ -458,12 +459,13 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 STOP_SCRIPT = """
 import time
 from omegaconf import DictConfig
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.parallel.launch import job
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
 
 @job("gpt_ppo_critic")
 def main(cfg: DictConfig) -> int:
+    from nemo_style_aligner.algorithms.run_control import RunControl
+    from nemo_style_aligner.parallel.stop_points import StopEarlyError
+
     control = RunControl()
     if cfg.exp_manager.name == "starting":
         print("waiting\\n", end="", flush=True)

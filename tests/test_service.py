@@ -699,7 +699,7 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_failing_rank_ends_all_ranks(tmp_path: Path, broken: int) -> None:
-    with two_ranks(tmp_path, group_timeout=8, fault=f"infer{broken}") as (processes, client):
+    with two_ranks(tmp_path, group_timeout=4, fault=f"infer{broken}") as (processes, client):
         future = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))
         with pytest.raises((RequestRefusedError, ServerUnavailableError)):
             future.result(30)

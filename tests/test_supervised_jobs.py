@@ -71,14 +71,14 @@ def long_sft(artefacts: Artefacts, log_dir: Path) -> Job:
             f"model.data.validation_ds.file_path={artefacts.data('test_sft')}",
             "trainer.precision=32",
             "trainer.sft.max_epochs=10",
-            "trainer.sft.max_steps=60",
-            "trainer.sft.val_check_interval=20",
+            "trainer.sft.max_steps=24",
+            "trainer.sft.val_check_interval=8",
             "model.encoder_seq_length=64",
             "model.data.train_ds.global_batch_size=16",
             "model.data.train_ds.micro_batch_size=4",
             "model.hidden_dropout=0.1",
             "model.optim.lr=1e-3",
-            "model.optim.sched.constant_steps=10",
+            "model.optim.sched.constant_steps=4",
         ),
         log_dir.with_suffix(".log"),
     )
@@ -96,7 +96,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
         assert first.wait(TIMEOUT) == 75, first.describe()
         assert "received SIGTERM" in first.output()
         done = read_metrics(stopped)["train/loss"][-1][0]
-        assert done < 60, "the run was over before it was stopped: make it longer"
+        assert done < 24, "the run was over before it was stopped: make it longer"
         assert not (stopped / "checkpoints" / "megatron_gpt_sft.nemo").exists()
         long_sft(artefacts, stopped).check(TIMEOUT)
         undisturbed.check(TIMEOUT)
@@ -110,7 +110,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
     curves, resumed_curves = read_metrics(straight), read_metrics(stopped)
     for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
         assert resumed_curves[name] == curves[name], name
-    assert [step for step, _ in curves["train/loss"]] == list(range(1, 61))
+    assert [step for step, _ in curves["train/loss"]] == list(range(1, 25))
 
 
 # ---- regression, two attributes, over the wire --------------------------------------------------
@@ -237,6 +237,7 @@ def trainer_for(
         "validation": [str(artefacts.data("test_comparisons"))],
     }
     cfg.model.data.data_prefix = files
+    cfg.model.force_head_dtype = "float32"  # in bf16 one rounding of a reward is more than the sums' order
     base = open_base_model(str(artefacts.rm), cfg)
     head = RewardHeadConfig.from_model_config(cfg.model)
     task = reward_task(cfg, base.tokenizer, head)
@@ -263,7 +264,7 @@ def _as_chat(source: Path, target: Path) -> Path:
 def test_batch_sizes_do_not_show(kind: str, artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path) -> None:
     """Validation covers every example once, a last partial batch too; no update depends on the micro batch."""
     results: list[dict[str, Any]] = []
-    for number, (global_batch, micro_batch) in enumerate([(16, 16), (16, 1), (6, 3), (7, 7)]):
+    for number, (global_batch, micro_batch) in enumerate([(16, 16), (16, 5), (6, 4), (7, 7)]):
         trainer = trainer_for(kind, artefacts, layout, tmp_path / str(number), global_batch, micro_batch)
         report = {"val": trainer.validate(), "size": global_batch}
         if global_batch == 16:

@@ -18,15 +18,16 @@ from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, Sightin
 
 SCRIPT = """
 import ctypes, sys, time
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from nemo_style_aligner.algorithms.job_setup import start_run
 from nemo_style_aligner.parallel.launch import job
-from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 @job("gpt_ppo_critic")
 def main(cfg: DictConfig) -> int:
+    import torch
+    import torch.distributed as dist
+    from nemo_style_aligner.algorithms.job_setup import start_run
+    from nemo_style_aligner.telemetry.timers import ScopedTimer
+
     run, timer, mode = start_run(cfg), ScopedTimer(), cfg.exp_manager.name
     with timer("step"):
         while True:

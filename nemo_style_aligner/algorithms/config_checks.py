@@ -217,18 +217,10 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 
 def _batches(view: JobView) -> Iterator[str]:
-    """In PPO nothing need divide a global batch: ranks and micro batches take what there is, down to nothing."""
-    total, micro, parts = view.get(_GLOBAL), view.get(_MICRO), view.tp_size * view.pp_size
+    """Nothing need divide a global batch: ranks and micro batches take what there is, down to nothing."""
     for key in (_GLOBAL, _MICRO):
         if not view.get(key):
             yield f"{key} is not set, neither in the job's config nor in the checkpoint's: give it a value"
-    if not total or not micro or view.name.startswith("gpt_ppo") or view.training_ranks % parts:
-        return
-    if total % (micro * (view.training_ranks // parts)):
-        yield (
-            f"{view.said(_GLOBAL)} is not a multiple of {view.said(_MICRO)} x {view.training_ranks // parts} "
-            "data-parallel ranks; change one of them"
-        )
 
 
 def _lengths(view: JobView) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 import torch
 
@@ -184,7 +185,8 @@ def _importance(
         cap = settings.importance_weight_cap
         weights = functional.truncated_importance_weights(logprobs, engine_logprobs, mask, cap)
         metrics["importance_weights"] = masked_mean(weights, mask).item()
-        metrics["importance_truncated"] = masked_mean((weights >= cap).to(mask.dtype), mask).item()
+        is_cut = logprobs - engine_logprobs >= math.log(cap)  # the exponential may round to just below the cap
+        metrics["importance_truncated"] = masked_mean(is_cut.to(mask.dtype), mask).item()
         metrics["importance_effective_share"] = functional.effective_sample_share(weights, mask).item()
     if settings.importance_sequence_bounds is not None:
         low, high = settings.importance_sequence_bounds

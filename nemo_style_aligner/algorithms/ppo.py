@@ -88,7 +88,7 @@ class PPOTrainer(TrainingLoop):
         """
         if self.step > 0:
             return
-        while self.warm_up_rounds < self.settings.critic_warmup_steps:
+        while self._is_warming_up:
             self.run_control.check(ahead="warm-up")
             with self.run_control.section("warm-up"):
                 offset = self.warm_up_rounds * self.train_prompts.batch_size
@@ -117,7 +117,7 @@ class PPOTrainer(TrainingLoop):
             rollouts, scores, logprobs, init_logprobs, self.settings.advantages, self.ppo_optimization_step
         )
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
-        self.metrics.log_metrics(metrics, self.step, "train_rollouts/")
+        self._log(metrics, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
         return experience, metrics
 
@@ -129,7 +129,7 @@ class PPOTrainer(TrainingLoop):
         version = self.ppo_optimization_step
         pending = self.schedule.generate(prompts, start, self.step, stream, version)
         if is_training:
-            self.metrics.log_metrics(pending.generation_metrics, self.step, "generation/")
+            self._log(pending.generation_metrics, "generation/")
         if is_training and stream == 0 and self.step + 1 < self.settings.max_steps:
             self.schedule.start_ahead(prompts, start + len(pending.rollouts), self.step + 1, version)
         tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
@@ -190,7 +190,7 @@ class PPOTrainer(TrainingLoop):
         """Wait for the critic to finish its update, log its loss."""
         with self.timer("critic_train_wait"):
             loss = training.result()
-        self.metrics.log_metrics({"critic_loss": loss}, self.step, "train_critic/")
+        self._log({"critic_loss": loss}, "train_critic/")
 
     def validate(self) -> dict[str, float]:
         """Generate and score responses to the validation prompts; what was logged about them."""
@@ -200,7 +200,9 @@ class PPOTrainer(TrainingLoop):
             rollouts, scores, logprobs, _ = self._rollouts(self.val_prompts, 0, -1, False)
         version = self.ppo_optimization_step
         _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages, version)
-        metrics = {k: v for k, v in metrics.items() if not k.startswith(("advantages", "returns", "init_policy"))}
+        # Without the initial policy's log-probs there is no penalty in any of them.
+        unknown = ("advantages", "returns", "init_policy", "rewards_with_kl")
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(unknown)}
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
@@ -234,6 +236,17 @@ class PPOTrainer(TrainingLoop):
     def epoch(self) -> int:
         """Passes over the training prompts completed."""
         return self.train_prompts.sampler(self.consumed_samples).epoch
+
+    def _log(self, metrics: dict[str, Any], group: str) -> None:
+        """Log under the step; in the critic's warm-up under its round, with names of their own."""
+        if self._is_warming_up:
+            self.metrics.log_metrics(metrics, self.warm_up_rounds, f"warm_up/{group}")
+        else:
+            self.metrics.log_metrics(metrics, self.step, group)
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self.step == 0 and self.warm_up_rounds < self.settings.critic_warmup_steps
 
     def log_phases(self) -> None:
         """Log the step's durations and peaks of memory."""

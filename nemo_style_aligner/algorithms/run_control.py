@@ -86,7 +86,8 @@ class RunControl:
             StopEarlyError: on every rank.
         """
         saves = 2 if self._is_saving else 1
-        seconds = self._longest.get(ahead or "", 0.0) + saves * self._longest.get(_SAVING, 0.0)
+        seconds = self._longest.get(ahead or "", 0.0) + self._longest.get(STATE, 0.0)
+        seconds += saves * self._longest.get(_SAVING, 0.0)
         is_up = self._deadline is not None and time.monotonic() + seconds >= self._deadline
         agreed = stop_points.agree(_TIME_IS_UP if is_up and dist.get_rank() == 0 else 0)
         if agreed:
@@ -118,6 +119,7 @@ class RunControl:
 
 
 _SAVING = "saving"  # must fit behind every section
+STATE = "state"  # the `RunControl.section` in which a save puts the trainer's state together: must fit as well
 
 _TIME_IS_UP = 1000  # in the place of a signal's number
 

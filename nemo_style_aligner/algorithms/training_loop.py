@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_control import STATE, RunControl
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -192,10 +192,12 @@ class TrainingLoop(abc.ABC):
 
     def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
         """Hand the state to the checkpoints; see `CheckpointManager.save` for the arguments."""
+        with self.run_control.section(STATE):  # rollouts that are under way are part of it, and waited for
+            state = self.state_dict()
         self.checkpoints.save(
             self.model,
             self.optimizer,
-            self.state_dict(),
+            state,
             self._last_metrics | {"step": self.step, "epoch": self.epoch},
             before_publishing=before_publishing,
             on_end=on_end or self.save_ended,

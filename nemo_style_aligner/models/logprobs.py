@@ -91,7 +91,7 @@ class _Predictions(torch.autograd.Function):
                 torch.log_softmax(logits, -1, out=logits)
                 normalizer[part] = picked - logits.gather(1, ids[:, None])[:, 0]
                 if wanted.entropy:
-                    entropy[part] = -(logits.exp() * logits).sum(-1)
+                    entropy[part] = logits.exp().mul_(logits).sum(-1).neg()
         if vocabulary.is_split:
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
             # A slice with the share q of the probability and the entropy H adds q (H - log q).
