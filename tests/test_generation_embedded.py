@@ -19,6 +19,7 @@ from generation_models import (
 )
 
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.telemetry import activity
 
 GREEDY = SamplingParams(max_new_tokens=40, use_greedy=True)
 
@@ -151,11 +152,13 @@ def test_requests_are_pulled_one_per_free_slot() -> None:
     assert pulled == finished == 12
 
 
-def test_statistics() -> None:
+def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model=hf_model(), num_slots=4)
-    requests = ragged_requests(10)
+    requests, passes = ragged_requests(10), []
+    monkeypatch.setattr(activity, "progress", lambda: passes.append(engine.statistics.steps))
     results = list(engine.generate(requests, SamplingParams(max_new_tokens=20)))
     statistics = engine.statistics
+    assert passes == list(range(statistics.steps))  # the watchdog hears of each
     assert statistics.generated_tokens == sum(len(result.token_ids) for result in results)
     assert statistics.prefill_tokens == sum(len(request.prompt_ids) for request in requests)
     assert 0 < statistics.decode_steps <= statistics.steps

@@ -50,6 +50,7 @@ from nemo_style_aligner.parallel.groups import (
     initialize_single_process,
 )
 from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -718,9 +719,10 @@ def test_engines_agree_with_each_other_and_with_the_trainer(name: str, sampling:
         assert max(result.token_ids) < VOCAB - 2
 
 
-def test_the_baseline_keeps_the_contract() -> None:
+def test_the_baseline_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts what it computes, and says that a model has diverged, as every engine."""
-    model = reference_model()
+    model, passes = reference_model(), []
+    monkeypatch.setattr(activity, "progress", lambda: passes.append(1))
     engine = MegatronEngine(model, num_slots=4, max_sequence_length=64, eos_id=EOS)
     with pytest.raises(RuntimeError, match="build"):
         engine.generate([], SamplingParams(max_new_tokens=1))
@@ -728,6 +730,7 @@ def test_the_baseline_keeps_the_contract() -> None:
     counted = engine.statistics
     assert counted.prefill_tokens == sum(len(request.prompt_ids) for request in prompts())
     assert counted.generated_tokens == 5 * 9 and 0 < counted.decode_steps < counted.steps
+    assert len(passes) == counted.steps
     with torch.no_grad():
         next(iter(model.gpt.decoder.layers[1].mlp.linear_fc1.parameters())).fill_(torch.nan)
     engine.refit([], version=3)

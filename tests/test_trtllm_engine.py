@@ -27,6 +27,7 @@ from nemo_style_aligner.generation.engine import GenerationRequest, SamplingPara
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineModel, EngineWeights, engine_model
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary, stop_words
+from nemo_style_aligner.telemetry import activity
 
 FAMILIES = ["llama", "llama-tied", "llama-3.1", "llama-geglu-bias", "qwen2", "nemotron"]
 
@@ -317,8 +318,11 @@ def test_responses_are_those_of_the_embedded_engine(
     model = hf_model(family)
     engine, _ = _engine(monkeypatch, family)
     engine.refit(weights_of(model).items(), version=4)
-    requests = ragged_requests(4, longest=12)
-    found = {result.request_id: result for result in engine.generate(iter(requests), params)}
+    requests, passes = ragged_requests(4, longest=12), []
+    with monkeypatch.context() as patch:
+        patch.setattr(activity, "progress", lambda: passes.append(1))
+        found = {result.request_id: result for result in engine.generate(iter(requests), params)}
+    assert len(passes) == engine.statistics.steps > 0
     expected = {r.request_id: r for r in engine_for(family, model).generate(requests, params)}
     assert found.keys() == expected.keys()
     for number, result in found.items():

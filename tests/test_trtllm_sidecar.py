@@ -20,12 +20,23 @@ import psutil
 import pytest
 import torch
 from generation_models import EOS, VOCAB, architecture
-from trtllm_fake_sidecar import DIE_ONCE, FALL_SHORT, HANG, INVALID, REFUSE, encode_bucket, make_package
+from trtllm_fake_sidecar import (
+    DIE_ONCE,
+    FALL_SHORT,
+    HANG,
+    INVALID,
+    LONG_SECONDS,
+    REFUSE,
+    TAKE_LONG,
+    encode_bucket,
+    make_package,
+)
 
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
 from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost, sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 TESTS = Path(__file__).parent
@@ -292,6 +303,31 @@ def test_a_sidecar_that_hangs_is_found_out_by_its_health_check(tmp_path: Path) -
         engine.refit(weights(3), version=1)
         assert generate(engine, [10, 20])[0].token_ids[0] == 23
         assert not psutil.pid_exists(pid)
+    finally:
+        engine.close()
+
+
+def test_a_response_that_takes_long_is_no_standstill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answered pings are progress; the watchdog leaves each wait the time that the sidecar has."""
+    bounds: list[float] = []
+    times: list[float] = []
+    wait = Sidecar._wait
+
+    def noted(sidecar: Sidecar, *arguments: Any) -> Any:
+        bounds.append(activity.current().bound)
+        return wait(sidecar, *arguments)
+
+    monkeypatch.setattr(Sidecar, "_wait", noted)
+    engine = engine_for(settings_for(tmp_path, start_seconds=70, request_seconds=50, ping_seconds=3))
+    try:
+        assert bounds == [70]
+        engine.refit(weights(3), version=0)
+        monkeypatch.setattr(activity, "progress", lambda: times.append(time.monotonic()))
+        bounds.clear()
+        begin = time.monotonic()
+        generate(engine, [TAKE_LONG, 20])
+        assert bounds == [50]
+        assert [at for at in times if 1.0 < at - begin < LONG_SECONDS - 0.5]
     finally:
         engine.close()
 

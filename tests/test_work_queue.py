@@ -39,7 +39,14 @@ from nemo_style_aligner.rollout.response_lengths import ResponseLengths
 from nemo_style_aligner.rollout.setup import build_work_source
 from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import DRAINED, SERVING, WAITING, RoundMismatchError, WorkQueue
+from nemo_style_aligner.rollout.work_queue import (
+    DRAINED,
+    SERVING,
+    WAITING,
+    RoundMismatchError,
+    SampleLostError,
+    WorkQueue,
+)
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition
 from nemo_style_aligner.servers.client import CriticClient
@@ -49,6 +56,7 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
     server_url,
 )
+from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -528,6 +536,43 @@ def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer() -> None:
         assert worker.complete([1]) == []
         worker.close()
     assert not [t for t in set(threading.enumerate()) - others if t.name.startswith("work-queue")]
+
+
+def test_what_keeps_the_watchdog_quiet_keeps_the_leases() -> None:
+    """Not an engine's statistics: in a sidecar they stand still until a response is there."""
+    cfg = load_defaults("gpt_ppo_actor")
+    settings = {"use_flask": True, "port": 0, "lease_seconds": 1.5, "stall_seconds": 0.8}
+    cfg.trainer.ppo.batch_iterator.merge_with(settings)
+    engine: Any = types.SimpleNamespace(num_slots=0, statistics=GenerationStatistics())
+    with single_process():
+        worker = build_work_source(cfg, engine, GenerationGroup(0, 1))
+    assert isinstance(worker, WorkQueueClient)
+    worker.start_round(1, [7])
+    assert worker.lease(1) == [7]
+    for _ in range(35):  # longer than stall and lease together
+        time.sleep(0.1)
+        activity.progress()
+    assert worker.complete([7]) == [7]
+    worker.close()
+
+
+def test_a_sample_that_everybody_loses_ends_the_round() -> None:
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, clock=clock)
+    with serve(queue) as server:
+        queue.start_round(1, [1, 2])
+        for number in range(5):
+            assert queue.lease(1, f"w{number}").ids == [1]
+            clock.now += 11
+            assert queue.complete([1], f"w{number}") == ([], [1])
+        with pytest.raises(SampleLostError, match="id 1 of round 1 was lost 5 times"):
+            queue.lease(1, "w5")
+        worker = client(server, 1)
+        with pytest.raises(RequestRefusedError, match=r"id 1 of round 1.*raise .*stall_seconds"):
+            worker.lease(1)
+        worker.close()
+        queue.start_round(2, [1])
+        assert queue.lease(1, "w6").ids == [1]
 
 
 def test_leases_shrink_towards_the_end_of_a_round() -> None:

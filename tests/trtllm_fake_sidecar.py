@@ -20,7 +20,8 @@ from typing import Any
 from trtllm_standins import Standins
 
 VOCAB = 96
-HANG, DIE_ONCE, REFUSE, INVALID, FALL_SHORT = TROUBLE = (90, 91, 92, 93, 94)
+HANG, DIE_ONCE, REFUSE, INVALID, FALL_SHORT, TAKE_LONG = TROUBLE = (90, 91, 92, 93, 94, 95)
+LONG_SECONDS = 4.0
 
 _PACKAGE = "import trtllm_fake_sidecar\ntrtllm_fake_sidecar.install({version!r})\n"
 
@@ -102,7 +103,8 @@ class Backend:
 
     async def generate(self, instance: Any, inputs: list[int], sampling_params: Any) -> Any:
         self.note("generate", {"inputs": inputs, "sampling": sampling_params})
-        await asyncio.sleep(0.002 * (inputs[0] % 7))  # responses overtake each other
+        # Responses overtake each other.
+        await asyncio.sleep(LONG_SECONDS if inputs[0] == TAKE_LONG else 0.002 * (inputs[0] % 7))
         self.trouble(inputs[0])
         if self.weights is None or self.asleep:
             raise RuntimeError(f"generation without weights, asleep: {self.asleep}")

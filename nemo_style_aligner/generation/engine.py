@@ -167,7 +167,8 @@ class GenerationEngine(abc.ABC):
         """Yield each response as it finishes, in order of finishing.
 
         ``requests`` is pulled lazily, one request whenever a slot is free, so a shared work queue
-        can stand behind it.
+        can stand behind it. Each forward pass, or whatever else shows that the engine gets on, is told to
+        `activity.progress`, however long the responses are: watchdog and work queue rely on it.
 
         Raises:
             ValueError: a request is empty, too long or holds ids outside the vocabulary.

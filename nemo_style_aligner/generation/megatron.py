@@ -24,6 +24,7 @@ from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sa
 from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.telemetry import activity
 
 
 class MegatronEngine(EngineLifecycle):
@@ -86,6 +87,7 @@ class MegatronEngine(EngineLifecycle):
         start, end = 0, shortest
         while alive:
             logits = self._step(tokens[:, start:end], start, context)
+            activity.progress()
             statistics.steps += 1
             statistics.decode_steps += any(start >= prompt_lengths[row] for row in alive)
             statistics.active_slot_steps += len(alive)

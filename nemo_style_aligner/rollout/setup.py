@@ -38,6 +38,7 @@ from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import lendable_weights
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
         token=token,
         server=server,
         slots=engine.num_slots,
-        progress=lambda: (engine.statistics.steps, engine.statistics.generated_tokens),
+        progress=lambda: activity.current().progress,  # what the watchdog goes by
         limits=limits,
     )
 

@@ -24,10 +24,15 @@ WAITING = "waiting"  # nothing to hand out now, but a lease may still run out
 SERVING = "serving"
 
 _NAMED_IDS = 20  # of a worker, in a status
+_MOST_LOSSES = 5  # of one id in a round: a sixth worker would lose it as well
 
 
 class RoundMismatchError(RuntimeError):
     """A request for a round that has not begun, or for one that is over."""
+
+
+class SampleLostError(RuntimeError):
+    """Worker after worker lost the same id: the round cannot be completed."""
 
 
 class Lease(NamedTuple):
@@ -53,6 +58,7 @@ class _Item:
     key: tuple[float, int]
     worker: str | None = None
     done: bool = False
+    losses: int = 0  # workers that held it and were not heard of
 
 
 @dataclasses.dataclass
@@ -92,6 +98,7 @@ class WorkQueue:
         self._workers: dict[str, _Worker] = {}
         self._nothing_expires_before = 0.0  # by the clock
         self._unfinished = 0
+        self._lost: int | None = None  # an id that is not served any more
         self._counts = {"served": 0, "expired": 0, "completed": 0, "refused": 0}
 
     @property
@@ -122,6 +129,7 @@ class WorkQueue:
             self._pending = sorted((item.key, item_id) for item_id, item in self._items.items())
             self._workers = {}
             self._unfinished = len(self._items)
+            self._lost = None
 
     def lease(
         self, n: int, worker: str | None = None, *, round_number: int | None = None, request_number: int | None = None
@@ -131,13 +139,20 @@ class WorkQueue:
         Without ``worker`` they are exactly ``n``, as long as there are so many, and count as completed at once
         (NeMo-Aligner's protocol). A repeat of the
         worker's last ``request_number`` gets the same ids again, so that a lost answer loses none. A
-        worker of an earlier round gets nothing; a later round raises `RoundMismatchError`.
+        worker of an earlier round gets nothing; a later round raises `RoundMismatchError`. Raises `SampleLostError`
+        when an id of the round was lost too often.
         """
         with self._lock:
             if round_number is not None and round_number < self._round:
                 return Lease([], DRAINED, 0, 0)
             self._check_round(round_number)
             self._expire()
+            if self._lost is not None:
+                raise SampleLostError(
+                    f"id {self._lost} of round {self._round} was lost {_MOST_LOSSES} times by workers that gave no "
+                    f"sign of life for {self.lease_seconds:g} s: look at the ranks that warn of no progress; if "
+                    "they only are slow, raise trainer.ppo.batch_iterator.stall_seconds and lease_seconds"
+                )
             if worker is None:
                 ids = self._pop(n)
                 for item_id in ids:
@@ -265,8 +280,12 @@ class WorkQueue:
         for worker in [name for name, entry in self._workers.items() if entry.expires <= now and entry.held]:
             held = self._workers.pop(worker).held
             for item_id in held:
-                self._items[item_id].worker = None
-                heapq.heappush(self._pending, (self._items[item_id].key, item_id))
+                item = self._items[item_id]
+                item.worker = None
+                item.losses += 1
+                if item.losses == _MOST_LOSSES:
+                    self._lost = item_id
+                heapq.heappush(self._pending, (item.key, item_id))
             self._counts["expired"] += len(held)
             logger.warning(
                 "worker %s was not heard of for %g s: its %d ids of round %d are served again",

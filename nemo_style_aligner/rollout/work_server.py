@@ -9,7 +9,7 @@ from typing import Any
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
-from nemo_style_aligner.rollout.work_queue import RoundMismatchError, WorkQueue
+from nemo_style_aligner.rollout.work_queue import RoundMismatchError, SampleLostError, WorkQueue
 from nemo_style_aligner.servers.http_client import server_url
 from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
 
@@ -43,6 +43,7 @@ def create_app(queue: WorkQueue, token: str | None = None) -> Flask:
     require_token(app, token, lambda path: path == "/health", lambda message: _error_body(message))
     app.register_error_handler(_BadRequestError, lambda error: _answer({"error": str(error)}, 400))
     app.register_error_handler(RoundMismatchError, lambda error: _answer({"error": str(error)}, 409))
+    app.register_error_handler(SampleLostError, lambda error: _answer({"error": str(error)}, 409))
     app.register_error_handler(
         HTTPException, lambda error: _answer({"error": f"{error.name}: {error.description}"}, error.code)
     )

@@ -29,6 +29,7 @@ from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.stopping import StopCondition
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ class EmbeddedEngine(EngineLifecycle):
 
     def _count(self, statistics: GenerationStatistics, plan: StepPlan, scheduler: Scheduler, advanced: int) -> None:
         """Add one forward pass to ``statistics``."""
+        activity.progress()
         statistics.steps += 1
         statistics.decode_steps += bool(plan.decode)
         statistics.active_slot_steps += scheduler.num_active

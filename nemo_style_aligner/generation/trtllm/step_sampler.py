@@ -21,6 +21,7 @@ from nemo_style_aligner.generation.engine import (
 )
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
 from nemo_style_aligner.generation.stopping import StopCondition
+from nemo_style_aligner.telemetry import activity
 
 Agree = Callable[[torch.Tensor], torch.Tensor]
 
@@ -115,6 +116,7 @@ class StepSampler:
         )  # fmt: skip
         tokens, logprobs = sample(logits, self._sampling, rows, self._stop_ids.to(where), self._vocab_limit)
         tokens = self._agree(tokens)
+        activity.progress()
         self._statistics.steps += 1
         self._statistics.decode_steps += 1 if step else 0
         self._statistics.active_slot_steps += len(alive)

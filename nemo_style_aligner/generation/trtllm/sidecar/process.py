@@ -17,6 +17,7 @@ from typing import Any
 
 from nemo_style_aligner.generation.trtllm.sidecar import trtllm_sidecar
 from nemo_style_aligner.generation.trtllm.sidecar.trtllm_sidecar import LENGTH, encode, frame_length
+from nemo_style_aligner.telemetry import activity
 
 PROGRAM = Path(trtllm_sidecar.__file__)
 
@@ -112,7 +113,7 @@ class Sidecar:
         return number
 
     def wait(self, numbers: Sequence[int], seconds: float, *, check_health: bool = True) -> tuple[int, dict[str, Any]]:
-        """The reply to one of ``numbers``, whichever comes first.
+        """The reply to one of ``numbers``, whichever comes first. All that is heard counts as progress.
 
         Args:
             numbers: from `send`.
@@ -126,6 +127,10 @@ class Sidecar:
             SidecarLost: it is gone, hangs, or the time is over.
             SidecarError: it reports an error.
         """
+        with activity.bounded(seconds):  # the watchdog must not end the job before the sidecar is given up
+            return self._wait(numbers, seconds, check_health)
+
+    def _wait(self, numbers: Sequence[int], seconds: float, check_health: bool) -> tuple[int, dict[str, Any]]:
         deadline = time.monotonic() + seconds
         self._last_heard = time.monotonic()
         ping: int | None = None
@@ -192,6 +197,7 @@ class Sidecar:
         if not data:
             raise self._lost("is gone")
         self._last_heard = time.monotonic()
+        activity.progress()  # an answered ping as well: responses may take longer than a lease of the work queue
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             end = LENGTH.size + frame_length(bytes(self._buffer[: LENGTH.size]))
