@@ -272,6 +272,40 @@ def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")
 
 
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [("exit 1", True), ("kill -ILL $$", True), ("kill -SEGV $$", True), ("kill -KILL $$", False), ("sleep 9", False)],
+)
+def test_only_a_verdict_is_put_on_record(
+    program: str, verdict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that was killed, as for want of memory, or that took too long is made again next time."""
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(library.Kernel, "checked", True)
+    monkeypatch.setattr(library, "_CHECK_SECONDS", 0.5 if program == "sleep 9" else 60.0)
+
+    def compiled(command: list[str], source: str, path: Path) -> None:
+        path.write_text(f"#!/bin/bash\nexec 2>&-\n{program}\n")
+        path.chmod(0o700)
+
+    monkeypatch.setattr(library, "_compile", compiled)
+    with pytest.raises(NativeUnavailable, match=r"fail their check" if verdict else "cut short|took more than"):
+        load_library(SHAPE, "avx2")
+    assert bool(list((tmp_path / "nemo_style_aligner" / "native").glob("check-*.txt"))) == verdict
+
+
+def test_a_compilation_that_fails_says_nothing_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(library.Kernel, "checked", True)
+    monkeypatch.setattr(library, "_COMPILE_SECONDS", 0.01)
+    with pytest.raises(NativeUnavailable, match="took more than"):
+        load_library(SHAPE, "avx2")
+    monkeypatch.setattr(library, "_VERSION_SECONDS", 1e-6)
+    with pytest.raises(NativeUnavailable, match="--version took more than"):
+        load_library(SHAPE, "avx2")
+    assert not list((tmp_path / "nemo_style_aligner" / "native").glob("check-*"))
+
+
 CHANGES: list[dict[str, Any]] = [{}, {"weight_format": "int8"}, {"dtype": torch.bfloat16}]
 
 

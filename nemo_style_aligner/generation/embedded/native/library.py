@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -23,8 +24,11 @@ from nemo_style_aligner.generation.shard import TensorParallel
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("step.cpp", "check.cpp", "attention.h", "panels.h", "sample.h", "threads.h", "vectors.h")
+_VERSION_SECONDS = 60.0
 _COMPILE_SECONDS = 600.0
 _CHECK_SECONDS = 120.0
+# How `check.cpp` ends where the kernels cannot be used. Anything else, as SIGKILL for want of memory, may pass.
+_CHECK_VERDICTS = (1, 2, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE)
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
@@ -78,6 +82,10 @@ KERNELS = {
 
 class NativeUnavailable(RuntimeError):
     """The native step cannot be built or run on this machine; the message says why and what to do."""
+
+
+class CheckFailed(NativeUnavailable):
+    """The compiled kernels compute wrong numbers, die of what they execute or are refused: it will be so again."""
 
 
 def usable_kernels(dtype: torch.dtype) -> list[str]:
@@ -154,7 +162,8 @@ def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path)
     """Run `check` unless it is on record: once per kernel, dtype and weight format, on a small model of its own.
 
     Raises:
-        NativeUnavailable: it fails, or did; the message names the record, which may be deleted to try again.
+        NativeUnavailable: it fails, or did; the message names the record, which may be deleted to try again. There is
+            none where the check could not be made.
     """
     command = compile_command(
         compiler, dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel()), kernel
@@ -164,7 +173,7 @@ def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path)
         try:
             check(command, folder)
             outcome = "passed"
-        except NativeUnavailable as error:
+        except CheckFailed as error:
             outcome = str(error)
         written = folder / f"check-{os.getpid()}.tmp"  # a rank that compiles another shape may look for the record now
         written.write_text(outcome)
@@ -177,7 +186,8 @@ def check(command: list[str], folder: Path) -> None:
     """Compile ``check.cpp`` into ``folder`` and run it, in a process of its own: an illegal instruction ends only that.
 
     Raises:
-        NativeUnavailable: products or attention are wrong, or the program died.
+        CheckFailed: products or attention are wrong, or the program died of them.
+        NativeUnavailable: it could not be compiled, or did not get to the end.
     """
     program = folder / f"check-{os.getpid()}"
     try:
@@ -187,11 +197,13 @@ def check(command: list[str], folder: Path) -> None:
         raise NativeUnavailable(f"the check of the compiled kernels took more than {_CHECK_SECONDS:.0f} s") from error
     finally:
         program.unlink(missing_ok=True)
-    if result.returncode:
-        raise NativeUnavailable(
+    if result.returncode in _CHECK_VERDICTS:
+        raise CheckFailed(
             "the compiled kernels fail their check on this processor "
             f"(status {result.returncode}; {result.stdout.strip()})"
         )
+    if result.returncode:
+        raise NativeUnavailable(f"the check of the compiled kernels was cut short (status {result.returncode})")
 
 
 def _macros(shape: EngineShape, kernel: str) -> dict[str, object]:
@@ -223,7 +235,12 @@ def _macros(shape: EngineShape, kernel: str) -> dict[str, object]:
 def _key(command: list[str]) -> str:
     """Of everything the result depends on: shape, dtype and processor (in the command), compiler, sources."""
     digest = hashlib.sha256("\0".join(command).encode())
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False, timeout=60)
+    try:
+        version = subprocess.run(
+            [command[0], "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} --version took more than {_VERSION_SECONDS:.0f} s") from error
     if version.returncode:
         raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
     digest.update(version.stdout.encode())
