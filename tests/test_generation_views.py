@@ -191,16 +191,35 @@ def test_the_native_step_packs_from_lent_memory(name: str, weight_format: str) -
         refit(packing, model, 9)
 
 
-def test_a_change_while_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampled_check_copies_a_few_rows_of_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = trained_model("llama", torch.float32)
-    engine = engine_of(model, lends=True, step="native", refit_check="full")
+    engine = engine_of(model, lends=True, step="native", refit_check="sampled")
+    packed = engine._step.weights._copied  # type: ignore[attr-defined]
+    part, copied = packed.part, {}
+
+    def noted(name: str, rows: slice) -> torch.Tensor:
+        copied[name] = part(name, rows)
+        return copied[name]
+
+    monkeypatch.setattr(packed, "part", noted)
+    refit(engine, model, 0)
+    assert copied.keys() == packed.names and {len(rows) for rows in copied.values()} <= {4, 5, 6, 7}
+    whole = dict(export_weights(model))
+    for name, rows in copied.items():
+        assert torch.equal(rows, whole[name][:: max(1, len(whole[name]) // 4)])
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_a_change_while_packing_is_found(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained_model("llama", torch.float32)
+    engine = engine_of(model, lends=True, step="native", refit_check=check)
     weight = model.gpt.decoder.layers[1].mlp.linear_fc1.weight
     packed = engine._step.weights._copied  # type: ignore[attr-defined]
     write = packed.write
 
     def disturbed() -> None:
         with torch.no_grad():
-            weight[SHAPE["ffn_hidden_size"] + 3, 5] += 1
+            weight[SHAPE["ffn_hidden_size"] + (3 if check == "full" else 0), 5] += 1
         write()
 
     monkeypatch.setattr(packed, "write", disturbed)

@@ -99,8 +99,11 @@ class LentMatrices(Protocol):
     def write(self) -> None:
         """Copy all of them to their destinations."""
 
-    def part(self, name: str) -> torch.Tensor:
-        """A copy of what `write` reads of tensor ``name``."""
+    def num_rows(self, name: str) -> int:
+        """Rows of this rank's part of tensor ``name``."""
+
+    def part(self, name: str, rows: slice) -> torch.Tensor:
+        """A copy of what `write` reads for ``rows`` of the part of tensor ``name``."""
 
 
 class WeightTable:
@@ -148,19 +151,20 @@ class WeightTable:
         expected: dict[str, int] = {}
         rows: dict[str, slice] = {}
 
-        def note(name: str, part: torch.Tensor) -> None:
-            rows[name] = _checked_rows(len(part), check)
-            expected[name] = _fingerprint(self.destinations[name].as_stored(part[rows[name]]))
+        def note(name: str, checked_rows: torch.Tensor) -> None:
+            expected[name] = _fingerprint(self.destinations[name].as_stored(checked_rows))
 
         for name, tensor in checked(stream, self.shapes, self._why_unexpected):
             part = self._shard.take(name, tensor.detach())
             if check != "off":
-                note(name, part)
+                rows[name] = _checked_rows(len(part), check)
+                note(name, part[rows[name]])
             self.destinations[name].write(part)
         if self._copied is not None:
             if check != "off":
                 for name in self._copied.names:
-                    note(name, self._copied.part(name))
+                    rows[name] = _checked_rows(self._copied.num_rows(name), check)
+                    note(name, self._copied.part(name, rows[name]))
             self._copied.write()
         for name, value in expected.items():
             if _fingerprint(self.destinations[name].read(rows[name])) != value:

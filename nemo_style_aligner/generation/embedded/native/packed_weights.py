@@ -132,10 +132,15 @@ class PackedFromTrainer:
         """See `LentMatrices.write`."""
         self._context.call("step_pack", self._arguments, len(self._arguments))
 
-    def part(self, name: str) -> torch.Tensor:
+    def num_rows(self, name: str) -> int:
+        """See `LentMatrices.num_rows`."""
+        _, _, rows = self._parts[name]
+        return rows.count * rows.groups
+
+    def part(self, name: str, rows: slice) -> torch.Tensor:
         """See `LentMatrices.part`."""
-        _, source, rows = self._parts[name]
-        return source[rows.numbers(len(source))]
+        _, source, all_rows = self._parts[name]
+        return source[all_rows.numbers(len(source))[rows]]
 
     @functools.cached_property
     def _arguments(self) -> ctypes.Array[PackArguments]:
