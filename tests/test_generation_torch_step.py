@@ -135,6 +135,21 @@ def test_int8_rows_of_zeros() -> None:
     assert integers.tolist() == [[0, 0], [64, -127]] and scale[0] == 0
 
 
+@pytest.mark.parametrize("step", ["auto", "torch"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_int8_weights_that_have_diverged_are_an_error(name: str, value: float, step: Any) -> None:
+    """One number of a matrix: no row of plausible ones takes its place."""
+    model = hf_model()
+    engine = engine_for(model=model, weight_format="int8", step=step, refit_check="full", dtype=torch.bfloat16)
+    weights = weights_of(model)
+    weights[name] = weights[name].clone()
+    weights[name][2, 3] = value
+    engine.refit(weights.items(), version=5)
+    with pytest.raises(FloatingPointError, match="version 5"):
+        list(engine.generate(ragged_requests(2), GREEDY))
+
+
 def test_int8_engine_in_bfloat16_stays_close() -> None:
     model = hf_model()
     engine = engine_for(model=model, dtype=torch.bfloat16, weight_format="int8", step="torch")

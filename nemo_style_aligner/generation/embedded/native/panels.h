@@ -273,12 +273,17 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
     auto value = [&](int i, int k) { return widen(rows[i][k]); };
 #if STORAGE_INT8
     for (int i = 0; i < n; ++i) {
-        float most = 0;
-        for (int k = 0; k < p.columns; ++k) most = std::fmax(most, std::fabs(value(i, k)));
-        const float scale = most > 0 ? most / 127 : 1;
+        float most = 0, poison = 0; // becomes NaN if a value is not finite: so does the scale, and every product then
+        for (int k = 0; k < p.columns; ++k) {
+            most = std::fmax(most, std::fabs(value(i, k)));
+            poison += value(i, k) * 0.0f;
+        }
+        const bool finite = poison == 0;
+        const float scale = !finite ? NAN : most > 0 ? most / 127 : 1;
         p.scales[place.panel * PANEL + place.lane + i] = scale;
         for (int k = 0; k < p.columns; ++k)
-            panel[pair_index<weight_t>(k, place.lane + i, PANEL)] = (int8_t)std::nearbyint(value(i, k) / scale);
+            panel[pair_index<weight_t>(k, place.lane + i, PANEL)] =
+                finite ? (int8_t)std::nearbyint(value(i, k) / scale) : 0;
     }
 #else
     constexpr int PER_WORD = sizeof(panel_t) == 2 ? 2 : 1;
