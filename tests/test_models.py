@@ -723,10 +723,12 @@ def test_the_baseline_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> Non
     """It counts what it computes, and says that a model has diverged, as every engine."""
     model, passes = reference_model(), []
     monkeypatch.setattr(activity, "progress", lambda: passes.append(1))
-    engine = MegatronEngine(model, num_slots=4, max_sequence_length=64, eos_id=EOS)
+    beyond = model.architecture.vocab_size + 5  # a stop token that the model does not know is no trouble
+    words: dict[str, Any] = {"detokenize": str, "token_to_id": {"<|new|>": beyond}.get}
+    engine = MegatronEngine(model, num_slots=4, max_sequence_length=64, eos_id=EOS, **words)
     with pytest.raises(RuntimeError, match="build"):
         engine.generate([], SamplingParams(max_new_tokens=1))
-    generate(engine, model, SamplingParams(max_new_tokens=5, min_new_tokens=5))
+    generate(engine, model, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_strings=("<|new|>",)))
     counted = engine.statistics
     assert counted.prefill_tokens == sum(len(request.prompt_ids) for request in prompts())
     assert counted.generated_tokens == 5 * 9 and 0 < counted.decode_steps < counted.steps

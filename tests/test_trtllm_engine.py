@@ -466,9 +466,10 @@ def test_a_library_that_ignores_the_logits_processor_is_found_out(monkeypatch: p
 
 
 def test_ids_the_tokenizer_does_not_know_are_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = _engine(monkeypatch, vocab_limit=50)
+    """And a stop token that the model does not know is no trouble."""
+    engine, _ = _engine(monkeypatch, vocab_limit=50, detokenize=str, token_to_id={"<|new|>": VOCAB + 5}.get)
     engine.refit(weights_of(hf_model()).items(), version=0)
-    hot = SamplingParams(max_new_tokens=8, temperature=50.0)
+    hot = SamplingParams(max_new_tokens=8, min_new_tokens=2, temperature=50.0, stop_strings=("<|new|>",))
     for result in engine.generate(ragged_requests(3, 10), hot):
         assert max(result.token_ids) < 50
 

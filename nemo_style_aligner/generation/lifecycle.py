@@ -95,7 +95,7 @@ class EngineLifecycle(GenerationEngine):
             raise RuntimeError(
                 "generate() without whole weights: a refit must succeed after build, reload or a failed one"
             )
-        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id)
+        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit)
         return self._run(requests, sampling, stop)
 
     def _run(

@@ -29,13 +29,19 @@ class StopCondition:
         eos_id: int,
         detokenize: Detokenize | None = None,
         token_to_id: TokenToId | None = None,
+        vocab_limit: int | None = None,
     ) -> None:
-        """Raises ValueError for a stop string that can be matched neither by id nor by text."""
+        """Ids at and above ``vocab_limit``, which are never sampled, are left out.
+
+        Raises:
+            ValueError: a stop string can be matched neither by id nor by text.
+        """
         stop_ids = [] if params.ignore_eos else [eos_id]
         for string in params.stop_strings:
             token = token_to_id(string) if token_to_id is not None else None
             if token is not None:
-                stop_ids.append(token)
+                if vocab_limit is None or token < vocab_limit:
+                    stop_ids.append(token)
             elif detokenize is None:
                 raise ValueError(
                     f"stop string {string!r} is no single token and the engine was built without `detokenize`; "

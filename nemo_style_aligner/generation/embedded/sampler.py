@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 
@@ -21,7 +19,7 @@ class SlotSampler:
         step: ModelStep,
         shape: EngineShape,
         params: SamplingParams,
-        stop_ids: Iterable[int],
+        stop_ids: tuple[int, ...],
         vocab_limit: int,
         device: torch.device,
     ) -> None:
@@ -30,8 +28,7 @@ class SlotSampler:
         self._device = device
         self._vocab_limit = vocab_limit
         self._tensor_parallel = shape.tensor_parallel
-        known = [token for token in stop_ids if token < vocab_limit]
-        self._stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self._keys = np.zeros(shape.num_slots, dtype=np.int64)
         self._lengths = np.zeros(shape.num_slots, dtype=np.int64)  # of the responses
         self._seen: torch.Tensor | None = None  # bool [num_slots, vocab]: ids in each slot's prompt and response
