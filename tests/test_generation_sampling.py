@@ -143,6 +143,14 @@ def test_suppressed_stop_ids_and_vocab_limit() -> None:
     assert (tokens[~suppress] == 3).any()
 
 
+def test_an_unknown_id_far_above_the_others_takes_no_weight_from_them() -> None:
+    logits = torch.zeros(4000, 8)
+    logits[:, 2], logits[:, 7] = -torch.inf, 200.0
+    tokens, logprobs = sample(logits, SamplingParams(max_new_tokens=1), _rows(4000), vocab_limit=6)
+    assert (tokens.bincount(minlength=8) / 4000 - torch.tensor([0.2, 0.2, 0, 0.2, 0.2, 0.2, 0, 0])).abs().max() < 0.03
+    assert torch.equal(logprobs, torch.full((4000,), -200.0))
+
+
 def test_bfloat16_logits_are_normalised_in_float32() -> None:
     torch.manual_seed(3)
     logits = (5 * torch.randn(16, 1000)).bfloat16()
@@ -207,6 +215,14 @@ def test_long_responses_decode_a_bounded_tail_only() -> None:
 def test_textual_stop_string_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="detokenize"):
         StopCondition(SamplingParams(max_new_tokens=2, stop_strings=("User:",)), eos_id=1)
+
+
+def test_stop_tokens_that_the_model_lacks_are_looked_for_as_text_alone() -> None:
+    """Added to the tokenizer after the model was made, say."""
+    params = SamplingParams(max_new_tokens=6, stop_strings=("<|im_end|>", "<extra_id_1>", "bccd"))
+    condition = StopCondition(params, 1, detokenize=_text, token_to_id=_SPECIAL.get, vocab_limit=92)
+    assert condition.stop_ids == (1, 91)
+    assert _first_end([5, 12, 23, 6], condition) == (3, "stop")
 
 
 def test_engine_ends_responses_at_stop_strings() -> None:

@@ -80,15 +80,17 @@ def sample(
         # Unconstrained, what is sampled is what is reported, and the tempered logits are shared.
         unconstrained = scores is logits
         scores = scaled if unconstrained else scores / params.temperature
-        peak = scores.amax(dim=-1, keepdim=True)
+        possible = filter_top_k_top_p(scores[:, :vocab_limit], params.top_k, params.top_p)
+        # Their own peak: an id that is not possible may be so much more likely that no other would have a weight.
+        peak = possible.amax(dim=-1, keepdim=True)
+        weights = (possible - peak).exp_()
         if unconstrained and params.top_k == 0 and params.top_p >= 1.0:
-            weights = (scores - peak).exp_()
             normalizer = weights.sum(dim=-1).log() + peak.squeeze(-1)  # no second pass of exponentials
+            if possible.shape != scaled.shape:
+                normalizer = torch.logaddexp(normalizer, scaled[:, vocab_limit:].logsumexp(dim=-1))
         else:
-            filtered = filter_top_k_top_p(scores[:, :vocab_limit], params.top_k, params.top_p)
-            weights = (filtered - filtered.amax(dim=-1, keepdim=True)).exp_()
             normalizer = torch.logsumexp(scaled, dim=-1)
-        tokens = _inverse_cdf(weights[:, :vocab_limit], uniform(rows.keys, rows.positions))
+        tokens = _inverse_cdf(weights, uniform(rows.keys, rows.positions))
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - normalizer
 
