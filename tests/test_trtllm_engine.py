@@ -368,6 +368,26 @@ def test_requests_with_limits_of_their_own_and_no_end_of_sequence(monkeypatch: p
     assert sampling.stop_words_list is None and sampling.max_new_tokens == 6
 
 
+def test_requests_that_fit_alone_but_not_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-LLM checks the longest prompt and the most new tokens of a batch against max_seq_len."""
+    engine, _ = _engine(monkeypatch)
+    engine.refit(weights_of(hf_model()).items(), version=0)
+    decode, batches = engine._library.decode, []
+
+    def checked(runner: Any, prompts: list[list[int]], **options: Any) -> torch.Tensor:
+        batches.append(len(prompts))
+        assert max(map(len, prompts)) + options["max_new_tokens"] <= 160
+        return decode(runner, prompts, **options)
+
+    monkeypatch.setattr(engine._library, "decode", checked)
+    sizes = [(60, 3), (2, 110), (5, 4), (3, 157), (50, 2)]
+    requests = [GenerationRequest(i, [7] * n, max_new_tokens=limit) for i, (n, limit) in enumerate(sizes)]
+    params = SamplingParams(max_new_tokens=4, use_greedy=True, ignore_eos=True)
+    found = list(engine.generate(iter(requests), params))
+    assert [(r.request_id, len(r.token_ids)) for r in found] == [(i, limit) for i, (_, limit) in enumerate(sizes)]
+    assert batches == [1, 2, 1, 1]
+
+
 def test_build_is_refittable_and_keeps_the_names_of_a_refit(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, fake = _engine(monkeypatch)
     (call,) = fake.standins.named("tensorrt_llm.builder:build")

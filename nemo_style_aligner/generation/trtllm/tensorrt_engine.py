@@ -125,7 +125,20 @@ class TensorRTEngine(EngineLifecycle):
                         f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens, above the "
                         f"trainer.ppo.trt_llm.max_input_len={self._max_input_length} the engine was built for"
                     )
-            yield from self._decode(batch, sampling, stop)
+            for part in self._fitting(batch, sampling):
+                yield from self._decode(part, sampling, stop)
+
+    def _fitting(self, batch: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[GenerationRequest]]:
+        """``batch`` in parts: of each, TensorRT-LLM wants room for the longest prompt and the longest response."""
+        part: list[GenerationRequest] = []
+        for request in batch:
+            grown = [*part, request]
+            room = max(len(r.prompt_ids) for r in grown) + max(r.limit(sampling) for r in grown)
+            if part and room > self._max_sequence_length:
+                yield part
+                grown = [request]
+            part = grown
+        yield part
 
     def _decode(
         self, batch: list[GenerationRequest], sampling: SamplingParams, stop: StopCondition
