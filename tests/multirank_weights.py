@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,15 +19,17 @@ import torch.distributed as dist
 from multirank_ppo import fork_ranks
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
+from nemo_style_aligner.generation.trtllm.construct import engine_group
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, neighbour_group
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.sharded_model import ShardedModel
@@ -230,6 +233,20 @@ def shared_memory() -> None:
         setattr(shared_buckets_module, name, kept)
 
 
+def engine_group_speaks(layout: ParallelLayout) -> None:
+    """The leader's word reaches the ranks of its group and no others, over gloo, with a limit above the sidecar's."""
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
+    group = engine_group(cfg, layout)
+    leader = dist.get_rank() - layout.tp_rank
+    check(group.control is not group.group and dist.get_backend(group.control) == "gloo", "the wrong group")
+    check(group.share(dist.get_rank()) == leader, "another leader's word")
+    check(group.gather(dist.get_rank()) == list(range(leader, leader + layout.tp_size)), "other ranks are gathered")
+    check(int(group.agree(torch.tensor([dist.get_rank()]))) == leader, "another leader's tensor")
+    limit = group.control._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    check(limit > timedelta(seconds=7200), f"gives up after {limit}")
+
+
 def reward_round_trip(dtype: torch.dtype) -> None:
     architecture = ARCHITECTURES["tied"]
     head = RewardHeadConfig(num_attributes=3)
@@ -259,6 +276,8 @@ def scenarios(layouts: list[tuple[int, ...]]) -> None:
         layout = initialize_model_parallel(tp_size, pp_size, seed=1)
         if (tp_size, pp_size) == (2, 1):
             nothing_to_bring(tp_size)
+        if tp_size == 2:
+            engine_group_speaks(layout)
         for name in ARCHITECTURES:
             round_trip(name, torch.float32, 10_000, expected)
             if sizes := ENGINE_SIZES.get((tp_size, pp_size), {}).get(name):

@@ -33,9 +33,11 @@ from trtllm_fake_sidecar import (
 )
 
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.generation.trtllm import sidecar_engine
 from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost, sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
@@ -376,6 +378,37 @@ def test_a_python_or_a_package_that_is_not_there(tmp_path: Path) -> None:
     bare = {name: value for name, value in settings.environment.items() if name != "PYTHONPATH"}
     with pytest.raises(SidecarError, match="No module named 'tensorrt_llm'"):
         engine_for(dataclasses.replace(settings, environment=bare))
+
+
+def test_what_goes_wrong_on_the_leader_reaches_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Group(EngineGroup):
+        def share(self, value: Any = None) -> Any:
+            told.append(value)
+            return value
+
+    def full(*_: Any) -> Sidecar:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sidecar_engine, "Sidecar", full)
+    with pytest.raises(SidecarError, match="No space left"):
+        engine_for(settings_for(tmp_path), group=Group())
+    assert [kind for kind, _ in told] == ["error"]
+
+
+def test_a_model_that_hugging_face_lacks_is_an_error_of_every_rank(tmp_path: Path) -> None:
+    odd = dataclasses.replace(architecture(), normalization="layernorm1p")
+    with pytest.raises(ValueError, match="Hugging Face"):
+        SidecarEngine(odd, settings_for(tmp_path), dtype=torch.bfloat16, num_slots=1, max_sequence_length=9, eos_id=EOS)
+
+
+def test_a_group_speaks_over_gloo() -> None:
+    """A wait in NCCL would keep the GPU busy, where the sidecar computes."""
+    nccl: Any = object()
+    with single_process():
+        group = EngineGroup(group=nccl, control=torch.distributed.new_group(backend="gloo"))
+        assert group.share({"a": 1}) == {"a": 1} and group.gather(5) == [5]
 
 
 def test_other_gpus_than_the_trainers_are_an_error(tmp_path: Path) -> None:

@@ -131,11 +131,14 @@ def data_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
-def neighbour_group(size: int, timeout_minutes: float = _TIMEOUT_MINUTES) -> dist.ProcessGroup | None:
+def neighbour_group(
+    size: int, timeout_minutes: float = _TIMEOUT_MINUTES, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """This rank's group of ``size`` ranks in a row: 0 to size - 1, size to 2 * size - 1, ...; None for 1. Collective.
 
     Args:
         timeout_minutes: of the group's collectives.
+        backend: as in torch.distributed; None: that of the default group.
 
     Raises:
         ValueError: the ranks cannot be divided so.
@@ -147,7 +150,9 @@ def neighbour_group(size: int, timeout_minutes: float = _TIMEOUT_MINUTES) -> dis
         return None
     # Every rank creates every group, in the same order.
     timeout = timedelta(minutes=timeout_minutes)
-    groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout, backend) for first in range(0, world_size, size)
+    ]
     return groups[dist.get_rank() // size]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.parallel.groups import device
-
 
 @dataclasses.dataclass(frozen=True)
 class EngineGroup:
@@ -19,6 +17,8 @@ class EngineGroup:
         rank, size: this rank's number in the group and how many there are.
         index: the group's number among all groups.
         group: the process group; None for a rank alone.
+        control: of the same ranks, over gloo: where a rank may wait long. A wait in NCCL keeps its GPU busy, where the
+            engine computes meanwhile, and ends with the timeout of the training's collectives.
         leader: global rank of the group's first rank.
     """
 
@@ -26,6 +26,7 @@ class EngineGroup:
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
     leader: int = 0
 
     @property
@@ -35,18 +36,18 @@ class EngineGroup:
 
     def share(self, value: Any = None) -> Any:
         """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
-        if self.group is None:
+        if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=self.leader, group=self.group, device=device())
+        dist.broadcast_object_list(box, src=self.leader, group=self.control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in the order of the ranks, on every rank."""
-        if self.group is None:
+        if self.control is None:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self.group)
+        dist.all_gather_object(box, value, group=self.control)
         return box
 
     def agree(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -88,9 +88,13 @@ class SidecarEngine(EngineLifecycle):
             recover_weights: gives the weights of the latest refit once more, collectively over ``group`` only.
             make_handles: encodes a bucket for TensorRT-LLM's workers.
             options: what every engine is told, see `EngineLifecycle`.
+
+        Raises:
+            ValueError: Hugging Face, and so TensorRT-LLM, has no such model.
         """
         super().__init__(architecture.vocab_size, **options)
         self._architecture = architecture
+        self._config = json.dumps(hf_config(architecture, dtype), indent=2)  # or the error, on every rank alike
         self._settings = settings
         self._dtype = dtype
         self._group = group or EngineGroup()
@@ -234,7 +238,7 @@ class SidecarEngine(EngineLifecycle):
         self._sidecar = sidecar = Sidecar(settings.python, settings.environment, settings.ping_seconds)
         model = sidecar.folder / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(hf_config(a, self._dtype), indent=2))
+        (model / "config.json").write_text(self._config)
         return sidecar.call(
             "start",
             settings.start_seconds,
@@ -309,6 +313,8 @@ class SidecarEngine(EngineLifecycle):
                 outcome = ("lost", str(error))
             except SidecarError as error:
                 outcome = ("error", str(error))
+            except OSError as error:  # a full disk, say
+                outcome = ("error", f"TensorRT-LLM sidecar: {error}")
         kind, value = self._group.share(outcome)
         if kind == "lost":
             raise SidecarLost(value)
