@@ -55,7 +55,7 @@ class ModelShard:
         num_heads, num_groups: query heads and key (= value) heads held here.
         ffn_size: of the MLP's inner dimension.
         vocab_start, vocab_rows: the ids whose embedding and output rows are held here; ``vocab_rows`` is the
-            same on every rank, the last rank's may reach beyond the vocabulary (rows that stay zero).
+            same on every rank, the last rank's may reach beyond the vocabulary (rows of no meaning).
     """
 
     def __init__(self, architecture: ModelArchitecture, rank: int = 0, size: int = 1) -> None:
