@@ -273,12 +273,16 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
     auto value = [&](int i, int k) { return widen(rows[i][k]); };
 #if STORAGE_INT8
     for (int i = 0; i < n; ++i) {
-        float most = 0, poison = 0; // becomes NaN if a value is not finite: so does the scale, and every product then
+        uint32_t most_bits = 0; // of the magnitudes: Inf's are above every number's, and NaN's above those
         for (int k = 0; k < p.columns; ++k) {
-            most = std::fmax(most, std::fabs(value(i, k)));
-            poison += value(i, k) * 0.0f;
+            const float x = value(i, k);
+            uint32_t bits;
+            memcpy(&bits, &x, 4);
+            most_bits = std::max(most_bits, bits & 0x7fffffff);
         }
-        const bool finite = poison == 0;
+        float most;
+        memcpy(&most, &most_bits, 4);
+        const bool finite = most_bits < 0x7f800000; // else the scale is NaN, and so is every product
         const float scale = !finite ? NAN : most > 0 ? most / 127 : 1;
         p.scales[place.panel * PANEL + place.lane + i] = scale;
         for (int k = 0; k < p.columns; ++k)
