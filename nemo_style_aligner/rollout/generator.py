@@ -146,7 +146,7 @@ class LocalRound:
         accepted = AcceptedResponses(work, sink)
         supply = RequestSupply(work, group, engine.num_slots, prompts, self._seed)
         # Ranks that share an engine compute together: they can only take no more.
-        with stop_signals.interruptible(group.group is None):
+        with stop_signals.interruptible(group.control is None):
             while supply.wait():  # until the round is complete, ids of lost workers included
                 started = time.monotonic()
                 for result in engine.generate(supply, generator.sampling):

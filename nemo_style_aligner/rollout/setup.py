@@ -43,6 +43,8 @@ from nemo_style_aligner.weights.stream import lendable_weights
 
 logger = logging.getLogger(__name__)
 
+_MARGIN_MINUTES = 5.0  # for the leader to give up before those who wait for it do
+
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on; to workers on other machines they mean their own machine
 _INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
 
@@ -108,7 +110,7 @@ def build_engine(
             index=layout.dp_rank * layout.pp_size + layout.pp_rank,
             count=layout.dp_size * layout.pp_size,
             is_leader=layout.tp_rank == 0,
-            group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
+            control=_control_group(cfg, layout.tp_size),
             leader=parallel_state.get_tensor_model_parallel_src_rank(),
         )
         engine.build()
@@ -181,9 +183,15 @@ def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]
         index=rank // size,
         count=count,
         is_leader=rank % size == 0,
-        group=process_group,
+        control=_control_group(cfg, size),
         leader=rank - rank % size,
     )
+
+
+def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
+    """Where the ranks of an engine wait for their leader, who waits until other engines are done. Collective."""
+    minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
+    return neighbour_group(size, minutes + _MARGIN_MINUTES, "gloo")
 
 
 def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> WorkSource:

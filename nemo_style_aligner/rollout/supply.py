@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.parallel import stop_signals
-from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.seeds import derive_seed
@@ -23,22 +22,23 @@ class GenerationGroup:
     Attributes:
         index, count: this group's number and how many there are.
         is_leader: whether this rank takes the work and hands in the results.
-        group: the process group of a shared engine; None where each rank has an engine of its own.
+        control: the ranks of a shared engine, over gloo: a wait in NCCL keeps a GPU busy and ends with the timeout of
+            the training's collectives. None where each rank has an engine of its own.
         leader: global rank of the leader.
     """
 
     index: int
     count: int
     is_leader: bool = True
-    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
     leader: int = 0
 
     def share(self, ids: list[int]) -> list[int]:
         """The leader's ids on every rank of the group."""
-        if self.group is None:
+        if self.control is None:
             return ids
         box = [ids]
-        dist.broadcast_object_list(box, src=self.leader, group=self.group, device=device())
+        dist.broadcast_object_list(box, src=self.leader, group=self.control)
         return box[0]
 
 
