@@ -144,7 +144,7 @@ class Player:
             accepted, _ = self._listening.accept()
         except TimeoutError:
             if self._process.poll() is not None:
-                self._fail("the process ended")
+                self._fail(self._how_it_ended())
             return False
         self._connection = Connection(accepted.detach())
         self._receive()
@@ -163,7 +163,15 @@ class Player:
                 return self._connection.recv()
             self._fail(f"no answer within {STEP_SECONDS:.0f} s")
         except (EOFError, ConnectionError):
-            self._fail("the process ended")
+            self._fail(self._how_it_ended())
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        status = self._process.returncode
+        if status == -signal.SIGKILL:
+            return "the process was killed, as the system does where memory runs out (smaller batches need less)"
+        return f"the process ended with status {status}"
 
     def _fail(self, reason: str) -> NoReturn:
         raise SystemExit(f"{self.name}: {reason}; the end of its output:\n{tail(self._log)}")
