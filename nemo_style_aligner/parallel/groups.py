@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 _TIMEOUT_MINUTES = 30.0  # as in the configs
+_CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end what it gave up, before the others give up the leader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,14 @@ def neighbour_group(
     return groups[dist.get_rank() // size]
 
 
+def control_group(size: int, wait_minutes: float) -> dist.ProcessGroup | None:
+    """`neighbour_group` over gloo, for small messages of a leader who may take ``wait_minutes`` for each. Collective.
+
+    A wait in NCCL would keep a GPU busy and end with the timeout of the training's collectives.
+    """
+    return neighbour_group(size, wait_minutes + _CONTROL_MARGIN_MINUTES, "gloo")
+
+
 def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sum every entry over the group, in float64. All ranks must pass the same keys."""
     keys = sorted(sums)
@@ -194,7 +203,7 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
     """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only).
 
     Args:
-        group: a `background_group`; the default group unless given.
+        group: a `background_group` or `control_group`, over gloo; the default group unless given.
     """
     if dist.get_world_size() == 1:
         return value

@@ -23,7 +23,7 @@ from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import fail_job
-from nemo_style_aligner.parallel.groups import broadcast_object, device, neighbour_group
+from nemo_style_aligner.parallel.groups import broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
@@ -42,8 +42,6 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import lendable_weights
 
 logger = logging.getLogger(__name__)
-
-_MARGIN_MINUTES = 5.0  # for the leader to give up before those who wait for it do
 
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on; to workers on other machines they mean their own machine
 _INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
@@ -191,7 +189,7 @@ def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]
 def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
     """Where the ranks of an engine wait for their leader, who waits until other engines are done. Collective."""
     minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
-    return neighbour_group(size, minutes + _MARGIN_MINUTES, "gloo")
+    return control_group(size, minutes)
 
 
 def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> WorkSource:

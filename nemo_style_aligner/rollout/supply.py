@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.seeds import derive_seed
@@ -22,8 +23,7 @@ class GenerationGroup:
     Attributes:
         index, count: this group's number and how many there are.
         is_leader: whether this rank takes the work and hands in the results.
-        control: the ranks of a shared engine, over gloo: a wait in NCCL keeps a GPU busy and ends with the timeout of
-            the training's collectives. None where each rank has an engine of its own.
+        control: `control_group` of the ranks of a shared engine; None where each rank has an engine of its own.
         leader: global rank of the leader.
     """
 
@@ -35,11 +35,7 @@ class GenerationGroup:
 
     def share(self, ids: list[int]) -> list[int]:
         """The leader's ids on every rank of the group."""
-        if self.control is None:
-            return ids
-        box = [ids]
-        dist.broadcast_object_list(box, src=self.leader, group=self.control)
-        return box[0]
+        return ids if self.control is None else broadcast_object(ids, self.leader, self.control)
 
 
 class RequestSupply:

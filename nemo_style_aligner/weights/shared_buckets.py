@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from nemo_style_aligner.parallel.groups import broadcast_object
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedBuckets | None] = weakref.WeakKeyDictionary()
@@ -62,13 +64,11 @@ def shared_buckets(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | 
 def _open(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | None:
     leader = dist.get_global_rank(group, 0)
     file: int | None = None
-    box: list[_Address | None] = [None]
     if dist.get_rank() == leader:
         file = _create(num_bytes)
-        box = [None if file is None else _address(file)]
-    dist.broadcast_object_list(box, src=leader, group=group)
-    if dist.get_rank() != leader and box[0] is not None:
-        file = _find(box[0])
+    address: _Address | None = broadcast_object(None if file is None else _address(file), leader, group)
+    if dist.get_rank() != leader and address is not None:
+        file = _find(address)
     memory = None if file is None else _map(file, num_bytes)
     everybody = torch.tensor(int(memory is not None))
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)

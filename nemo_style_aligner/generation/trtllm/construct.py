@@ -22,13 +22,12 @@ from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
 from nemo_style_aligner.generation.trtllm.versions import Installation, TensorRTLLMUnavailable, find_installation
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel.groups import ParallelLayout, neighbour_group
+from nemo_style_aligner.parallel.groups import ParallelLayout, control_group
 from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 2**20
-_MARGIN_MINUTES = 5.0  # for the leader to end a sidecar that it gave up, before the others give up the leader
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -81,13 +80,12 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, **options: Any) -> Gene
 def engine_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
     """This rank's tensor-parallel group; its ranks wait for each other as long as for a sidecar. Collective."""
     longest = max(float(seconds) for seconds in cfg.trainer.ppo.trt_llm.timeouts.values())
-    minutes = max(float(cfg.trainer.distributed_timeout_minutes), longest / 60) + _MARGIN_MINUTES
     return EngineGroup(
         rank=layout.tp_rank,
         size=layout.tp_size,
         index=layout.dp_rank * layout.pp_size + layout.pp_rank,
         group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
-        control=neighbour_group(layout.tp_size, minutes, "gloo"),
+        control=control_group(layout.tp_size, max(float(cfg.trainer.distributed_timeout_minutes), longest / 60)),
         leader=parallel_state.get_tensor_model_parallel_src_rank(),
     )
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_style_aligner.parallel.groups import broadcast_object
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineGroup:
@@ -17,8 +19,7 @@ class EngineGroup:
         rank, size: this rank's number in the group and how many there are.
         index: the group's number among all groups.
         group: the process group; None for a rank alone.
-        control: of the same ranks, over gloo: where a rank may wait long. A wait in NCCL keeps its GPU busy, where the
-            engine computes meanwhile, and ends with the timeout of the training's collectives.
+        control: `control_group` of the same ranks, for where a rank may wait long: on its GPU the engine computes.
         leader: global rank of the group's first rank.
     """
 
@@ -36,11 +37,7 @@ class EngineGroup:
 
     def share(self, value: Any = None) -> Any:
         """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
-        if self.control is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.leader, group=self.control)
-        return box[0]
+        return value if self.control is None else broadcast_object(value, self.leader, self.control)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in the order of the ranks, on every rank."""
