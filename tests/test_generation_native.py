@@ -13,14 +13,7 @@ import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
 from nemo_style_aligner.generation.embedded.native import library
-from nemo_style_aligner.generation.embedded.native.library import (
-    KERNELS,
-    NativeUnavailable,
-    check,
-    compile_command,
-    load_library,
-    usable_kernels,
-)
+from nemo_style_aligner.generation.embedded.native.library import check, compile_command, load_library
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
 from nemo_style_aligner.generation.embedded.steps import choose_step
@@ -28,6 +21,8 @@ from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, sample
+from nemo_style_aligner.native import compilation
+from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 
 pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="the native step needs an x86-64 processor with AVX2 and FMA"
@@ -262,7 +257,7 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
 def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outcome is on record, for every model shape; a kernel that failed is not tried again and again."""
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(library.Kernel, "checked", True)
+    monkeypatch.setattr(compilation.Kernel, "checked", True)
     load_library(SHAPE, "avx2")
     monkeypatch.setattr(library, "check", lambda *_: pytest.fail("checked again"))
     load_library(dataclasses.replace(SHAPE, architecture=architecture("qwen3")), "avx2")
@@ -281,14 +276,14 @@ def test_only_a_verdict_is_put_on_record(
 ) -> None:
     """A check that was killed, as for want of memory, or that took too long is made again next time."""
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(library.Kernel, "checked", True)
+    monkeypatch.setattr(compilation.Kernel, "checked", True)
     monkeypatch.setattr(library, "_CHECK_SECONDS", 0.5 if program == "sleep 9" else 60.0)
 
-    def compiled(command: list[str], source: str, path: Path) -> None:
+    def compiled(command: list[str], source: Path, path: Path) -> None:
         path.write_text(f"#!/bin/bash\nexec 2>&-\n{program}\n")
         path.chmod(0o700)
 
-    monkeypatch.setattr(library, "_compile", compiled)
+    monkeypatch.setattr(library, "compile_to", compiled)
     with pytest.raises(NativeUnavailable, match=r"fail their check" if verdict else "cut short|took more than"):
         load_library(SHAPE, "avx2")
     assert bool(list((tmp_path / "nemo_style_aligner" / "native").glob("check-*.txt"))) == verdict
@@ -296,11 +291,11 @@ def test_only_a_verdict_is_put_on_record(
 
 def test_a_compilation_that_fails_says_nothing_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(library.Kernel, "checked", True)
-    monkeypatch.setattr(library, "_COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(compilation.Kernel, "checked", True)
+    monkeypatch.setattr(compilation, "_COMPILE_SECONDS", 0.01)
     with pytest.raises(NativeUnavailable, match="took more than"):
         load_library(SHAPE, "avx2")
-    monkeypatch.setattr(library, "_VERSION_SECONDS", 1e-6)
+    monkeypatch.setattr(compilation, "_VERSION_SECONDS", 1e-6)
     with pytest.raises(NativeUnavailable, match="--version took more than"):
         load_library(SHAPE, "avx2")
     assert not list((tmp_path / "nemo_style_aligner" / "native").glob("check-*"))
@@ -336,7 +331,7 @@ def test_a_cached_library_that_cannot_be_loaded_is_made_again(
     folder.mkdir(parents=True, mode=0o700)
     (folder / made.name).write_bytes(made.read_bytes()[:100])
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(library, "_compile", lambda command, source, path: shutil.copy(made, path))
+    monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: shutil.copy(made, path))
     assert load_library(SHAPE, "avx2")[1] and "compiled again" in caplog.text
     assert not load_library(SHAPE, "avx2")[1]
 
@@ -350,11 +345,11 @@ def test_without_a_usable_cache_torch_does_it(
 
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
     if trouble == "noexec":  # compiled, and refused by the loader
-        monkeypatch.setattr(library, "_compile", lambda command, source, path: path.write_bytes(b"\x7fELF"))
+        monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: path.write_bytes(b"\x7fELF"))
     elif trouble == "no locks":
-        monkeypatch.setattr(library.fcntl, "flock", refuse)
+        monkeypatch.setattr(compilation.fcntl, "flock", refuse)
     else:
-        monkeypatch.setattr(library.tempfile, "mkstemp", refuse)
+        monkeypatch.setattr(compilation.tempfile, "mkstemp", refuse)
     assert isinstance(choose_step("auto", SHAPE, torch.device("cpu")), TorchStep)
     assert "falls back" in caplog.text and "set NEMO_STYLE_ALIGNER_CACHE" in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
 
 
@@ -29,18 +31,36 @@ class TorchSelfAttention(SelfAttention):
         """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
         if packed_seq_params is None:
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if rotary_pos_emb is not None and packed_seq_params.rotary is None:
+            angles = rotary_pos_emb[packed_seq_params.positions, 0].float()
+            packed_seq_params.rotary = angles.cos(), angles.sin()
+        drops_out = self.training and self.core_attention.dropout > 0
+        if (kernels := kernels_for(hidden_states)) and not drops_out:
+            return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        if rotary_pos_emb is not None:
-            if packed_seq_params.rotary is None:
-                angles = rotary_pos_emb[packed_seq_params.positions, 0]
-                packed_seq_params.rotary = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-            query = _Rotation.apply(query, *packed_seq_params.rotary)
-            key = _Rotation.apply(key, *packed_seq_params.rotary)
+        if packed_seq_params.rotary is not None:
+            cos, sin = (x.to(query.dtype) for x in packed_seq_params.rotary)
+            query, key = _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
         else:
             out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
         return self.linear_proj(out)
+
+    def _attend_compiled(
+        self, kernels: LayerKernels, hidden_states: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """[t, 1, h] -> [t, 1, heads * d]: rotation and attention straight from what ``linear_qkv`` computes."""
+        d = self.hidden_size_per_attention_head
+        if self.q_layernorm is None and self.k_layernorm is None and self.config.num_query_groups >= self.world_size:
+            mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        else:  # with norms between, or query heads of a group on several ranks
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
+        t, _, groups, _ = mixed.shape
+        scale = self.core_attention.softmax_scale or d**-0.5
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.lengths, scale, kernels)
+        return out.view(t, 1, -1)
 
 
 class CausalAttention(MegatronModule):
@@ -111,6 +131,33 @@ class CausalAttention(MegatronModule):
             enable_gqa=heads != key.shape[2],
         )
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+class _Attention(torch.autograd.Function):
+    """`LayerKernels.attention`: saves its input, not its output, which the linear layer that follows keeps anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: Sequence[int],
+        scale: float,
+        kernels: LayerKernels,
+    ) -> torch.Tensor:
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        if rotary is not None:
+            rotary = rotary[0].view(len(qkv), -1), rotary[1].view(len(qkv), -1)
+        qkv = qkv.contiguous()
+        out, lse = kernels.attention(qkv, rotary, sizes, scale)
+        ctx.save_for_backward(qkv, lse)
+        ctx.arguments, ctx.kernels = (rotary, sizes, scale), kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        qkv, lse = ctx.saved_tensors
+        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, *ctx.arguments), None, None, None, None
 
 
 class _Rotation(torch.autograd.Function):

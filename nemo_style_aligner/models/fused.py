@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.recompute import computed_again
 
 
@@ -24,6 +25,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def compute(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and what x is multiplied by, fp32 [..., 1]."""
+        if kernels := kernels_for(x):
+            return kernels.rms_norm(x.contiguous(), weight, eps)
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         return (wide * scale).mul_(weight).to(x.dtype), scale
@@ -31,6 +34,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
+        if kernels := kernels_for(x):
+            return *kernels.rms_norm_backward(x.contiguous(), weight, scale, grad.contiguous()), None
         h = x.shape[-1]
         normed, grad = x.float().mul(scale).view(-1, h), grad.float().reshape(-1, h)
         product = grad * normed
@@ -64,6 +69,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
+        if kernels := kernels_for(x):
+            return kernels.swiglu_backward(x.contiguous(), grad.contiguous())
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -73,5 +80,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    if kernels := kernels_for(x):
+        return kernels.swiglu(x.contiguous())
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
+from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import block_spec, has_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
@@ -228,6 +229,8 @@ def build_model(
     """
     layout = current_layout()
     config = transformer_config(architecture, model_cfg, dtype, layout)
+    if device().type == "cpu":
+        best_kernels()  # compiled here, if at all, and not in the middle of the first step
     options: dict[str, Any] = {
         "config": config,
         "transformer_layer_spec": block_spec(config),

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.native.library import NativeUnavailable
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
+from nemo_style_aligner.native.compilation import NativeUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,7 @@ import torch
 from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native.arena import Arena
-from nemo_style_aligner.generation.embedded.native.library import (
-    KERNELS,
-    NativeUnavailable,
-    load_library,
-    usable_kernels,
-)
+from nemo_style_aligner.generation.embedded.native.library import load_library
 from nemo_style_aligner.generation.embedded.native.packed_weights import (
     GATE,
     PANEL,
@@ -47,6 +42,7 @@ from nemo_style_aligner.generation.embedded.weight_table import (
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
 from nemo_style_aligner.generation.shard import ModelShard
+from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
@@ -62,7 +58,7 @@ class NativeStep(ModelStep):
 
     Args:
         shape: what to compile for.
-        kernel: a name of `library.KERNELS`; None: the best that the processor has.
+        kernel: a name of `compilation.KERNELS`; None: the best that the processor has.
         num_threads: None: as many as torch uses.
         lent: the trainer's weights, to pack from.
     """

@@ -7,7 +7,7 @@ import os
 import weakref
 from typing import Any
 
-from nemo_style_aligner.generation.embedded.native.library import NativeUnavailable
+from nemo_style_aligner.native.compilation import NativeUnavailable
 
 Pointer = ctypes.c_void_p
 

@@ -1,0 +1,444 @@
+// Parts of a transformer layer, forward and backward, on CPUs: what torch does there in many passes over memory.
+// Numbers in memory are fp32 or bf16 (T), all arithmetic is fp32. `layer_kernels.py` says what each function computes.
+#define KERNEL_FMA 0
+#define KERNEL_DOT 1
+#define KERNEL_AMX 2
+#include "threads.h"
+#include "vectors.h"
+#include <memory>
+#include <unistd.h>
+
+namespace {
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+
+// The threads of this process. A child of fork() has none of its parent's, and gets its own.
+Team& team(int threads) {
+    static Team* current = nullptr;
+    static pid_t owner = 0;
+    if (!current || owner != getpid() || current->size != threads) {
+        if (owner == getpid()) delete current;
+        current = new Team(threads);
+        owner = getpid();
+    }
+    return *current;
+}
+
+// f(i) for i in 0..n-1, each on whichever thread asks next.
+template <class F> void parallel(int threads, int n, F&& f) {
+    Counter counter;
+    if (threads == 1 || n == 1) return counter.each(n, 1, f);
+    team(threads).run([&](int) { counter.each(n, 1, f); });
+}
+
+// f(begin, end) for pieces of 0..n-1, one per thread.
+template <class F> void in_pieces(int threads, int n, F&& f) {
+    parallel(threads, threads, [&](int i) { f((int64_t)n * i / threads, (int64_t)n * (i + 1) / threads); });
+}
+
+// Memory of one thread, kept for its next task, cut into arrays of floats.
+class Scratch {
+  public:
+    explicit Scratch(size_t floats) {
+        static thread_local std::vector<float> memory;
+        if (memory.size() < floats + 16) memory.resize(floats + 16);
+        next = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    }
+    float* take(size_t floats) {
+        float* mine = next;
+        next += floats;
+        return mine;
+    }
+
+  private:
+    float* next;
+};
+
+// ---- rows of numbers ------------------------------------------------------------------------------------------------
+
+INLINE vf load_wide(const float* p) { return load<vf>(p); }
+INLINE vf load_wide(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
+
+// The first `n` of LANES numbers; the others are 0.
+template <class T> INLINE vf load_some(const T* p, int n) {
+    if (n >= LANES) return load_wide(p);
+    vf v = {};
+    for (int i = 0; i < n; ++i) v[i] = widen(p[i]);
+    return v;
+}
+template <class T> INLINE void store_some(T* p, vf v, int n) {
+    if (n >= LANES) return store_as(p, v);
+    for (int i = 0; i < n; ++i) set_as(p + i, v[i]);
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+constexpr int TILE = LANES == 16 ? 12 : 6; // rows: with two vectors each, sums leave registers for the operands
+
+// c[m][n] = (or += if ADD) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows, n < columns (a multiple
+// of LANES), k < depth.
+template <bool ADD>
+void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, float* c, size_t ldc, int rows,
+              int columns, int depth) {
+    for (int n = 0; n < columns; n += 2 * LANES) {
+        with_constant<2>(columns - n >= 2 * LANES ? 2 : 1, [&](auto vectors) {
+            constexpr int V = decltype(vectors)::value;
+            for (int m = 0; m < rows; m += TILE) {
+                with_constant<TILE>(rows - m < TILE ? rows - m : TILE, [&](auto count) {
+                    constexpr int N = decltype(count)::value;
+                    vf acc[N][V];
+                    float* out = c + m * ldc + n;
+#pragma GCC unroll 16
+                    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) acc[i][v] = ADD ? load<vf>(out + i * ldc + v * LANES) : vf{};
+                    const float *left = a + m * am, *right = b + n;
+                    for (int k = 0; k < depth; ++k, left += ak, right += ldb) {
+                        vf w[V];
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
+#pragma GCC unroll 16
+                        for (int i = 0; i < N; ++i) {
+                            const vf x = splat(left[i * am]);
+#pragma GCC unroll 2
+                            for (int v = 0; v < V; ++v) acc[i][v] += x * w[v];
+                        }
+                    }
+#pragma GCC unroll 16
+                    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) store(out + i * ldc + v * LANES, acc[i][v]);
+                });
+            }
+        });
+    }
+}
+
+// [tokens][width] -> [channels][padded], beyond the tokens 0.
+void transpose(const float* from, int tokens, int width, int channels, float* to, int padded) {
+    for (int j = 0; j < padded; j += LANES)
+        for (int i = 0; i < channels; ++i) {
+            vf column = {};
+            for (int l = 0; l < LANES && j + l < tokens; ++l) column[l] = from[(size_t)(j + l) * width + i];
+            store(to + (size_t)i * padded + j, column);
+        }
+}
+
+} // namespace
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+extern "C" struct Attention {
+    const void* qkv; // [token][group][query heads of the group, then its key and its value][channel]
+    void *out, *grad_out; // [token][head][channel]
+    void* grad_qkv;
+    float* lse;             // [token][head]: log of the sum of the exponentials of a query's scores
+    const float *cos, *sin; // [token][rotary]
+    const int32_t* lengths; // of the sequences, in the order of their tokens
+    int32_t num_sequences, groups, per_group, channels, rotary, is_bf16, threads;
+    float scale;
+};
+
+namespace {
+
+constexpr int BLOCK = 4 * TILE; // query tokens of a head that are taken together
+
+struct Task { // one query head of one sequence
+    int64_t first; // token
+    int length, group, head; // head in its group
+};
+
+// What one thread needs to know about tokens and heads. T: of the numbers in memory.
+template <class T> struct Heads {
+    const Attention& a;
+    const int heads = a.groups * a.per_group;
+    const int width = round_up(a.channels, LANES); // of a row of channels in scratch memory, those added are 0
+
+    // Where a group's `part` lies: 0.. its query heads, per_group its key, per_group + 1 its value.
+    size_t place(int64_t token, int group, int part) const {
+        return ((token * a.groups + group) * (a.per_group + 2) + part) * a.channels;
+    }
+    size_t place_out(int64_t token, const Task& task) const {
+        return (token * heads + task.group * a.per_group + task.head) * a.channels;
+    }
+
+    // Widened, multiplied and, but for values, turned by the token's position (arXiv:2104.09864): channel i with
+    // channel i + rotary / 2, those from `rotary` on not at all.
+    void fetch(const T* x, int64_t token, bool turned, float factor, float* __restrict out) const {
+        const int half = turned ? a.rotary / 2 : 0;
+        const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
+        for (int i = 0; i < half; ++i) {
+            const float one = widen(x[i]), other = widen(x[i + half]);
+            out[i] = (one * cos[i] - other * sin[i]) * factor;
+            out[i + half] = (other * cos[i + half] + one * sin[i + half]) * factor;
+        }
+        for (int i = 2 * half; i < a.channels; ++i) out[i] = widen(x[i]) * factor;
+        for (int i = a.channels; i < width; ++i) out[i] = 0;
+    }
+    // The same of every token of a sequence: [length][width].
+    void fetch_all(const Task& task, int part, bool turned, float* out) const {
+        for (int t = 0; t < task.length; ++t)
+            fetch((const T*)a.qkv + place(task.first + t, task.group, part), task.first + t, turned, 1, out + (size_t)t * width);
+    }
+    // Gradients with respect to what `fetch` gave, times `factor` -> to what it read.
+    void put(const float* x, int64_t token, bool turned, float factor, T* __restrict out) const {
+        const int half = turned ? a.rotary / 2 : 0;
+        const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
+        for (int i = 0; i < half; ++i) {
+            set_as(out + i, (x[i] * cos[i] + x[i + half] * sin[i + half]) * factor);
+            set_as(out + i + half, (x[i + half] * cos[i + half] - x[i] * sin[i]) * factor);
+        }
+        for (int i = 2 * half; i < a.channels; ++i) set_as(out + i, x[i] * factor);
+    }
+
+    // Every head of every sequence, those with the most work first.
+    std::vector<Task> tasks() const {
+        std::vector<Task> all;
+        int64_t first = 0;
+        for (int i = 0; i < a.num_sequences; first += a.lengths[i++])
+            for (int head = 0; head < heads; ++head)
+                all.push_back({first, a.lengths[i], head / a.per_group, head % a.per_group});
+        std::stable_sort(all.begin(), all.end(), [](const Task& x, const Task& y) { return x.length > y.length; });
+        return all;
+    }
+};
+
+template <class T> void attention_forward(const Attention& a) {
+    const Heads<T> h{a};
+    const auto tasks = h.tasks();
+    const int width = h.width;
+    parallel(a.threads, (int)tasks.size(), [&](int index) {
+        const Task& task = tasks[index];
+        const int padded = round_up(task.length, LANES);
+        Scratch scratch((size_t)(2 * width + BLOCK) * padded + (size_t)2 * BLOCK * width);
+        float *values = scratch.take((size_t)padded * width), *keys = scratch.take((size_t)padded * width);
+        float* scores = scratch.take((size_t)BLOCK * padded);
+        float *query = scratch.take((size_t)BLOCK * width), *out = scratch.take((size_t)BLOCK * width);
+        h.fetch_all(task, a.per_group, true, values);
+        transpose(values, task.length, width, a.channels, keys, padded);
+        h.fetch_all(task, a.per_group + 1, false, values);
+        for (int begin = 0; begin < task.length; begin += BLOCK) {
+            const int count = std::min(BLOCK, task.length - begin), end = begin + count, seen = round_up(end, LANES);
+            const int64_t token = task.first + begin;
+            for (int i = 0; i < count; ++i)
+                h.fetch((const T*)a.qkv + h.place(token + i, task.group, task.head), token + i, true, a.scale,
+                        query + i * width);
+            multiply<false>(query, width, 1, keys, padded, scores, padded, count, seen, a.channels);
+            float factor[BLOCK];
+            for (int i = 0; i < count; ++i) {
+                float* row = scores + (size_t)i * padded;
+                std::fill(row + begin + i + 1, row + seen, -INFINITY); // what comes later
+                vf most = splat(-INFINITY), sum = {};
+                for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
+                const float peak = max_lanes(most);
+                for (int j = 0; j < seen; j += LANES) {
+                    const vf e = vexp(load<vf>(row + j) - peak);
+                    sum += e;
+                    store(row + j, e);
+                }
+                factor[i] = 1 / sum_lanes(sum);
+                a.lse[(token + i) * h.heads + task.group * a.per_group + task.head] = peak - std::log(factor[i]);
+            }
+            multiply<false>(scores, padded, 1, values, width, out, width, count, width, end);
+            for (int i = 0; i < count; ++i) {
+                T* row = (T*)a.out + h.place_out(token + i, task);
+                for (int c = 0; c < a.channels; ++c) set_as(row + c, out[i * width + c] * factor[i]);
+            }
+        }
+    });
+}
+
+// With scores s, weights p = softmax(s), the result p v and its gradient g: the gradient of v is p' g, that of s is
+// p * (g v' - the sum over keys of p * g v'), as in arXiv:2205.14135; p is computed again from s and its `lse`.
+template <class T> void attention_backward(const Attention& a) {
+    const Heads<T> h{a};
+    const auto tasks = h.tasks();
+    const int width = h.width;
+    int64_t tokens = 0;
+    for (int i = 0; i < a.num_sequences; ++i) tokens += a.lengths[i];
+    // Gradients of keys and of values [head][token][width], by query head: summed afterwards, always in one order.
+    const size_t plane = (size_t)tokens * width;
+    const std::unique_ptr<float[]> sums(new float[2 * plane * h.heads]);
+    parallel(a.threads, (int)tasks.size(), [&](int index) {
+        const Task& task = tasks[index];
+        const int padded = round_up(task.length, LANES);
+        const size_t matrix = (size_t)padded * width, block = (size_t)BLOCK * padded, rows = (size_t)BLOCK * width;
+        Scratch scratch(3 * matrix + 2 * block + 3 * rows);
+        float *keys = scratch.take(matrix), *keys_across = scratch.take(matrix), *values_across = scratch.take(matrix);
+        float *weights = scratch.take(block), *slopes = scratch.take(block);
+        float *query = scratch.take(rows), *grad = scratch.take(rows), *result = scratch.take(rows);
+        float* grad_keys = sums.get() + (task.group * a.per_group + task.head) * plane + task.first * width;
+        float* grad_values = grad_keys + plane * h.heads;
+        std::fill(grad_keys, grad_keys + (size_t)task.length * width, 0.0f);
+        std::fill(grad_values, grad_values + (size_t)task.length * width, 0.0f);
+        h.fetch_all(task, a.per_group + 1, false, keys);
+        transpose(keys, task.length, width, a.channels, values_across, padded);
+        h.fetch_all(task, a.per_group, true, keys);
+        transpose(keys, task.length, width, a.channels, keys_across, padded);
+        for (int begin = 0; begin < task.length; begin += BLOCK) {
+            const int count = std::min(BLOCK, task.length - begin), end = begin + count, seen = round_up(end, LANES);
+            const int64_t token = task.first + begin;
+            for (int i = 0; i < count; ++i) {
+                h.fetch((const T*)a.qkv + h.place(token + i, task.group, task.head), token + i, true, a.scale,
+                        query + i * width);
+                h.fetch((const T*)a.grad_out + h.place_out(token + i, task), token + i, false, 1, grad + i * width);
+            }
+            multiply<false>(query, width, 1, keys_across, padded, weights, padded, count, seen, a.channels);
+            multiply<false>(grad, width, 1, values_across, padded, slopes, padded, count, seen, a.channels);
+            for (int i = 0; i < count; ++i) {
+                float *weight = weights + (size_t)i * padded, *slope = slopes + (size_t)i * padded;
+                const float lse = a.lse[(token + i) * h.heads + task.group * a.per_group + task.head];
+                std::fill(weight + begin + i + 1, weight + seen, -INFINITY);
+                vf sum = {};
+                for (int j = 0; j < seen; j += LANES) {
+                    const vf p = vexp(load<vf>(weight + j) - lse);
+                    sum += p * load<vf>(slope + j);
+                    store(weight + j, p);
+                }
+                const float mean = sum_lanes(sum);
+                for (int j = 0; j < seen; j += LANES)
+                    store(slope + j, load<vf>(weight + j) * (load<vf>(slope + j) - mean));
+            }
+            multiply<true>(weights, 1, padded, grad, width, grad_values, width, end, width, count);
+            multiply<true>(slopes, 1, padded, query, width, grad_keys, width, end, width, count);
+            multiply<false>(slopes, padded, 1, keys, width, result, width, count, width, end);
+            for (int i = 0; i < count; ++i)
+                h.put(result + i * width, token + i, true, a.scale,
+                      (T*)a.grad_qkv + h.place(token + i, task.group, task.head));
+        }
+    });
+    in_pieces(a.threads, (int)tokens, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+            for (int group = 0; group < a.groups; ++group) {
+                float* key = sums.get() + group * a.per_group * plane + t * width;
+                float* value = key + plane * h.heads;
+                for (int head = 1; head < a.per_group; ++head)
+                    for (int c = 0; c < width; c += LANES) {
+                        store(key + c, load<vf>(key + c) + load<vf>(key + head * plane + c));
+                        store(value + c, load<vf>(value + c) + load<vf>(value + head * plane + c));
+                    }
+                h.put(key, t, true, 1, (T*)a.grad_qkv + h.place(t, group, a.per_group));
+                h.put(value, t, false, 1, (T*)a.grad_qkv + h.place(t, group, a.per_group + 1));
+            }
+    });
+}
+
+// ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+template <class T> void swiglu(const T* x, T* out, int rows, int width, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gate = x + row * 2 * width, *up = gate + width;
+            for (int i = 0; i < width; i += LANES) {
+                const vf g = load_some(gate + i, width - i);
+                store_some(out + row * width + i, g * sigmoid(g) * load_some(up + i, width - i), width - i);
+            }
+        }
+    });
+}
+
+template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, int rows, int width, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gate = x + row * 2 * width, *up = gate + width;
+            T *grad_gate = grad_x + row * 2 * width, *grad_up = grad_gate + width;
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf g = load_some(gate + i, n), slope = load_some(grad + row * width + i, n), s = sigmoid(g);
+                store_some(grad_up + i, slope * g * s, n);
+                store_some(grad_gate + i, slope * load_some(up + i, n) * (s + g * s * (1.0f - s)), n);
+            }
+        }
+    });
+}
+
+// ---- RMSNorm --------------------------------------------------------------------------------------------------------
+
+template <class T>
+void rms_norm(const T* x, const float* weight, T* out, float* scale, int rows, int width, float epsilon, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* from = x + row * width;
+            vf squares = {};
+            for (int i = 0; i < width; i += LANES) {
+                const vf v = load_some(from + i, width - i);
+                squares += v * v;
+            }
+            scale[row] = 1 / std::sqrt(sum_lanes(squares) / width + epsilon);
+            for (int i = 0; i < width; i += LANES)
+                store_some(out + row * width + i,
+                           load_some(from + i, width - i) * scale[row] * load_some(weight + i, width - i), width - i);
+        }
+    });
+}
+
+// grad_weight [threads][width]: of each thread's rows.
+template <class T>
+void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, T* grad_x, float* grad_weight,
+                       int rows, int width, int threads) {
+    parallel(threads, threads, [&](int thread) {
+        float* sums = grad_weight + (size_t)thread * width;
+        std::fill(sums, sums + width, 0.0f);
+        const int64_t begin = (int64_t)rows * thread / threads, end = (int64_t)rows * (thread + 1) / threads;
+        for (int64_t row = begin; row < end; ++row) {
+            const T *from = x + row * width, *slope = grad + row * width;
+            vf along = {};
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf product = load_some(slope + i, n) * load_some(from + i, n) * scale[row];
+                along += product * load_some(weight + i, n);
+                store_some(sums + i, load_some(sums + i, n) + product, n);
+            }
+            // The part of the gradient along x changes nothing: x is divided by its own length.
+            const float mean = sum_lanes(along) / width;
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf normed = load_some(from + i, n) * scale[row];
+                const vf g = load_some(slope + i, n) * load_some(weight + i, n);
+                store_some(grad_x + row * width + i, (g - normed * mean) * scale[row], n);
+            }
+        }
+    });
+}
+
+} // namespace
+
+extern "C" {
+
+void layer_attention(const Attention* a) {
+    a->is_bf16 ? attention_forward<bf16>(*a) : attention_forward<float>(*a);
+}
+
+void layer_attention_backward(const Attention* a) {
+    a->is_bf16 ? attention_backward<bf16>(*a) : attention_backward<float>(*a);
+}
+
+void layer_swiglu(const void* x, void* out, int rows, int width, int is_bf16, int threads) {
+    is_bf16 ? swiglu((const bf16*)x, (bf16*)out, rows, width, threads)
+            : swiglu((const float*)x, (float*)out, rows, width, threads);
+}
+
+void layer_swiglu_backward(const void* x, const void* grad, void* grad_x, int rows, int width, int is_bf16,
+                           int threads) {
+    is_bf16 ? swiglu_backward((const bf16*)x, (const bf16*)grad, (bf16*)grad_x, rows, width, threads)
+            : swiglu_backward((const float*)x, (const float*)grad, (float*)grad_x, rows, width, threads);
+}
+
+void layer_rms_norm(const void* x, const float* weight, void* out, float* scale, int rows, int width, float epsilon,
+                    int is_bf16, int threads) {
+    is_bf16 ? rms_norm((const bf16*)x, weight, (bf16*)out, scale, rows, width, epsilon, threads)
+            : rms_norm((const float*)x, weight, (float*)out, scale, rows, width, epsilon, threads);
+}
+
+void layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, void* grad_x,
+                             float* grad_weight, int rows, int width, int is_bf16, int threads) {
+    is_bf16 ? rms_norm_backward((const bf16*)x, weight, scale, (const bf16*)grad, (bf16*)grad_x, grad_weight, rows,
+                                width, threads)
+            : rms_norm_backward((const float*)x, weight, scale, (const float*)grad, (float*)grad_x, grad_weight, rows,
+                                width, threads);
+}
+}

@@ -1,0 +1,238 @@
+"""Compiled parts of a layer's training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, forward and backward.
+
+Each replaces several of torch's passes over memory by one, and computes in fp32 whatever the dtype of its arguments.
+Where they cannot be had (no compiler, say), the layers do the same in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nemo_style_aligner.native.compilation import (
+    INCLUDES,
+    NativeUnavailable,
+    compiler_flags,
+    find_compiler,
+    find_or_compile,
+    usable_kernels,
+)
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_HEADERS = [INCLUDES / "threads.h", INCLUDES / "vectors.h"]
+_DTYPES = (torch.float32, torch.bfloat16)
+_CHECK_TOLERANCE = 1e-4
+_Pointer = ctypes.c_void_p
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of the source."""
+
+    _fields_ = [
+        *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "lengths")],
+        *[(name, ctypes.c_int32) for name in ("num_sequences", "groups", "per_group", "channels", "rotary")],
+        *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
+        ("scale", ctypes.c_float),
+    ]
+
+
+class LayerKernels:
+    """The compiled functions. Tensors are contiguous, on the CPU and, where not said, of one dtype: fp32 or bf16."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention inside each of the sequences that lie one after the other in a row of t tokens.
+
+        Args:
+            qkv: [t, groups, heads per group + 2, d], a group's query heads, its key and its value.
+            rotary: cosines and sines, fp32 [t, r], of the angles that queries and keys are turned by; None: not at all.
+            lengths: int32 [n], tokens of each sequence; they add up to t.
+            scale: of the products of queries and keys.
+
+        Returns:
+            [t, heads, d], and fp32 [t, heads], what the backward pass needs of the softmax.
+        """
+        t, groups, parts, d = qkv.shape
+        heads = groups * (parts - 2)
+        out, lse = qkv.new_empty(t, heads, d), qkv.new_empty(t, heads, dtype=torch.float32)
+        call = self._attention(qkv, rotary, lengths, scale)
+        call.out, call.lse = out.data_ptr(), lse.data_ptr()
+        self._library.layer_attention(ctypes.byref(call))
+        return out, lse
+
+    def attention_backward(
+        self,
+        grad: torch.Tensor,
+        lse: torch.Tensor,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The gradient with respect to ``qkv`` from that of the output."""
+        grad_qkv = torch.empty_like(qkv)
+        call = self._attention(qkv, rotary, lengths, scale)
+        call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
+        self._library.layer_attention_backward(ctypes.byref(call))
+        return grad_qkv
+
+    def _attention(
+        self,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> _Attention:
+        _, groups, parts, d = qkv.shape
+        cos, sin = rotary or (None, None)
+        return _Attention(
+            qkv=qkv.data_ptr(),
+            cos=None if cos is None else cos.data_ptr(),
+            sin=None if sin is None else sin.data_ptr(),
+            lengths=lengths.data_ptr(),
+            num_sequences=len(lengths),
+            groups=groups,
+            per_group=parts - 2,
+            channels=d,
+            rotary=0 if cos is None else cos.shape[-1],
+            is_bf16=_is_bf16(qkv),
+            threads=torch.get_num_threads(),
+            scale=scale,
+        )
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(first half) * second half of the last dimension: [..., 2 f] -> [..., f]."""
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        self._call("layer_swiglu", (x, out), _rows(out))
+        return out
+
+    def swiglu_backward(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient with respect to x."""
+        grad_x = torch.empty_like(x)
+        self._call("layer_swiglu_backward", (x, grad, grad_x), _rows(grad))
+        return grad_x
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., h] / rms(x) * weight (fp32 [h]) of the last dimension, and what x is multiplied by, fp32 [..., 1]."""
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        self._call("layer_rms_norm", (x, weight, out, scale), _rows(x), ctypes.c_float(eps))
+        return out, scale
+
+    def rms_norm_backward(
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients with respect to x and, in fp32, to the weight."""
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.empty(torch.get_num_threads(), x.shape[-1], dtype=torch.float32)
+        self._call("layer_rms_norm_backward", (x, weight, scale, grad, grad_x, grad_weight), _rows(x))
+        return grad_x, grad_weight.sum(0)
+
+    def _call(
+        self, name: str, tensors: Sequence[torch.Tensor], rows: tuple[int, int], *numbers: ctypes.c_float
+    ) -> None:
+        pointers = [_Pointer(x.data_ptr()) for x in tensors]
+        getattr(self._library, name)(*pointers, *rows, *numbers, _is_bf16(tensors[0]), torch.get_num_threads())
+
+
+def kernels_for(x: torch.Tensor) -> LayerKernels | None:
+    """The functions for tensors like ``x``; None where it is torch that computes."""
+    return best_kernels() if x.device.type == "cpu" and x.dtype in _DTYPES else None
+
+
+def load(kernel: str) -> LayerKernels:
+    """The functions compiled for ``kernel``, a name of `compilation.KERNELS`, whose results have been checked.
+
+    Raises:
+        NativeUnavailable: they cannot be compiled, or compute something else than torch.
+    """
+    command = [find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
+    kernels = LayerKernels(find_or_compile(command, _SOURCE, _HEADERS)[0])
+    error = _largest_error(kernels)
+    if not error < _CHECK_TOLERANCE:
+        raise NativeUnavailable(f"the {kernel} kernels differ from torch by {error:.1e} on this processor")
+    return kernels
+
+
+@functools.cache
+def best_kernels() -> LayerKernels | None:
+    """The functions for this processor, compiled by the first process of this user; None, with a warning, without."""
+    names = usable_kernels(torch.float32)
+    try:
+        if not names:
+            raise NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
+        return load(names[0])
+    except NativeUnavailable as error:
+        logger.warning("training passes do without compiled kernels for layers: %s", error)
+        return None
+
+
+def _largest_error(kernels: LayerKernels) -> float:
+    """Against torch's own functions on a few numbers: a processor or compiler that gets them wrong is not used."""
+    draw = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    lengths, qkv, grad = torch.tensor([19, 1, 40], dtype=torch.int32), numbers(60, 2, 4, 24), numbers(60, 4, 24)
+    scale, errors = 24**-0.5, []
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        sequences = []
+        for part in x.split(lengths.tolist()):
+            query, key, value = (
+                y.flatten(1, 2).transpose(0, 1)
+                for y in (part[:, :, :2], part[:, :, 2:3].expand(-1, -1, 2, -1), part[:, :, 3:].expand(-1, -1, 2, -1))
+            )
+            sequences.append(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1))
+        return torch.cat(sequences)
+
+    with torch.enable_grad():
+        x = qkv.requires_grad_()
+        expected = attention(x)
+        (expected_grad,) = torch.autograd.grad(expected, x, grad)
+        out, lse = kernels.attention(qkv.detach(), None, lengths, scale)
+        errors += [
+            out - expected,
+            kernels.attention_backward(grad, lse, qkv.detach(), None, lengths, scale) - expected_grad,
+        ]
+
+        x, grad = numbers(7, 90).requires_grad_(), numbers(7, 45)
+        gate, up = x.chunk(2, -1)
+        expected = F.silu(gate) * up
+        (expected_grad,) = torch.autograd.grad(expected, x, grad)
+        errors += [kernels.swiglu(x.detach()) - expected, kernels.swiglu_backward(x.detach(), grad) - expected_grad]
+
+        x, weight, grad = numbers(7, 45).requires_grad_(), numbers(45).requires_grad_(), numbers(7, 45)
+        expected = F.rms_norm(x, (45,), weight, 1e-5)
+        expected_grads = torch.autograd.grad(expected, (x, weight), grad)
+        out, factor = kernels.rms_norm(x.detach(), weight.detach(), 1e-5)
+        grads = kernels.rms_norm_backward(x.detach(), weight.detach(), factor, grad)
+        errors += [out - expected, *(a - b for a, b in zip(grads, expected_grads, strict=True))]
+    worst = max(error.abs().max().item() for error in errors)
+    return math.inf if any(error.isnan().any() for error in errors) else worst
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int]:
+    """Number and length of rows."""
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _is_bf16(x: torch.Tensor) -> int:
+    return int(x.dtype == torch.bfloat16)

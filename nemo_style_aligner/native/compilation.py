@@ -1,0 +1,232 @@
+"""Compiles C++ of ours for this machine's processor, once, and keeps the result on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+INCLUDES = Path(__file__).parent
+"""Headers that all libraries share."""
+
+_VERSION_SECONDS = 60.0
+_COMPILE_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A way to compute products, and what it asks of processor and compiler.
+
+    Attributes:
+        number: KERNEL_* in ``vectors.h``.
+        lanes: floats per vector.
+        emulated: instructions that the processor may lack are replaced by plain C++: slow, for tests.
+        flags: for the compiler.
+        needs: processor flags, as /proc/cpuinfo names them.
+    """
+
+    number: int
+    lanes: int
+    flags: tuple[str, ...]
+    needs: tuple[str, ...]
+    emulated: bool = False
+
+    @property
+    def checked(self) -> bool:
+        """Whether what is compiled is checked before first use: for all that go beyond AVX2."""
+        return self.lanes > 8 and not self.emulated
+
+
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_NEEDS_AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+KERNELS = {
+    "amx": Kernel(
+        2,
+        16,
+        (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_NEEDS_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    ),
+    "avx512-bf16": Kernel(1, 16, (*_AVX512, "-mavx512bf16"), (*_NEEDS_AVX512, "avx512_bf16")),
+    "avx512": Kernel(0, 16, _AVX512, _NEEDS_AVX512),
+    "avx2": Kernel(0, 8, _AVX2, ("avx2", "fma")),
+    "amx-emulated": Kernel(2, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
+    "avx512-bf16-emulated": Kernel(1, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
+}
+"""Best first; the emulated ones are never chosen by themselves."""
+
+
+class NativeUnavailable(RuntimeError):
+    """Compiled code cannot be had or run on this machine; the message says why and what to do."""
+
+
+def usable_kernels(dtype: torch.dtype) -> list[str]:
+    """Names of the kernels that this processor has, best first; those that multiply bf16 only for weights of bf16."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split())
+    except (OSError, IndexError):
+        return []
+    names = [name for name, kernel in KERNELS.items() if not kernel.emulated and flags.issuperset(kernel.needs)]
+    return names if dtype == torch.bfloat16 else [name for name in names if KERNELS[name].number == 0]
+
+
+def find_compiler() -> str:
+    """The C++ compiler: ``CXX``, or g++.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler found: install g++ (or set CXX) for code that is several times faster")
+    return compiler
+
+
+def compiler_flags(kernel: str) -> list[str]:
+    """For a library of ``kernel``'s instructions, without source and output."""
+    chosen = KERNELS[kernel]
+    macros = {"KERNEL": chosen.number, "LANES": chosen.lanes, "EMULATE": int(chosen.emulated)}
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-Wno-psabi", "-pthread", f"-I{INCLUDES}", *chosen.flags]
+    return [*flags, *(f"-D{name}={value}" for name, value in macros.items())]
+
+
+def find_or_compile(
+    command: list[str], source: Path, others: Sequence[Path], check: Callable[[Path], None] | None = None
+) -> tuple[ctypes.CDLL, bool]:
+    """The library that ``command`` makes of ``source``, and whether it had to be compiled (else it was on disk).
+
+    Args:
+        command: compiler and flags, without source and output.
+        others: what else the result depends on: the headers.
+        check: called with the folder before anything is compiled.
+
+    Raises:
+        NativeUnavailable: the compiler failed, or there is no folder to keep it in and to execute it from.
+    """
+    folder = cache_folder()
+    path = folder / f"{source.stem}-{compilation_key(command, [source, *others])}.so"
+    try:
+        return _find_or_compile(command, source, path, check)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder on a disk of this machine "
+            "that can be written and executed from"
+        ) from error
+
+
+def _find_or_compile(
+    command: list[str], source: Path, path: Path, check: Callable[[Path], None] | None
+) -> tuple[ctypes.CDLL, bool]:
+    """What lies at ``path``, or what is put there now because there is nothing, or nothing that can be loaded."""
+    library = _open(path)
+    if library is not None:
+        return library, False
+    with open(path.with_suffix(".lock"), "w") as lock:
+        _wait_for(lock)  # of several ranks one compiles
+        library = _open(path)
+        if library is not None:
+            return library, False
+        if path.exists():
+            logger.warning("%s is damaged, or may not be executed: it is compiled again", path)
+        started = time.monotonic()
+        if check is not None:
+            check(path.parent)
+        compile_to([*command, "-fPIC", "-shared"], source, path)
+        logger.info("compiled %s in %.1f s: %s", source.name, time.monotonic() - started, path)
+    return ctypes.CDLL(str(path)), True
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """None where there is nothing that the system would load."""
+    try:
+        return ctypes.CDLL(str(path)) if path.exists() else None
+    except OSError:
+        return None
+
+
+def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
+    """Of everything the result depends on: the command (but not where this package lies), the compiler, the sources."""
+    digest = hashlib.sha256("\0".join(command).replace(str(INCLUDES), "").encode())
+    try:
+        version = subprocess.run(
+            [command[0], "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} --version took more than {_VERSION_SECONDS:.0f} s") from error
+    if version.returncode:
+        raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
+    digest.update(version.stdout.encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """This user's folder for what is compiled, writable by nobody else: what lies in it is executed."""
+    root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        raise NativeUnavailable(f"{folder} cannot be made ({error}): set NEMO_STYLE_ALIGNER_CACHE") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NativeUnavailable(
+            f"{folder} belongs to or can be written by another user, and what lies there is executed: "
+            "chmod it to 700, or set NEMO_STYLE_ALIGNER_CACHE to a folder of your own"
+        )
+    return folder
+
+
+def _wait_for(lock: object) -> None:
+    """Take the file lock within the time a compilation may take."""
+    deadline = time.monotonic() + _COMPILE_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NativeUnavailable("another process has been compiling the same for too long") from None
+            time.sleep(0.2)
+
+
+def compile_to(command: list[str], source: Path, path: Path) -> None:
+    """Compile beside ``path`` and rename: what lies there is whole."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        result = subprocess.run(
+            [*command, str(source), "-o", name],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            check=False,
+        )
+        if result.returncode:
+            errors = [line for line in result.stderr.splitlines() if "error" in line][:5]
+            raise NativeUnavailable(
+                f"{command[0]} failed on {source.name}: " + "; ".join(errors or [result.stderr[-500:]])
+            )
+        os.chmod(name, 0o700)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())  # or a crash of the machine could leave the name and half of the content
+        os.replace(name, path)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} took more than {_COMPILE_SECONDS:.0f} s") from error
+    finally:
+        Path(name).unlink(missing_ok=True)

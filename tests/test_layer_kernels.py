@@ -1,0 +1,235 @@
+"""The compiled parts of layers compute what torch computes, in fp32 and bf16, with every width of vector."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models import layer_kernels
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels, load
+from nemo_style_aligner.models.logprobs import Prediction
+from nemo_style_aligner.models.packing import pack_row
+from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
+from nemo_style_aligner.parallel.groups import single_process
+
+pytestmark = pytest.mark.skipif(
+    not usable_kernels(torch.float32), reason="compiled kernels need an x86-64 processor with AVX2 and FMA"
+)
+
+# The last has vectors of 16 numbers on any processor: how AVX-512 computes.
+NAMES = [name for name in KERNELS if KERNELS[name].number == 0] + ["avx512-bf16-emulated"]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative; bf16 results are rounded to 8 bits
+
+
+@pytest.fixture(params=NAMES)
+def kernels(request: pytest.FixtureRequest) -> LayerKernels:
+    name = request.param
+    if not KERNELS[name].emulated and name not in usable_kernels(torch.float32):
+        pytest.skip(f"this processor has no {name}")
+    return load(name)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative to the size of the whole tensor."""
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[found.dtype], error
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [t, heads, d] as complex numbers, component i with i + r / 2, times e^(i angle); angles [t, r / 2]."""
+    half = angles.shape[1]
+    pairs = (
+        torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
+
+
+def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]) -> torch.Tensor:
+    """Attention with explicit scores, sequence by sequence: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
+    per_group, d = qkv.shape[2] - 2, qkv.shape[3]
+    query = qkv[:, :, :per_group].flatten(1, 2)
+    key, value = (qkv[:, :, per_group + i].repeat_interleave(per_group, 1) for i in (0, 1))
+    if angles is not None:
+        query, key = turned(query, angles), turned(key, angles)
+    out = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
+    return torch.cat(out)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lengths", "groups", "per_group", "d", "rotary"),
+    [
+        ([150, 1, 33, 16, 70], 3, 3, 64, 64),
+        ([5, 2, 49], 4, 1, 20, 12),  # neither rows of whole vectors nor all channels turned
+        ([61], 1, 8, 128, None),
+        ([1, 1], 2, 2, 8, 8),
+    ],
+)
+def test_attention(
+    kernels: LayerKernels,
+    lengths: list[int],
+    groups: int,
+    per_group: int,
+    d: int,
+    rotary: int | None,
+    dtype: torch.dtype,
+) -> None:
+    qkv, grad = (
+        numbers(sum(lengths), groups, per_group + 2, d, dtype=dtype),
+        numbers(sum(lengths), groups * per_group, d),
+    )
+    grad = grad.to(dtype)
+    angles = None if rotary is None else 3 * numbers(sum(lengths), rotary // 2, seed=2)
+    tables = None if angles is None else tuple(f(torch.cat([angles, angles], 1)) for f in (torch.cos, torch.sin))
+    arguments: Any = (tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5)
+
+    exact = qkv.double().requires_grad_()
+    expected = reference(exact, None if angles is None else angles.double(), lengths)
+    (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
+    out, lse = kernels.attention(qkv, *arguments)
+    found = kernels.attention_backward(grad, lse, qkv, *arguments)
+    assert_near(out, expected)
+    assert_near(found, expected_grad)
+
+    torch.set_num_threads(1)
+    again, lse = kernels.attention(qkv, *arguments)
+    assert torch.equal(out, again), "it depends on the number of threads"
+    assert torch.equal(found, kernels.attention_backward(grad, lse, qkv, *arguments))
+    alone, _ = kernels.attention(
+        qkv[: lengths[0]].contiguous(),
+        tables and tuple(x[: lengths[0]].contiguous() for x in tables),
+        arguments[1][:1],
+        d**-0.5,
+    )
+    assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(37, 48), (1, 7), (5, 93)])
+def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, grad = 3 * numbers(rows, 2 * width, dtype=dtype), numbers(rows, width, seed=1, dtype=dtype)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    expected = F.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
+    assert_near(kernels.swiglu(x), expected)
+    assert_near(kernels.swiglu_backward(x, grad), expected_grad)
+
+    weight, x = numbers(width, seed=2), x[:, :width].contiguous()
+    exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = F.rms_norm(exact, (width,), exact_weight, 1e-5)
+    expected_grads = torch.autograd.grad(expected, (exact, exact_weight), grad.double())
+    out, scale = kernels.rms_norm(x, weight, 1e-5)
+    assert_near(out, expected)
+    grads = kernels.rms_norm_backward(x, weight, scale, grad)
+    assert grads[1].dtype == torch.float32
+    for found, expected_grad in zip(grads, expected_grads, strict=True):
+        assert_near(found, expected_grad)
+
+
+def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
+    """The optimizer has to see it."""
+    qkv = numbers(9, 1, 3, 8)
+    qkv[4, 0, 1, 2] = torch.nan
+    arguments: Any = (None, torch.tensor([9], dtype=torch.int32), 1.0)
+    out, lse = kernels.attention(qkv, *arguments)
+    assert out[4:].isnan().any(-1).all() and not out[:4].isnan().any()
+    assert kernels.attention_backward(numbers(9, 1, 8), lse, qkv, *arguments).isnan().any()
+    x = numbers(3, 32)
+    x[1, 5] = torch.nan
+    assert kernels.swiglu(x).isnan().any() and kernels.swiglu_backward(x, numbers(3, 16)).isnan().any()
+    out, _ = kernels.rms_norm(x, torch.ones(32), 1e-5)
+    assert out[1].isnan().all() and not out[0].isnan().any()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    kernels = load("avx2")
+    x = numbers(64, 96)
+    expected = kernels.swiglu(x)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(kernels.swiglu(x), expected) else 3)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+SHAPE = {"num_layers": 2, "hidden_size": 40, "ffn_hidden_size": 56, "num_attention_heads": 4, "vocab_size": 50}
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped queries": {"num_query_groups": 2},
+    "norms of heads": {"num_query_groups": 2, "qk_layernorm": True, "kv_channels": 16},
+    "part of the channels turned": {"num_query_groups": 4, "rotary_percentage": 0.5, "bias": True},
+    "another activation": {"num_query_groups": 1, "activation": "gelu", "normalization": "layernorm"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_the_same_with_and_without(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs of packed rows and the gradients of all weights."""
+    tokens = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(5))
+    wanted = torch.arange(24) < torch.tensor([[24], [9], [17]])
+    packed = pack_row(tokens, wanted, 1)
+    targets = packed.tokens[0].roll(-1)[packed.outputs]
+    found = []
+    with single_process():
+        for kernels in (best_kernels(), None):
+            monkeypatch.setattr(layer_kernels, "best_kernels", lambda kernels=kernels: kernels)
+            torch.manual_seed(1)
+            model = build_model(ModelArchitecture(**SHAPE, **MODELS[name]), {}, dtype, trainable=False)
+            model.gpt.requires_grad_(True)
+            packed.sequences.rotary = None
+            with torch.enable_grad():
+                logprobs = model.gpt(
+                    packed.tokens,
+                    packed.sequences.positions[None],
+                    None,
+                    labels=Prediction(packed.outputs, targets),
+                    packed_seq_params=packed.sequences,
+                )
+                gradients = torch.autograd.grad(logprobs.sum(), list(model.gpt.parameters()))
+            found.append((logprobs.detach(), torch.cat([g.flatten().float() for g in gradients])))
+    (logprobs, gradient), (expected, expected_gradient) = found
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(logprobs, expected, atol=tolerance, rtol=tolerance)
+    assert (gradient - expected_gradient).norm() < tolerance * expected_gradient.norm()
+
+
+def test_without_them_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert best_kernels.__wrapped__() is None
+    assert "do without compiled kernels" in caplog.text and "install g++" in caplog.text
+    assert layer_kernels.kernels_for(torch.zeros(1, dtype=torch.float64)) is None
+
+
+def test_wrong_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LayerKernels.swiglu
+    monkeypatch.setattr(LayerKernels, "swiglu", lambda self, x: right(self, x) * 1.001)
+    with pytest.raises(NativeUnavailable, match=r"the avx2 kernels differ from torch by .*e-0"):
+        load("avx2")
