@@ -52,7 +52,7 @@ class TorchSelfAttention(SelfAttention):
     ) -> torch.Tensor:
         """[t, 1, h] -> [t, 1, heads * d]: rotation and attention straight from what ``linear_qkv`` computes."""
         d = self.hidden_size_per_attention_head
-        if self.q_layernorm is None and self.k_layernorm is None and self.config.num_query_groups >= self.world_size:
+        if not self.config.qk_layernorm and self.config.num_query_groups >= self.world_size:
             mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         else:  # with norms between, or query heads of a group on several ranks
             query, key, value = self.get_query_key_value_tensors(hidden_states)
