@@ -28,6 +28,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
 from nemo_style_aligner.models import gpt, logprobs
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
@@ -55,7 +56,9 @@ class Model:
         a = self.architecture
         h, f = a.hidden_size, a.ffn_hidden_size
         heads, groups = (n * a.kv_channels for n in (a.num_attention_heads, a.num_query_groups))
-        layer = 4 * h + 3 * heads + (3 if case == "padded" else 2) * groups + 3 * f
+        layer = 4 * h + 2 * (heads + groups) + 3 * f
+        if best_kernels() is None:  # torch's attention: rotated copies, and the linear layer's input once more
+            layer += heads + (groups if case == "padded" else 0)
         if case == "selective":
             layer -= 2 * h + f
         total = a.num_layers * (h if case == "full" else layer) + (layer if case == "full" else 0)

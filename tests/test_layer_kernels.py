@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -176,6 +177,18 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     if child == 0:
         os._exit(0 if torch.equal(kernels.swiglu(x), expected) else 3)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_callers_on_several_threads() -> None:
+    kernels, inputs = load("avx2"), [numbers(64, 96, seed=i) for i in range(4)]
+    expected = [kernels.swiglu(x) for x in inputs]
+
+    def call_often(i: int) -> bool:
+        return all(torch.equal(kernels.swiglu(inputs[i]), expected[i]) for _ in range(300))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(call_often, range(len(inputs)), timeout=60))
 
 
 SHAPE = {"num_layers": 2, "hidden_size": 40, "ffn_hidden_size": 56, "num_attention_heads": 4, "vocab_size": 50}

@@ -14,6 +14,8 @@ constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multip
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
+std::mutex team_in_use;
+
 // The threads of this process. A child of fork() has none of its parent's, and gets its own.
 Team& team(int threads) {
     static Team* current = nullptr;
@@ -26,11 +28,15 @@ Team& team(int threads) {
     return *current;
 }
 
-// f(i) for i in 0..n-1, each on whichever thread asks next.
+// f(i) for i in 0..n-1, each on whichever thread asks next. A caller that finds the team at work for another thread of
+// this process computes alone.
 template <class F> void parallel(int threads, int n, F&& f) {
     Counter counter;
-    if (threads == 1 || n == 1) return counter.each(n, 1, f);
-    team(threads).run([&](int) { counter.each(n, 1, f); });
+    if (threads > 1 && n > 1) {
+        const std::unique_lock<std::mutex> lock(team_in_use, std::try_to_lock);
+        if (lock) return team(threads).run([&](int) { counter.each(n, 1, f); });
+    }
+    counter.each(n, 1, f);
 }
 
 // f(begin, end) for pieces of 0..n-1, one per thread.
