@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import random
 import time
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from refit import peak_extra_bytes
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models import layer_kernels
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.logprobs import Prediction, predict
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
+    parser.add_argument("--torch-layers", action="store_true", help="packed rows without the compiled layers, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -94,6 +97,9 @@ def main() -> None:
         )
         workload = make_workload(args, architecture)
         results = {"packed": measure(actor, workload, batching, False, args.rounds, dtype)}
+        if args.torch_layers:
+            with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: None):
+                results["packed, torch's layers"] = measure(actor, workload, batching, False, args.rounds, dtype)
         if not args.skip_padded:
             padded = MicroBatching(args.padded_rows)
             results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
