@@ -31,16 +31,18 @@ class TorchSelfAttention(SelfAttention):
         """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
         if packed_seq_params is None:
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        drops_out = self.training and self.core_attention.dropout > 0
+        kernels = None if drops_out else kernels_for(hidden_states)
         if rotary_pos_emb is not None and packed_seq_params.rotary is None:
             angles = rotary_pos_emb[packed_seq_params.positions, 0].float()
-            packed_seq_params.rotary = angles.cos(), angles.sin()
-        drops_out = self.training and self.core_attention.dropout > 0
-        if (kernels := kernels_for(hidden_states)) and not drops_out:
+            dtype = torch.float32 if kernels else hidden_states.dtype
+            packed_seq_params.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if packed_seq_params.rotary is not None:
-            cos, sin = (x.to(query.dtype) for x in packed_seq_params.rotary)
-            query, key = _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
+            query = _Rotation.apply(query, *packed_seq_params.rotary)
+            key = _Rotation.apply(key, *packed_seq_params.rotary)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
         else:

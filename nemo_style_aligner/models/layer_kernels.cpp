@@ -1,16 +1,11 @@
 // Parts of a transformer layer, forward and backward, on CPUs: what torch does there in many passes over memory.
 // Numbers in memory are fp32 or bf16 (T), all arithmetic is fp32. `layer_kernels.py` says what each function computes.
-#define KERNEL_FMA 0
-#define KERNEL_DOT 1
-#define KERNEL_AMX 2
 #include "threads.h"
 #include "vectors.h"
 #include <memory>
 #include <unistd.h>
 
 namespace {
-
-constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,7 @@ from nemo_style_aligner.native.compilation import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADERS = [INCLUDES / "threads.h", INCLUDES / "vectors.h"]
+_SOURCES = [Path(__file__).with_suffix(".cpp"), INCLUDES / "threads.h", INCLUDES / "vectors.h"]
 _DTYPES = (torch.float32, torch.bfloat16)
 _CHECK_TOLERANCE = 1e-4
 _Pointer = ctypes.c_void_p
@@ -163,7 +162,7 @@ def load(kernel: str) -> LayerKernels:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
     command = [find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
-    kernels = LayerKernels(find_or_compile(command, _SOURCE, _HEADERS)[0])
+    kernels = LayerKernels(find_or_compile(command, _SOURCES)[0])
     error = _largest_error(kernels)
     if not error < _CHECK_TOLERANCE:
         raise NativeUnavailable(f"the {kernel} kernels differ from torch by {error:.1e} on this processor")

@@ -43,7 +43,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, in order; they add up to the row's length.
         positions: int64 [t], each token's place in its sequence.
-        rotary: cosines and sines of the row's positions, fp32 [t, 1, r], kept by the first layer that computes them.
+        rotary: cosines and sines of the row's positions [t, 1, r], kept by the first layer that computes them.
         blocks: what attention computes together, kept by the first layer (plain torch's layers only).
     """
 

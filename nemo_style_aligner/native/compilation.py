@@ -105,22 +105,22 @@ def compiler_flags(kernel: str) -> list[str]:
 
 
 def find_or_compile(
-    command: list[str], source: Path, others: Sequence[Path], check: Callable[[Path], None] | None = None
+    command: list[str], sources: Sequence[Path], check: Callable[[Path], None] | None = None
 ) -> tuple[ctypes.CDLL, bool]:
-    """The library that ``command`` makes of ``source``, and whether it had to be compiled (else it was on disk).
+    """The library that ``command`` makes of the first source, and whether it had to be compiled (else it was on disk).
 
     Args:
         command: compiler and flags, without source and output.
-        others: what else the result depends on: the headers.
+        sources: all that the result depends on: what is compiled, then what it includes.
         check: called with the folder before anything is compiled.
 
     Raises:
         NativeUnavailable: the compiler failed, or there is no folder to keep it in and to execute it from.
     """
-    folder = cache_folder()
-    path = folder / f"{source.stem}-{compilation_key(command, [source, *others])}.so"
+    folder = _cache_folder()
+    path = folder / f"{sources[0].stem}-{compilation_key(command, sources)}.so"
     try:
-        return _find_or_compile(command, source, path, check)
+        return _find_or_compile(command, sources[0], path, check)
     except OSError as error:
         raise NativeUnavailable(
             f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder on a disk of this machine "
@@ -175,7 +175,7 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """This user's folder for what is compiled, writable by nobody else: what lies in it is executed."""
     root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"

@@ -7,6 +7,9 @@
 //
 // EMULATE replaces those instructions by plain C++ of the same meaning, for processors (and tests) without them.
 #pragma once
+#define KERNEL_FMA 0
+#define KERNEL_DOT 1
+#define KERNEL_AMX 2
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +17,8 @@
 #if !EMULATE && (KERNEL == KERNEL_DOT || KERNEL == KERNEL_AMX)
 #include <immintrin.h>
 #endif
+
+constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 #define INLINE inline __attribute__((always_inline))
 

@@ -55,7 +55,7 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
         _require_check(command[0], shape, kernel, folder)
 
     check_first = require_check if KERNELS[kernel].checked else None
-    library, compiled = find_or_compile(command, _FOLDER / "step.cpp", _SOURCES, check_first)
+    library, compiled = find_or_compile(command, _SOURCES, check_first)
     if library.step_prepare():
         raise NativeUnavailable(
             f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)"

@@ -5,7 +5,6 @@
 #include "vectors.h"
 
 constexpr int PANEL = 32;
-constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 #if STORAGE_INT8
 typedef int8_t weight_t;

@@ -6,9 +6,6 @@
 //   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU)  GATED  QK_NORM
 //   SUM_RANKS: other ranks hold the rest of the model; what they must add up is left in `partial`
 //   STORAGE_F32, STORAGE_INT8 (else bf16)  KERNEL  LANES  EMULATE
-#define KERNEL_FMA 0
-#define KERNEL_DOT 1
-#define KERNEL_AMX 2
 #include "attention.h"
 #include "sample.h"
 
