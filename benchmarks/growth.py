@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import SHAPES, available_cores, computes_in_bf16, print_table, spread, write_json
-from ppo_contenders import OwnJobs, Setting
+from ppo_contenders import Setting, own_steps
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
@@ -114,14 +114,7 @@ def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path
         critic=[],
         environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
     )
-    jobs = OwnJobs(workload, setting, folder)
-    try:
-        jobs.wait_until_ready()
-        steps = [jobs.step() for _ in range(1 + args.rounds)][1:]
-    finally:
-        jobs.stop()
-    for step in steps:
-        step.check_counts("ours", workload)
+    steps = own_steps(workload, setting, folder, 1, args.rounds)
     seconds = [step.seconds for step in steps]
     typical = min(steps, key=lambda step: abs(step.seconds - spread(seconds)["median"]))
     return Measured(seconds, typical.phases, models.architecture.num_parameters)

@@ -30,6 +30,8 @@ from nemo_style_aligner.generation.engine import (  # noqa: E402
     GenerationResult,
     SamplingParams,
 )
+from nemo_style_aligner.rollout import setup as rollout_setup  # noqa: E402
+from nemo_style_aligner.rollout.generator import LocalGenerator  # noqa: E402
 
 
 class ForcedLengths:
@@ -59,8 +61,6 @@ def main() -> None:
 
     def build(*args: Any) -> PPOTrainer:
         trainer: PPOTrainer = build_ppo_trainer(*args)
-        generator = trainer.collector.generator
-        generator.engine = ForcedLengths(generator.engine, lengths)
         if trainer.metrics.rank != 0:
             return trainer
         turns, log_phases = Turns(address), trainer.log_phases
@@ -75,7 +75,12 @@ def main() -> None:
         turns.wait()
         return trainer
 
-    ppo_setup.build_ppo_trainer = build  # where the script looks it up when a rank runs it
+    def generator(engine: GenerationEngine, *args: Any) -> LocalGenerator:
+        return LocalGenerator(ForcedLengths(engine, lengths), *args)
+
+    # Where script and job look them up when a rank runs them.
+    ppo_setup.build_ppo_trainer = build
+    rollout_setup.LocalGenerator = generator  # type: ignore[assignment, misc]
     job.main()
 
 

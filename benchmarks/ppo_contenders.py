@@ -316,6 +316,19 @@ class OwnJobs:
         stop(self._critic)
 
 
+def own_steps(workload: Workload, setting: Setting, folder: Path, warm_up: int, rounds: int) -> list[Step]:
+    """Steps of ours, one after the other, without those that do not count."""
+    jobs = OwnJobs(workload, setting, folder)
+    try:
+        jobs.wait_until_ready()
+        steps = [jobs.step() for _ in range(warm_up + rounds)][warm_up:]
+    finally:
+        jobs.stop()
+    for step in steps:
+        step.check_counts(jobs.name, workload)
+    return steps
+
+
 class Trl:
     """TRL's PPO trainer, policy and critic in one process."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import pkgutil
 import subprocess
 import sys
@@ -277,3 +279,30 @@ def test_rewritten_code_is_kept_and_never_stale(tmp_path: Path, monkeypatch: pyt
     kept.write_bytes(kept.read_bytes()[:-3])
     assert value_of("x = 2") == 2
     assert len(compiled) == 3
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+FAULTS = """
+import resource, torch
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
+keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(5 * 2**20) for _ in range(20)]  # 20 MiB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults() * resource.getpagesize() / 2**20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this system has no glibc")
+@pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_"])
+def test_freed_memory_is_used_again(variable: str | None) -> None:
+    """400 MiB of tensors for the second time: mebibytes of new pages. Users may decide otherwise."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    if variable:
+        environment[variable] = "131072"
+    found = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    mebibytes = float(found.stdout)
+    assert mebibytes > 300 if variable else mebibytes < 50, found.stdout

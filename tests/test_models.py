@@ -37,11 +37,11 @@ from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.logprobs import predict
+from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.models.recompute import _not_keeping, computed_again
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 from nemo_style_aligner.parallel.groups import (
@@ -94,6 +94,14 @@ def score(model: MegatronModel, ids: torch.Tensor, scoring: Scoring) -> torch.Te
     shape = (ids.shape[1] - 1, 2) if scoring.entropy else (ids.shape[1] - 1,)
     wanted = torch.ones(ids.shape[0], ids.shape[1] - 1, dtype=torch.bool)
     return forward(model, Tokens(ids), wanted, MicroBatching(2), lambda outputs, _: outputs, shape, scoring)
+
+
+@dataclasses.dataclass
+class Weighted:
+    """A batch whose loss is the sum of its outputs, weighted."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
 
 
 # ---- precision and schedule ---------------------------------------------------------------------
@@ -280,6 +288,42 @@ def test_chunks_of_logits_equal_dense(
     for name, expected in dense_reference(dtype).items():
         torch.testing.assert_close(found[name], expected, atol=tolerance, rtol=tolerance, msg=name)
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
+
+
+@pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])
+@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_gradients_as_large_as_the_vocabulary_are_added_where_they_belong(
+    dtype: torch.dtype, tolerance: float, name: str, head: RewardHeadConfig | None
+) -> None:
+    """Over micro batches, as autograd's own from a model without DDP; none of them is left as a gradient of its own."""
+    ids, config = tokens(), {"make_vocab_size_divisible_by": 64, "optim": OPTIM}
+    packed = pack_row(ids, torch.ones(5, 12, dtype=torch.bool), 1)
+    model = build_model(ARCHITECTURES[name], config, dtype, head=head)
+    plain = build_model(ARCHITECTURES[name], config, dtype, head=head, trainable=False)
+    import_weights(plain, export_weights(model))
+    plain.gpt.requires_grad_(True)
+    scoring = None if head else Scoring()
+    labels = None if head else Prediction(packed.outputs, packed.tokens[0].roll(-1)[packed.outputs])
+    with torch.enable_grad():
+        outputs = plain.module(
+            packed.tokens, packed.sequences.positions[None], None, labels=labels, packed_seq_params=packed.sequences
+        )
+        weights = torch.randn(5, 12, generator=torch.Generator().manual_seed(2))
+        weights[:, -1] = 0 if head is None else weights[:, -1]  # a language model says nothing of what follows the last
+        expected = torch.autograd.grad((outputs.flatten() * weights.flatten()).sum(), list(plain.gpt.parameters()))
+
+    width = 12 if head else 11
+
+    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
+
+    batch = Weighted(ids, weights[:, :width])
+    train_step(model, batch, torch.ones(5, width, dtype=torch.bool), MicroBatching(2), loss, scoring=scoring)
+    for (parameter_name, parameter), exact in zip(model.named_parameters(), expected, strict=True):
+        error = 5 * parameter.main_grad - exact.float()
+        assert error.norm() <= tolerance * exact.float().norm(), parameter_name
+        assert parameter.grad is None and exact.any()
 
 
 # ---- packed rows --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.embedding import add_to_main_grad
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import block_spec, has_transformer_engine
@@ -262,7 +263,7 @@ def build_model(
         if layout.is_last_stage and head is not None:
             gpt.rm_head.to(head.dtype)  # Float16Module casts everything; the head has a dtype of its own
     if trainable:
-        module = _wrap_for_training(module, config, model_cfg, layout)
+        module = _wrap_for_training(module, gpt, config, model_cfg, layout)
     else:
         module.eval().requires_grad_(False)
     return MegatronModel(module=module, gpt=gpt, config=config, architecture=architecture, layout=layout)
@@ -275,7 +276,11 @@ def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
 
 
 def _wrap_for_training(
-    module: torch.nn.Module, config: TransformerConfig, model_cfg: Mapping[str, Any], layout: ParallelLayout
+    module: torch.nn.Module,
+    gpt: GPTModel,
+    config: TransformerConfig,
+    model_cfg: Mapping[str, Any],
+    layout: ParallelLayout,
 ) -> DistributedDataParallel:
     optim: Mapping[str, Any] = model_cfg.get("optim") or DictConfig({})
     ddp_config = DistributedDataParallelConfig(
@@ -286,6 +291,8 @@ def _wrap_for_training(
     )
     ddp = DistributedDataParallel(config, ddp_config, module)
     ddp.broadcast_params()
+    if not ddp_config.overlap_grad_reduce:
+        add_to_main_grad(gpt)
     if layout.dp_size == 1:
         # There is nobody to exchange with; megatron-core would copy whole buffers all the same.
         for group in ddp.bucket_groups:

@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from nemo_style_aligner.models.embedding import own_sum
+
 _CHUNK_BYTES = 64 * 2**20
 """Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
 
@@ -105,7 +107,9 @@ class _Predictions(torch.autograd.Function):
         return torch.stack([logprobs, entropy], -1) if wanted.entropy else logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         rows, weight, normalizer, entropy = ctx.saved_tensors
         wanted: Prediction = ctx.wanted
         vocabulary = _Slice(weight, ctx.vocab_size)
@@ -113,7 +117,8 @@ class _Predictions(torch.autograd.Function):
         grad_logprob, grad_entropy = grad.unbind(-1) if wanted.entropy else (grad, None)
         grad_rows = torch.zeros_like(rows)
         # Summed over chunks in fp32, whatever the dtype of the weights.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        main_grad = own_sum(weight)
+        grad_weight = torch.zeros(weight.shape, device=weight.device) if main_grad is None else main_grad
         mine = grad_weight[: vocabulary.size]
         for part, logits in vocabulary.logits(rows, wanted.temperature) if vocabulary.size else ():
             logits -= normalizer[part, None]
@@ -131,7 +136,7 @@ class _Predictions(torch.autograd.Function):
                 mine.addmm_(grad_logits.t(), rows[part])
             else:
                 mine.add_(grad_logits.t() @ rows[part])
-        return grad_rows, grad_weight.to(weight.dtype), None, None
+        return grad_rows, grad_weight.to(weight.dtype) if main_grad is None else None, None, None
 
 
 class _Slice:

@@ -32,6 +32,7 @@ from nemo_style_aligner.config import (
     register_resolvers,
 )
 from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
 from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, free_port, own_address
@@ -75,7 +76,7 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
 
 
 def initialize(cfg: DictConfig) -> LaunchInfo:
-    """Set up torch.distributed for this process, with NCCL on GPUs and gloo on CPUs, and its threads.
+    """Set up torch.distributed for this process, with NCCL on GPUs and gloo on CPUs, its threads and its memory.
 
     Uses ``trainer.devices``, ``trainer.num_nodes``, ``trainer.distributed_timeout_minutes`` and
     ``trainer.ppo.rollout_devices`` (then this rank's world is initialised, see `worlds`). Afterwards
@@ -110,6 +111,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         _use_trees_for_sums_only()
     else:
         backend = "gloo"
+        keep_freed_memory()
     _stay_on_loopback(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook

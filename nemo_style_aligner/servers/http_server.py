@@ -34,6 +34,7 @@ _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
+_QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
@@ -147,9 +148,10 @@ class WsgiServer:
             if time.monotonic() >= self._next_sweep:
                 self._watch.sweep(self._server.active_channels.values())
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
-        # Who comes while open answers are sent is still let in, and told by the application that it is too late: a
-        # connection that waits to be accepted when the socket is closed would be cut off without a word.
-        self._flush()
+        # Who comes while open answers are sent, and for a moment after the last, is still let in, and told by the
+        # application that it is too late: a connection that waits to be accepted when the socket is closed would be
+        # cut off without a word.
+        self._flush(_QUIET_SECONDS)
         self._accept_waiting()
         self._server.accepting = False
         self._server.del_channel(self._map)
@@ -158,8 +160,14 @@ class WsgiServer:
         self._server.task_dispatcher.shutdown(timeout=1)
         waitress.wasyncore.close_all(self._map)
 
-    def _flush(self) -> None:
-        while time.monotonic() < self._flush_deadline and self._busy():
+    def _flush(self, quiet_seconds: float = 0.0) -> None:
+        """Let open requests be answered, until there have been none for a while."""
+        last_busy = time.monotonic()
+        while (now := time.monotonic()) < self._flush_deadline:
+            if self._busy():
+                last_busy = now
+            elif now - last_busy >= quiet_seconds:
+                return
             self._turn(0.05)
 
     def _turn(self, timeout: float) -> None:

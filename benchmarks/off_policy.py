@@ -1,0 +1,147 @@
+"""What generating ahead gains (`trainer.ppo.staleness`): steps of the same ranks, which share their work in three ways.
+
+    python benchmarks/off_policy.py [--model 30m] [--lengths 8 512] [--rounds 5] [--json FILE]
+
+Ours alone: the critic job and the actor job that users start, as in `ppo_step.py`. The critic is small, so that the
+actor's ranks have the cores to themselves. docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import SHAPES, available_cores, computes_in_bf16, long_tailed, print_table, spread, write_json
+from ppo_contenders import Setting, Step, own_steps
+from ppo_models import Models, Workload, cut_prompts, make_models
+
+from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+
+PROMPT_TOKENS = 32
+ARRANGEMENTS = {
+    "together": "staleness 0, every rank generates and trains",
+    "apart": "staleness 0, ranks set apart for generation",
+    "ahead": "staleness 1, ranks set apart for generation",
+}
+# Waiting for responses is `generate` where this rank makes them, and `rollout_wait` where they were begun before.
+PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy")
+
+
+def main() -> None:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the jobs would stay behind
+    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
+        folder = Path(name)
+        models = make_models(args.model, folder / "policy")
+        critic = make_models(args.critic_model, folder / "critic")
+        models = dataclasses.replace(
+            models, reward_model=critic.reward_model, reward_model_nemo=critic.reward_model_nemo
+        )
+        workload = make_workload(args, models)
+        steps: dict[str, list[Step]] = {arrangement: [] for arrangement in ARRANGEMENTS}
+        for repeat in range(args.repeats):
+            for arrangement, made in steps.items():
+                where = folder / f"{arrangement}_{repeat}"
+                where.mkdir()
+                made += run(workload, models, args, arrangement, where)
+                seconds = [round(step.seconds, 2) for step in made[-args.rounds :]]
+                print(f"{arrangement}, run {repeat + 1} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
+    report = {arrangement: figures(workload, made, steps["together"]) for arrangement, made in steps.items()}
+    print_report(report, workload, args)
+    write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "arrangements": report})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="30m", help="the policy's shape")
+    parser.add_argument("--critic-model", choices=SHAPES, default="tiny", help="the critic's and reward model's shape")
+    parser.add_argument("--rollouts", type=int, default=16, help="per step: one update of each model")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(8, 512), metavar=("LOW", "HIGH"), help="of responses")
+    parser.add_argument("--ranks", type=int, default=2, help="of the actor job")
+    parser.add_argument("--rollout-ranks", type=int, default=1, help="how many of them are set apart")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each run that do not count")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each run, one after the other")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each arrangement, taking turns")
+    parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not 0 < args.rollout_ranks < args.ranks:
+        parser.error(f"--rollout-ranks {args.rollout_ranks}: of --ranks {args.ranks}, some must train and some not")
+    return args
+
+
+def make_workload(args: argparse.Namespace, models: Models) -> Workload:
+    """Responses of long-tailed lengths, the same in every step."""
+    lengths = long_tailed(args.rollouts, args.lengths, random.Random(1))
+    prompts, texts = cut_prompts(models.tokenizer, [PROMPT_TOKENS] * args.rollouts)
+    return Workload("off-policy", prompts, texts, lengths)
+
+
+def run(workload: Workload, models: Models, args: argparse.Namespace, arrangement: str, folder: Path) -> list[Step]:
+    """Steps of one run, one after the other: rollout ranks do not pause between them."""
+    actor = [f"trainer.devices={args.ranks}"]
+    if arrangement != "together":
+        actor.append(f"trainer.ppo.rollout_devices={args.rollout_ranks}")
+    if arrangement == "ahead":
+        actor.append("trainer.ppo.staleness=1")
+    setting = Setting(
+        models=models,
+        dtype="bfloat16" if computes_in_bf16() else "float32",
+        micro_batch=args.micro_batch,
+        actor=actor,
+        critic=[],
+        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+    )
+    return own_steps(workload, setting, folder, args.warm_up, args.rounds)
+
+
+def figures(workload: Workload, steps: list[Step], together: list[Step]) -> dict[str, Any]:
+    """One line of the report."""
+    seconds = spread([step.seconds for step in steps])
+    typical = min(steps, key=lambda step: abs(step.seconds - seconds["median"]))
+    return {
+        "seconds": seconds,
+        "tokens_per_second": (workload.prompt_tokens + workload.new_tokens) / seconds["median"],
+        "times_faster_than_together": spread([step.seconds for step in together])["median"] / seconds["median"],
+        "phases": typical.phases,
+        "staleness": max(step.metrics["staleness_max"] for step in steps),
+    }
+
+
+def print_report(report: dict[str, dict[str, Any]], workload: Workload, args: argparse.Namespace) -> None:
+    print(
+        f"one PPO step of {args.rollouts} rollouts, {workload.new_tokens} response tokens, longest "
+        f"{max(workload.lengths)}; {args.ranks} ranks, of them set apart for generation {args.rollout_ranks}; "
+        f"{available_cores()} cores\n"
+    )
+    for arrangement, what in ARRANGEMENTS.items():
+        print(f"{arrangement}: {what}")
+    rows = []
+    for arrangement, line in report.items():
+        seconds = line["seconds"]
+        rows.append(
+            (
+                arrangement,
+                f"{seconds['median']:.2f}",
+                f"{seconds['min']:.2f}-{seconds['max']:.2f}",
+                f"{line['tokens_per_second']:.0f}",
+                f"{line['times_faster_than_together']:.2f} x",
+                f"{line['staleness']:.0f}",
+                *(f"{line['phases'].get(phase, 0.0):.2f}" for phase in PHASES),
+            )
+        )
+    print()
+    print_table(("", "seconds", "rounds", "tokens/s", "faster", "staleness", *PHASES), rows)
+
+
+if __name__ == "__main__":
+    main()
