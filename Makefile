@@ -76,6 +76,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
 	$(BIN)/python benchmarks/ppo_step.py --json results/benchmarks/ppo_step.json
 	$(BIN)/python benchmarks/growth.py --plot results/benchmarks/growth.svg --json results/benchmarks/growth.json
+	$(BIN)/python benchmarks/off_policy.py --json results/benchmarks/off_policy.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)

@@ -59,6 +59,11 @@ VARIANTS = {
         "generation with 8-bit weights, importance weights up to 2",
         ("trainer.ppo.generation.weight_format=int8", "trainer.ppo.importance_weight_cap=2.0"),
     ),
+    "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
+    "ahead": Variant(
+        "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
+        ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1"),
+    ),
 }
 
 

@@ -65,13 +65,13 @@ class Model:
         return self.dtype.itemsize * tokens * total
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
-        """Logits and the gradient of the weight, both in fp32 (of bf16 weights, the latter twice more in bf16)."""
-        a = self.architecture
-        gradient = a.vocab_size * a.hidden_size * (4 if self.dtype == torch.float32 else 8)
-        if is_padded:  # logits, their log-softmax, and the gradient of either
-            return 3 * 4 * positions * a.vocab_size + gradient
+        """Logits, in fp32, and what becomes of the weight's gradient before it is in the sum of all micro batches."""
+        a, is_bf16 = self.architecture, self.dtype == torch.bfloat16
+        size = a.vocab_size * a.hidden_size
+        if is_padded:  # logits, their log-softmax, and the gradient of either; the weight's, from autograd
+            return 3 * 4 * positions * a.vocab_size + size * (8 if is_bf16 else 4)
         chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
-        return chunk * (2 if self.dtype == torch.bfloat16 else 1) + gradient
+        return 2 * chunk + 2 * size if is_bf16 else chunk  # fp32 products are added up in place
 
 
 def main() -> None:

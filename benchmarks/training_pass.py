@@ -41,6 +41,7 @@ from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import single_process
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as jobs do
     precision = args.precision or default_precision()
     dtype = parse_precision(precision)
     architecture = SHAPES[args.shape]

@@ -48,6 +48,10 @@ ARGUMENTS = {
         *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
         *("--rounds", "1", "--micro-batch", "2"),
     ],
+    "off_policy.py": [
+        *("--model", "tiny", "--rollouts", "4", "--lengths", "2", "12", "--warm-up", "1", "--rounds", "2"),
+        *("--micro-batch", "2"),
+    ],
     "learning.py": [
         *("--variants", "default", "unpacked", "--seeds", "1", "2", "--max-operand", "39"),
         *("--base-steps", "3", "--sft-steps", "3", "--rm-steps", "4", "--ppo-steps", "2"),
@@ -59,7 +63,7 @@ ARGUMENTS = {
 }
 
 # They start jobs of their own, which takes minutes.
-WITH_JOBS = ("ppo_step.py", "growth.py", "learning.py")
+WITH_JOBS = ("ppo_step.py", "growth.py", "off_policy.py", "learning.py")
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
 
@@ -145,6 +149,19 @@ def test_growth(reports: dict[str, Report]) -> None:
         assert point["seconds"].keys() == SPREAD and point["phases"]["train_policy"] > 0 < point["phases"]["generate"]
         seconds = point["seconds"]["median"]
         assert point["tokens_per_second"] == pytest.approx(point["rollouts"] * (32 + 4) / seconds)
+
+
+@with_jobs
+def test_off_policy(reports: dict[str, Report]) -> None:
+    output, report = reports["off_policy.py"]
+    found = report["arrangements"]
+    assert {name: line["staleness"] for name, line in found.items()} == {"together": 0, "apart": 0, "ahead": 1}, output
+    for line in found.values():
+        assert line["seconds"].keys() == SPREAD and line["phases"]["train_policy"] > 0
+        assert line["times_faster_than_together"] == pytest.approx(
+            found["together"]["seconds"]["median"] / line["seconds"]["median"]
+        )
+    assert "rollout_wait" in found["ahead"]["phases"] and found["together"]["phases"]["generate"] > 0
 
 
 @with_jobs
