@@ -65,13 +65,12 @@ class Model:
         return self.dtype.itemsize * tokens * total
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
-        """Logits, in fp32, and what becomes of the weight's gradient before it is in the sum of all micro batches."""
+        """Logits, in fp32, and what autograd makes of the weight's gradient, where it is not added up in place."""
         a, is_bf16 = self.architecture, self.dtype == torch.bfloat16
-        size = a.vocab_size * a.hidden_size
-        if is_padded:  # logits, their log-softmax, and the gradient of either; the weight's, from autograd
-            return 3 * 4 * positions * a.vocab_size + size * (8 if is_bf16 else 4)
-        chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
-        return 2 * chunk + 2 * size if is_bf16 else chunk  # fp32 products are added up in place
+        if is_padded:  # logits, their log-softmax, and the gradient of either
+            gradient = a.vocab_size * a.hidden_size * (8 if is_bf16 else 4)
+            return 3 * 4 * positions * a.vocab_size + gradient
+        return min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size) * (2 if is_bf16 else 1)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The actor job of `ppo_step.py`: train_gpt_ppo_actor.py itself, with forced response lengths, one step at a time.
+"""The actor job of the benchmarks: train_gpt_ppo_actor.py itself, with forced response lengths, one step at a time.
 
     python ppo_actor.py ADDRESS LENGTHS.json OVERRIDES...
 

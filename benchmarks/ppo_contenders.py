@@ -35,6 +35,7 @@ KL_COEF, LEARNING_RATE = 0.02, 1e-6
 
 # A step's phases by the actor's timers. Timers that are not here are shown under their own names.
 TIMERS = {
+    "step/rollout_time/rollout_wait": "rollout_wait",
     "step/rollout_time/refit": "refit",
     "step/rollout_time/generate": "generate",
     "step/rollout_time/logprobs": "logprobs",

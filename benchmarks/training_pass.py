@@ -226,7 +226,7 @@ def data_parallel_balance(workload: Workload) -> dict[int, dict[str, float]]:
 def head_memory(actor: Actor, workload: Workload) -> dict[str, int]:
     """The most memory that log-probs of all responses at once need beyond their inputs, forward and backward."""
     count = int(workload.batch.mask.sum())
-    weight = actor.model.gpt.shared_embedding_or_output_weight().detach().requires_grad_()
+    weight = actor.model.gpt.shared_embedding_or_output_weight()
     hidden = torch.randn(count, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).requires_grad_()
     targets = torch.zeros(count, dtype=torch.int64, device=weight.device)
     vocab_size = actor.model.architecture.vocab_size
@@ -242,6 +242,7 @@ def head_memory(actor: Actor, workload: Workload) -> dict[str, int]:
     for name, action in {"chunked": chunked, "full": full}.items():
         hidden.grad = weight.grad = None
         sizes[name] = peak_extra_bytes(action)
+    actor.optimizer.zero_grad()
     return {"positions": count, "logits": 4 * count * weight.shape[0], **sizes}
 
 

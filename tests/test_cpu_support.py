@@ -284,7 +284,8 @@ def test_rewritten_code_is_kept_and_never_stale(tmp_path: Path, monkeypatch: pyt
 # ---- memory -------------------------------------------------------------------------------------
 
 FAULTS = """
-import resource, torch
+import ctypes, resource, torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault per page
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 keep_freed_memory()
 def faults():

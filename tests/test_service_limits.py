@@ -14,12 +14,15 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import requests
 import torch
 from served_critic import CountingBackend, get, infer_body, outputs, post, serve, wait_for
 
+from nemo_style_aligner.servers import http_server
 from nemo_style_aligner.servers.connections import ConnectionLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,6 +204,30 @@ SERVICE = """
     print(f"port {server.port}", flush=True)
     server.run(Slow())
 """
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_who_comes_again_after_the_last_answer_is_answered(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a server stops; but those who come all the time do not keep it open."""
+    monkeypatch.setattr(http_server, "_QUIET_SECONDS", 5.0)
+    monkeypatch.setattr(http_server, "_LINGER_SECONDS", 6.0)
+
+    def answer(environ: Any, start_response: Any) -> list[bytes]:
+        start_response("200 OK", [("Content-Length", "2")])
+        return [b"ok"]
+
+    server = http_server.WsgiServer(answer, "127.0.0.1", 0, threads=threads, max_body_bytes=1000, name="test")
+    url = f"http://127.0.0.1:{server.port}"
+    assert requests.get(url, timeout=20).text == "ok"
+    stopping = threading.Thread(target=server.stop)
+    started = time.monotonic()
+    stopping.start()
+    assert requests.get(url, timeout=20).text == "ok", "the port was closed at once"
+    with pytest.raises(requests.ConnectionError):
+        while time.monotonic() - started < 60:
+            requests.get(url, timeout=20)
+    stopping.join(20)
+    assert not stopping.is_alive()
 
 
 def test_sigterm_under_load_finishes_what_was_taken(tmp_path: Path) -> None:

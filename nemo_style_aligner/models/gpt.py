@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models.embedding import add_to_main_grad
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import block_spec, has_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
+from nemo_style_aligner.models.main_grads import add_in_place
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def _wrap_for_training(
     ddp = DistributedDataParallel(config, ddp_config, module)
     ddp.broadcast_params()
     if not ddp_config.overlap_grad_reduce:
-        add_to_main_grad(gpt)
+        add_in_place(gpt)
     if layout.dp_size == 1:
         # There is nobody to exchange with; megatron-core would copy whole buffers all the same.
         for group in ddp.bucket_groups:

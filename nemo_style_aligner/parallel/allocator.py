@@ -14,7 +14,8 @@ def keep_freed_memory() -> None:
     """Have up to 1 GiB of freed memory kept for the next tensors, in place of 64 MiB; no effect without glibc.
 
     A training pass allocates the same activations again and again. Memory that was given back comes as new pages, each
-    of which the kernel clears when it is first touched. Who sets glibc's own variables is left alone.
+    of which the kernel clears when it is first touched. Tensors larger than 32 MiB get new pages as ever. Who sets
+    glibc's own variables is left alone.
     """
     tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if tuned or any(name.startswith("MALLOC_") for name in os.environ):

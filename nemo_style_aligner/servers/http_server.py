@@ -35,6 +35,7 @@ _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
 _QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
+_LINGER_SECONDS = 1.0  # that this may take, where requests come all the time
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
@@ -107,9 +108,17 @@ class WsgiServer:
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._map: dict[int, Any] = {}
+        self._last_answer = -math.inf
         self._own_thread = None if threads else _OwnThread()
+
+        def noting_answers(environ: Any, start_response: Any) -> Any:
+            try:
+                return app(environ, start_response)
+            finally:
+                self._last_answer = time.monotonic()
+
         self._server = waitress.create_server(
-            app,
+            noting_answers,
             map=self._map,
             _dispatcher=self._own_thread,
             sockets=[self._socket],
@@ -137,7 +146,7 @@ class WsgiServer:
         self._thread.start()
 
     def stop(self, flush_seconds: float = 5.0) -> None:
-        """Stop accepting, let requests in progress be answered for ``flush_seconds``, close everything."""
+        """Let requests in progress be answered for ``flush_seconds``, stop accepting, close everything."""
         self._flush_deadline = time.monotonic() + flush_seconds
         self._stopping.set()
         self._thread.join(flush_seconds + 10.0)
@@ -151,23 +160,19 @@ class WsgiServer:
         # Who comes while open answers are sent, and for a moment after the last, is still let in, and told by the
         # application that it is too late: a connection that waits to be accepted when the socket is closed would be
         # cut off without a word.
-        self._flush(_QUIET_SECONDS)
+        self._flush(self._flush_deadline)
+        self._flush(time.monotonic() + _LINGER_SECONDS, _QUIET_SECONDS)
         self._accept_waiting()
         self._server.accepting = False
         self._server.del_channel(self._map)
         self._socket.close()
-        self._flush()
+        self._flush(max(self._flush_deadline, time.monotonic() + _LINGER_SECONDS))
         self._server.task_dispatcher.shutdown(timeout=1)
         waitress.wasyncore.close_all(self._map)
 
-    def _flush(self, quiet_seconds: float = 0.0) -> None:
-        """Let open requests be answered, until there have been none for a while."""
-        last_busy = time.monotonic()
-        while (now := time.monotonic()) < self._flush_deadline:
-            if self._busy():
-                last_busy = now
-            elif now - last_busy >= quiet_seconds:
-                return
+    def _flush(self, deadline: float, quiet_seconds: float = 0.0) -> None:
+        """Let requests be answered, until none is open and the last answer is some time ago or the deadline comes."""
+        while (now := time.monotonic()) < deadline and (self._busy() or now - self._last_answer < quiet_seconds):
             self._turn(0.05)
 
     def _turn(self, timeout: float) -> None:
