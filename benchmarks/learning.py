@@ -40,6 +40,7 @@ class Variant:
 
 
 _ONE_BY_ONE = ("model.micro_batch_size=1", "model.forward_micro_batch_size=1")
+_AHEAD = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
 VARIANTS = {
     "default": Variant("the demo as it is"),
     "unpacked": Variant(
@@ -62,7 +63,10 @@ VARIANTS = {
     "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
     "ahead": Variant(
         "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
-        ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1"),
+        _AHEAD,
+    ),
+    "ahead-half-rate": Variant(
+        "the same with half the learning rate", (*_AHEAD, "model.optim.lr=5e-5", "model.optim.sched.min_lr=2.5e-5")
     ),
 }
 
