@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from job_processes import ROOT, run
 
-pytestmark = pytest.mark.timeout(180)
+TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
+pytestmark = pytest.mark.timeout(600 if TEST_PPO_STEP else 180)
 
 SPREAD = {"median", "min", "max"}
 
@@ -64,7 +65,6 @@ ARGUMENTS = {
 
 # They start jobs of their own, which takes minutes.
 WITH_JOBS = ("ppo_step.py", "growth.py", "off_policy.py", "learning.py")
-TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
 
 
