@@ -12,8 +12,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -21,11 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import SHAPES, available_cores, computes_in_bf16, print_table, spread, write_json
-from ppo_contenders import Setting, own_steps
+from common import SHAPES, available_cores, print_table, spread, write_json
+from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
-
-from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 
 PROMPT_TOKENS = 32
 # Shown; what is left of a step is little.
@@ -106,18 +102,16 @@ def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path
     """Some steps at one point."""
     prompts, texts = cut_prompts(models.tokenizer, [PROMPT_TOKENS] * point.rollouts)
     workload = Workload("growth", prompts, texts, [point.length] * point.rollouts)
-    setting = Setting(
-        models=models,
-        dtype="bfloat16" if computes_in_bf16() else "float32",
-        micro_batch=args.micro_batch,
+    steps = own_steps(
+        workload,
+        models,
+        folder,
         actor=[f"trainer.devices={point.ranks}"],
-        critic=[],
-        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+        micro_batch=args.micro_batch,
+        warm_up=1,
+        rounds=args.rounds,
     )
-    steps = own_steps(workload, setting, folder, 1, args.rounds)
-    seconds = [step.seconds for step in steps]
-    typical = min(steps, key=lambda step: abs(step.seconds - spread(seconds)["median"]))
-    return Measured(seconds, typical.phases, models.architecture.num_parameters)
+    return Measured([step.seconds for step in steps], typical_phases(steps), models.architecture.num_parameters)
 
 
 def size(name: str, point: Point, measured: Measured) -> float:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import random
-import secrets
 import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import SHAPES, available_cores, computes_in_bf16, long_tailed, print_table, spread, write_json
-from ppo_contenders import Setting, Step, own_steps
+from common import SHAPES, available_cores, long_tailed, print_table, spread, write_json
+from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
-
-from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 
 PROMPT_TOKENS = 32
 ARRANGEMENTS = {
@@ -93,26 +89,25 @@ def run(workload: Workload, models: Models, args: argparse.Namespace, arrangemen
         actor.append(f"trainer.ppo.rollout_devices={args.rollout_ranks}")
     if arrangement == "ahead":
         actor.append("trainer.ppo.staleness=1")
-    setting = Setting(
-        models=models,
-        dtype="bfloat16" if computes_in_bf16() else "float32",
-        micro_batch=args.micro_batch,
+    return own_steps(
+        workload,
+        models,
+        folder,
         actor=actor,
-        critic=[],
-        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+        micro_batch=args.micro_batch,
+        warm_up=args.warm_up,
+        rounds=args.rounds,
     )
-    return own_steps(workload, setting, folder, args.warm_up, args.rounds)
 
 
 def figures(workload: Workload, steps: list[Step], together: list[Step]) -> dict[str, Any]:
     """One line of the report."""
     seconds = spread([step.seconds for step in steps])
-    typical = min(steps, key=lambda step: abs(step.seconds - seconds["median"]))
     return {
         "seconds": seconds,
         "tokens_per_second": (workload.prompt_tokens + workload.new_tokens) / seconds["median"],
         "times_faster_than_together": spread([step.seconds for step in together])["median"] / seconds["median"],
-        "phases": typical.phases,
+        "phases": typical_phases(steps),
         "staleness": max(step.metrics["staleness_max"] for step in steps),
     }
 

@@ -7,8 +7,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from typing import Any, NoReturn
 
 from ppo_models import Models, Workload
 
-from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.logger import read_metrics
 
@@ -317,8 +319,25 @@ class OwnJobs:
         stop(self._critic)
 
 
-def own_steps(workload: Workload, setting: Setting, folder: Path, warm_up: int, rounds: int) -> list[Step]:
-    """Steps of ours, one after the other, without those that do not count."""
+def own_steps(
+    workload: Workload,
+    models: Models,
+    folder: Path,
+    *,
+    actor: Sequence[str],
+    micro_batch: int,
+    warm_up: int,
+    rounds: int,
+) -> list[Step]:
+    """Steps of ours alone, in the machine's better dtype, one after the other, without those that do not count."""
+    setting = Setting(
+        models=models,
+        dtype="bfloat16" if computes_in_bf16() else "float32",
+        micro_batch=micro_batch,
+        actor=actor,
+        critic=[],
+        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+    )
     jobs = OwnJobs(workload, setting, folder)
     try:
         jobs.wait_until_ready()
@@ -328,6 +347,12 @@ def own_steps(workload: Workload, setting: Setting, folder: Path, warm_up: int, 
     for step in steps:
         step.check_counts(jobs.name, workload)
     return steps
+
+
+def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
+    """Seconds of each phase in the step nearest to the median."""
+    median = statistics.median(step.seconds for step in steps)
+    return min(steps, key=lambda step: abs(step.seconds - median)).phases
 
 
 class Trl:

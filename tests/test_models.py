@@ -311,7 +311,8 @@ def test_gradients_as_large_as_the_vocabulary_are_added_where_they_belong(
             packed.tokens, packed.sequences.positions[None], None, labels=labels, packed_seq_params=packed.sequences
         )
         weights = torch.randn(5, 12, generator=torch.Generator().manual_seed(2))
-        weights[:, -1] = 0 if head is None else weights[:, -1]  # a language model says nothing of what follows the last
+        if head is None:
+            weights[:, -1] = 0  # a language model says nothing of what follows the last token
         expected = torch.autograd.grad((outputs.flatten() * weights.flatten()).sum(), list(plain.gpt.parameters()))
 
     width = 12 if head else 11
