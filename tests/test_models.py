@@ -31,19 +31,21 @@ from nemo_style_aligner.data.tokenizer import train_character_tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.models import linear as linear_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
+from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
-from nemo_style_aligner.models.recompute import _not_keeping, computed_again
+from nemo_style_aligner.models.recompute import computed_again, not_keeping
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 from nemo_style_aligner.parallel.groups import (
     current_layout,
@@ -248,7 +250,7 @@ def test_what_is_computed_again_is_not_held() -> None:
     x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
     doubled = computed_again(x * 2, lambda: x * 2)
     expected, held = 2 * x.sum(0).expand(6, 8), weakref.ref(doubled)
-    with _not_keeping(doubled):
+    with not_keeping(doubled):
         out = torch.nn.functional.linear(doubled, weight)
     del doubled
     assert held() is None
@@ -267,15 +269,20 @@ def test_split_vocabulary_equals_dense(three_ranks: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    "dtype, has_bf16, tolerance",
+    [(torch.float32, False, 5e-6), (torch.bfloat16, False, 0.05), (torch.bfloat16, True, 0.05)],
+    ids=["fp32", "bf16 widened", "bf16"],
+)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_chunks_of_logits_equal_dense(
-    dtype: torch.dtype, tolerance: float, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, has_bf16: bool, tolerance: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank, some rows at a time; nothing of the size of all positions times the vocabulary is kept for backward."""
     from multirank_models import VOCAB as SPLIT_VOCAB
     from multirank_models import inputs
 
+    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
     monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", 4 * SPLIT_VOCAB * rows)
     hidden, weight, wanted, loss_weights = inputs()
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
@@ -291,13 +298,60 @@ def test_chunks_of_logits_equal_dense(
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize(
+    "dtype, has_bf16", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
+def test_linear_layers_equal_exact_products(
+    dtype: torch.dtype, has_bf16: bool, trainable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once to the dtype of the weights, the result and both gradients; frozen weights keep no input."""
+    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
+    config = transformer_config(ARCHITECTURES["tied"], {}, dtype, current_layout())
+    draw = torch.Generator().manual_seed(3)
+    for layer_type, skipped in ((ColumnLinear, {"gather_output": False}), (RowLinear, {"input_is_parallel": True})):
+        layer = layer_type(
+            20, 36, config=config, init_method=torch.nn.init.normal_, bias=True, skip_bias_add=False, **skipped
+        )
+        torch.nn.init.normal_(layer.bias)
+        layer.requires_grad_(trainable)
+        x = torch.randn(7, 2, 20, generator=draw).to(dtype).requires_grad_()
+        grad = torch.randn(7, 2, 36, generator=draw).to(dtype)
+        saved: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: (s.append(tuple(t.shape)), t)[1], lambda t: t):
+            out, _ = layer(x)
+        out.backward(grad)
+        assert saved == [*([(7, 2, 20)] if trainable else []), (36, 20)]
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double())
+        wanted = {
+            "out": (out, exact.to(dtype) + layer.bias),
+            "x": (x.grad, grad.double() @ layer.weight.double()),
+            "weight": (layer.weight.grad, grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)),
+        }
+        assert (layer.weight.grad is not None) == trainable
+        for name, (found, expected) in wanted.items():
+            if found is not None:
+                assert found.dtype == dtype
+                torch.testing.assert_close(found, expected.to(dtype), msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])
 @pytest.mark.parametrize("name", ["llama", "tied"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_gradients_as_large_as_the_vocabulary_are_added_where_they_belong(
-    dtype: torch.dtype, tolerance: float, name: str, head: RewardHeadConfig | None
+@pytest.mark.parametrize(
+    "dtype, has_bf16, tolerance",
+    [(torch.float32, False, 1e-5), (torch.bfloat16, False, 0.02), (torch.bfloat16, True, 0.02)],
+    ids=["fp32", "bf16 widened", "bf16"],
+)
+def test_gradients_of_matrices_are_added_where_they_belong(
+    dtype: torch.dtype,
+    has_bf16: bool,
+    tolerance: float,
+    name: str,
+    head: RewardHeadConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over micro batches, as autograd's own from a model without DDP; none of them comes by as a tensor of its own."""
+    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
     ids, config = tokens(), {"make_vocab_size_divisible_by": 64, "optim": OPTIM}
     packed = pack_row(ids, torch.ones(5, 12, dtype=torch.bool), 1)
     model = build_model(ARCHITECTURES[name], config, dtype, head=head)
@@ -321,13 +375,12 @@ def test_gradients_as_large_as_the_vocabulary_are_added_where_they_belong(
         return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
 
     arrived: list[torch.Tensor | None] = []
-    for parameter in model.gpt.parameters():
-        if main_grad_of(parameter) is not None:
+    for parameter_name, parameter in model.named_parameters():
+        assert main_grad_of(parameter) is not None
+        if parameter.ndim == 2 and "rm_head" not in parameter_name:
             parameter.register_hook(arrived.append)
     batch = Weighted(ids, weights[:, :width])
     train_step(model, batch, torch.ones(5, width, dtype=torch.bool), MicroBatching(2), loss, scoring=scoring)
-    in_place = {name.split(".")[0] for name, p in model.named_parameters() if main_grad_of(p) is not None}
-    assert in_place == ({"embedding"} if head or name == "tied" else {"embedding", "output_layer"})
     assert not any(gradient is not None for gradient in arrived), "a gradient went through autograd"
     for (parameter_name, parameter), exact in zip(model.named_parameters(), expected, strict=True):
         error = 5 * parameter.main_grad - exact.float()

@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
 from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
-from nemo_style_aligner.models.recompute import ColumnLinear, RowLinear, computed_again
+from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
+from nemo_style_aligner.models.recompute import computed_again
 
 
 def has_transformer_engine() -> bool:

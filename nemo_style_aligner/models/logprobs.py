@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.linear import widened
+from nemo_style_aligner.models.main_grads import add_product, main_grad_of
 
 _CHUNK_BYTES = 64 * 2**20
 """Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
-_ROWS_ADDED = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Predictions(torch.autograd.Function):
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
         else:
-            for part, logits in vocabulary.logits(rows, wanted.temperature):
+            for part, logits in vocabulary.logits(widened(rows), wanted.temperature):
                 ids, here = vocabulary.local(wanted.targets[part])
                 picked = logits.gather(1, ids[:, None])[:, 0]
                 target_logit[part] = picked * here
@@ -112,6 +112,7 @@ class _Predictions(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         rows, weight, normalizer, entropy = ctx.saved_tensors
+        rows = widened(rows)
         wanted: Prediction = ctx.wanted
         vocabulary = _Slice(weight, ctx.vocab_size)
         grad = grad / wanted.temperature
@@ -132,14 +133,10 @@ class _Predictions(torch.autograd.Function):
                 grad_logits.add_(grad_logprob[part, None]).mul_(probabilities).neg_()
             ids, here = vocabulary.local(wanted.targets[part])
             grad_logits.scatter_add_(1, ids[:, None], (grad_logprob[part] * here)[:, None])
-            grad_logits = grad_logits.to(weight.dtype)
+            grad_logits = grad_logits.to(rows.dtype)
             torch.mm(grad_logits, vocabulary.weight, out=grad_rows[part])
-            if mine.dtype == weight.dtype:
-                mine.addmm_(grad_logits.t(), rows[part])
-            else:  # some of the vocabulary at a time: the product in bf16, and in fp32 for the sum, are small then
-                for some, columns in zip(mine.split(_ROWS_ADDED), grad_logits.split(_ROWS_ADDED, 1), strict=True):
-                    some.add_(columns.t() @ rows[part])
-        return grad_rows, grad_weight.to(weight.dtype) if ctx.main_grad is None else None, None, None
+            add_product(mine, grad_logits, rows[part])
+        return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if ctx.main_grad is None else None, None, None
 
 
 class _Slice:
@@ -149,7 +146,7 @@ class _Slice:
         self.is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
         self.first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         self.size = min(max(vocab_size - self.first, 0), weight.shape[0])
-        self.weight = weight.detach()[: self.size]
+        self.weight = widened(weight.detach()[: self.size])
 
     def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [n] -> (ids in this slice, 0 for those outside; fp32, 1 for those inside)."""
@@ -158,7 +155,10 @@ class _Slice:
         return ids * here, here.float()
 
     def logits(self, rows: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-        """fp32 logits of chunks of rows, each valid until the next. There must be at least one row of weights."""
+        """fp32 logits of chunks of rows (`widened`), each valid until the next.
+
+        There must be at least one row of weights.
+        """
         step = max(1, _CHUNK_BYTES // (4 * self.size))
         buffer = rows.new_empty(min(step, rows.shape[0]), self.size)
         for start in range(0, rows.shape[0], step):

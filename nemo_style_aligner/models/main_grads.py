@@ -1,7 +1,7 @@
-"""Gradients of matrices as large as the vocabulary, added where megatron-core keeps the sum of all micro batches.
+"""Gradients of weight matrices, added where megatron-core keeps the sum of all micro batches.
 
-Of these a micro batch changes few rows (the embedding), or they are summed over chunks (the output layer, see
-`logprobs`). As gradients of their own they would be cleared, written and added in every micro batch.
+As gradients of their own they would be cleared or allocated, written and added in every micro batch, and of matrices as
+large as the vocabulary a micro batch changes few rows (the embedding), or sums over chunks (the output layer).
 """
 
 from __future__ import annotations
@@ -14,26 +14,35 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 
 _IN_PLACE = "_gradient_is_added_in_place"
+_ROWS_ADDED = 8192
 
 
 def add_in_place(gpt: GPTModel) -> None:
-    """Let backward passes of the output layer, and of the embedding where it can, add to ``main_grad`` themselves.
+    """Let functions with a backward pass of their own add gradients to ``main_grad`` themselves, where they can.
 
     For a model whose DDP does not exchange gradients during the backward pass: that waits for every parameter's own.
-    The embedding can on a CPU and without tensor parallelism.
+    The output layer can (`logprobs`), on CPUs linear layers (`linear`) and, without tensor parallelism, the embedding.
     """
+    for parameter in gpt.parameters():
+        setattr(parameter, _IN_PLACE, True)
     if gpt.pre_process:
-        embedding = gpt.embedding.word_embeddings
-        setattr(embedding.weight, _IN_PLACE, True)
-        embedding.__class__ = _Embedding  # `LanguageModelEmbedding` makes its own; nothing but `forward` differs
-    if gpt.post_process and hasattr(gpt, "output_layer"):
-        tied = gpt.share_embeddings_and_output_weights
-        setattr(gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight, _IN_PLACE, True)
+        # `LanguageModelEmbedding` makes its own; nothing but `forward` differs.
+        gpt.embedding.word_embeddings.__class__ = _Embedding
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 sum that a backward pass adds the gradient of ``weight`` to; None where it returns it to autograd."""
+    """The fp32 sum to which a backward pass adds the gradient of ``weight``; None where it returns it to autograd."""
     return getattr(weight, "main_grad", None) if getattr(weight, _IN_PLACE, False) else None
+
+
+def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+    """total += columns.T @ rows: fp32 [v, h], [n, v] and [n, h] of one dtype."""
+    if total.dtype == rows.dtype:
+        total.addmm_(columns.t(), rows)
+        return
+    # Some of v at a time: the product in bf16, and in fp32 for the sum, are small then.
+    for some, part in zip(total.split(_ROWS_ADDED), columns.split(_ROWS_ADDED, 1), strict=True):
+        some.add_(part.t() @ rows)
 
 
 class _Embedding(VocabParallelEmbedding):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _AGAIN = "_compute_again"
 
@@ -23,7 +22,7 @@ def computed_again(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.
     return x
 
 
-def _not_keeping(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def not_keeping(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """While inside, autograd keeps the way to compute ``x`` in place of ``x``, where there is one."""
     again = getattr(x, _AGAIN, None)
     if again is None:
@@ -42,21 +41,3 @@ def _not_keeping(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
             return compute().view(shape)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-class ColumnLinear(ColumnParallelLinear):
-    """megatron-core's, which does not keep inputs that can be `computed_again`."""
-
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the base class."""
-        with _not_keeping(input_):
-            return super().forward(input_, *args, **kwargs)
-
-
-class RowLinear(RowParallelLinear):
-    """megatron-core's, which does not keep inputs that can be `computed_again`."""
-
-    def forward(self, input_: torch.Tensor) -> Any:
-        """As the base class."""
-        with _not_keeping(input_):
-            return super().forward(input_)

@@ -1,0 +1,121 @@
+"""megatron-core's linear layers as they compute on CPUs: products in fp32 where the processor has none in bf16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from nemo_style_aligner.models.main_grads import add_product, main_grad_of
+from nemo_style_aligner.models.recompute import not_keeping
+from nemo_style_aligner.parallel.machine import computes_in_bf16
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as products of matrices take it: in fp32 if it is bf16 on a processor without bf16 arithmetic, else itself.
+
+    Products of bf16 matrices are exact in fp32 and summed in it either way. Torch emulates them there, an order of
+    magnitude slower than fp32 products.
+    """
+    return x.float() if _is_emulated(x) else x
+
+
+def _is_emulated(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _has_bf16_arithmetic()
+
+
+@functools.cache
+def _has_bf16_arithmetic() -> bool:
+    return computes_in_bf16()
+
+
+class _OnCPU:
+    """For both kinds of layers: no keeping of inputs that can be `computed_again`, and `_Linear` on CPUs."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the base class."""
+        with not_keeping(input_):
+            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if input.device.type == "cpu":
+            out: torch.Tensor = _Linear.apply(input, weight, allreduce_dgrad, sequence_parallel, tp_group)
+            return out if bias is None else out + bias
+        distribution = {
+            "allreduce_dgrad": allreduce_dgrad,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+        }
+        return super()._forward_impl(input, weight, bias, **distribution, **kwargs)  # type: ignore[misc]
+
+
+class ColumnLinear(_OnCPU, ColumnParallelLinear):
+    """megatron-core's, see above."""
+
+
+class RowLinear(_OnCPU, RowParallelLinear):
+    """megatron-core's, see above."""
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., k], weight [n, k] -> x @ weight.T [..., n], of their dtype.
+
+    Under sequence parallelism x is this rank's share of the first dimension, and the result of the whole of it. What
+    megatron-core's functions do on GPUs, with gradients that go straight to ``main_grad`` where they can.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
+        ctx.gathered_by = group if sequence_parallel else None
+        ctx.main_grad = main_grad_of(weight)
+        return torch.matmul(widened(_gathered(x, ctx.gathered_by)), widened(weight).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        wide, grad_x, grad_weight = widened(grad), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.matmul(wide, widened(weight)).to(grad.dtype)
+            if ctx.allreduce_dgrad:
+                dist.all_reduce(grad_x, group=ctx.group)
+            elif ctx.gathered_by is not None:
+                whole, grad_x = grad_x, grad_x.new_empty(x.shape)
+                dist.reduce_scatter_tensor(grad_x, whole, group=ctx.gathered_by)
+        if ctx.needs_input_grad[1]:
+            rows, columns = widened(_gathered(x, ctx.gathered_by)).flatten(0, -2), wide.flatten(0, -2)
+            if ctx.main_grad is None:
+                grad_weight = torch.mm(columns.t(), rows).to(weight.dtype)
+            else:
+                add_product(ctx.main_grad, columns, rows)
+        return grad_x, grad_weight, None, None, None
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The shares of the first dimension of all ranks of the group; ``x`` without one."""
+    if group is None:
+        return x
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
