@@ -143,7 +143,7 @@ def cpu_flags() -> set[str]:
 
 
 def default_precision() -> str:
-    """``trainer.precision`` that this machine computes fastest in: "bf16", or "32" where bf16 is emulated."""
+    """``trainer.precision`` that torch computes fastest in here: "bf16", or "32" where bf16 is emulated."""
     return "bf16" if torch.cuda.is_available() or computes_in_bf16() else "32"
 
 
@@ -191,6 +191,10 @@ class MachineRates:
     def best_gemm(self) -> float:
         """In the faster dtype: where bf16 is emulated, an engine may compute in fp32."""
         return max(self.gemm.values())
+
+    def gemm_of(self, dtype: str) -> float:
+        """At best, for matrices of ``dtype``, float32 or bfloat16: products of the latter are exact in fp32, too."""
+        return self.best_gemm if dtype == "bfloat16" else self.gemm[dtype]
 
 
 def best_rates(a: MachineRates, b: MachineRates) -> MachineRates:

@@ -61,6 +61,7 @@ VARIANTS = {
         ("trainer.ppo.generation.weight_format=int8", "trainer.ppo.importance_weight_cap=2.0"),
     ),
     "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
+    "bf16": Variant("bf16 in both jobs", ("trainer.precision=bf16",), ("trainer.precision=bf16",)),
     "ahead": Variant(
         "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
         _AHEAD,

@@ -29,6 +29,7 @@ from nemo_style_aligner.models import gpt, logprobs
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.layer_kernels import best_kernels
+from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
@@ -70,7 +71,10 @@ class Model:
         if is_padded:  # logits, their log-softmax, and the gradient of either
             gradient = a.vocab_size * a.hidden_size * (8 if is_bf16 else 4)
             return 3 * 4 * positions * a.vocab_size + gradient
-        return min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size) * (2 if is_bf16 else 1)
+        chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
+        if widened(torch.empty(0, dtype=self.dtype)).dtype != self.dtype:
+            return chunk + 4 * a.vocab_size * a.hidden_size
+        return chunk * (2 if is_bf16 else 1)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def phase_floors(
 
     def forward(num_outputs: int) -> float:
         operations = 2 * body * sum(lengths) + 2 * head * num_outputs + attention
-        return max(operations / rates.gemm[dtype], num_bytes / rates.memory)
+        return max(operations / rates.gemm_of(dtype), num_bytes / rates.memory)
 
     update = 4 * _ADAM_NUMBERS * a.num_parameters / rates.memory
     logprobs, values = forward(sum(new_lengths)), forward(0)

@@ -66,7 +66,7 @@ def main() -> None:
             rates = measured if rates is None else best_rates(rates, measured)
             print(
                 f"this machine: reads {rates.memory / 1e9:.1f} GB/s, matrix products "
-                f"{rates.gemm[args.dtype] / 1e12:.2f} TFLOP/s in {args.dtype}, {args.threads} threads"
+                f"{rates.gemm_of(args.dtype) / 1e12:.2f} TFLOP/s for {args.dtype}, {args.threads} threads"
             )
             where = folder / workload.name
             where.mkdir()

@@ -178,7 +178,7 @@ def measure(
     operations = workload.operations(model.architecture)
     for round_ in range(rounds + 1):  # the first warms up
         for name, (action, factor) in passes.items():
-            rate = measure_rates(batch.tokens.device, 2**20).gemm[str(dtype).removeprefix("torch.")]
+            rate = measure_rates(batch.tokens.device, 2**20).gemm_of(str(dtype).removeprefix("torch."))
             taken = timed(action)
             if round_:
                 seconds[name].append(taken)

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
@@ -199,8 +198,8 @@ def test_ranks_of_one_machine_talk_over_loopback(monkeypatch: pytest.MonkeyPatch
         ("model name\t: x\nflags\t\t: avx512_bf16 fpu", True),
         ("Features\t: fp asimd bf16", True),
         ("Features\t: fp asimd", False),
-        ("cpu\t\t: POWER9", True),
-        (None, True),
+        ("cpu\t\t: POWER9", False),
+        (None, False),
     ],
 )
 def test_which_processors_compute_in_bf16(tmp_path: Path, lines: str | None, expected: bool) -> None:
@@ -363,8 +362,6 @@ def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> Non
     assert result.returncode == 0, result.stderr
     assert "sum 3 on rank 0 of 2" in result.stdout and "sum 3 on rank 1 of 2" in result.stdout
     assert result.stderr.count("model.mcore_gpt=True: has no effect") == 1  # rank 0 says it, once
-    is_emulated = not torch.cuda.is_available() and not computes_in_bf16()
-    assert result.stderr.count("trainer.precision=bf16: this processor has no bf16 arithmetic") == is_emulated
     if by != "mpirun":  # where MPI's own sockets are open; torchrun's agent listens as well, but is no rank
         assert result.stdout.count("reachable from other machines: []") == 2, result.stdout
     assert [path.name for path in script.parent.iterdir() if path.name != "__pycache__"] == ["script.py"]
@@ -374,7 +371,6 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     result = run(script, "trainer.devices=1", "exp_manager.name=well", "trainer.precision=32")
     assert result.returncode == 0, result.stderr
     assert "sum 1 on rank 0 of 1" in result.stdout
-    assert "bf16" not in result.stderr
     assert "reachable from other machines: []" in result.stdout
 
 

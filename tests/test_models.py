@@ -17,6 +17,7 @@ from job_processes import ROOT, run
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from small_models import SHAPE, VOCAB
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
@@ -40,7 +41,6 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_prec
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
-from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
@@ -287,9 +287,12 @@ def test_chunks_of_logits_equal_dense(
     hidden, weight, wanted, loss_weights = inputs()
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     saved: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(tuple(x.shape)), x)[1], lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(tuple(x.shape)), x)[1], lambda x: x)
+    with hooks, FactorTypes() as factors:
         values = predict(hidden, weight, SPLIT_VOCAB, wanted, sequence_parallel=False)
-    (values * loss_weights).sum().backward()
+    with factors:
+        (values * loss_weights).sum().backward()
+    assert factors.seen == {torch.bfloat16 if has_bf16 else torch.float32}
     assert hidden.grad is not None and weight.grad is not None
     found = {"values": values.detach(), "hidden gradient": hidden.grad, "weight gradient": weight.grad}
     assert found["values"].dtype == torch.float32 and hidden.grad.dtype == dtype
@@ -298,14 +301,26 @@ def test_chunks_of_logits_equal_dense(
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
 
 
-@pytest.mark.parametrize("trainable", [True, False])
+class FactorTypes(TorchDispatchMode):
+    """The dtypes of all matrices that are multiplied meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.seen |= {x.dtype for x in args[-2:]}
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize(
     "dtype, has_bf16", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
 )
 def test_linear_layers_equal_exact_products(
-    dtype: torch.dtype, has_bf16: bool, trainable: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounded once to the dtype of the weights, the result and both gradients; frozen weights keep no input."""
+    """Computed in bf16 only where the processor does, rounded to the dtype of the weights."""
     monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
     config = transformer_config(ARCHITECTURES["tied"], {}, dtype, current_layout())
     draw = torch.Generator().manual_seed(3)
@@ -314,25 +329,24 @@ def test_linear_layers_equal_exact_products(
             20, 36, config=config, init_method=torch.nn.init.normal_, bias=True, skip_bias_add=False, **skipped
         )
         torch.nn.init.normal_(layer.bias)
-        layer.requires_grad_(trainable)
         x = torch.randn(7, 2, 20, generator=draw).to(dtype).requires_grad_()
         grad = torch.randn(7, 2, 36, generator=draw).to(dtype)
-        saved: list[tuple[int, ...]] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: (s.append(tuple(t.shape)), t)[1], lambda t: t):
+        with FactorTypes() as factors:
             out, _ = layer(x)
-        out.backward(grad)
-        assert saved == [*([(7, 2, 20)] if trainable else []), (36, 20)]
+            out.backward(grad)
+        assert factors.seen == {torch.bfloat16 if has_bf16 else torch.float32}
         exact = torch.nn.functional.linear(x.double(), layer.weight.double())
         wanted = {
             "out": (out, exact.to(dtype) + layer.bias),
             "x": (x.grad, grad.double() @ layer.weight.double()),
             "weight": (layer.weight.grad, grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)),
+            "bias": (layer.bias.grad, grad.double().sum((0, 1))),
         }
-        assert (layer.weight.grad is not None) == trainable
         for name, (found, expected) in wanted.items():
-            if found is not None:
-                assert found.dtype == dtype
-                torch.testing.assert_close(found, expected.to(dtype), msg=lambda m, n=name: f"{n}: {m}")
+            assert found is not None and found.dtype == dtype, name
+            torch.testing.assert_close(found, expected.to(dtype), msg=lambda m, n=name: f"{n}: {m}")
+        with pytest.raises(TypeError, match="cannot take"):
+            layer(x.half())
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])
@@ -376,7 +390,6 @@ def test_gradients_of_matrices_are_added_where_they_belong(
 
     arrived: list[torch.Tensor | None] = []
     for parameter_name, parameter in model.named_parameters():
-        assert main_grad_of(parameter) is not None
         if parameter.ndim == 2 and "rm_head" not in parameter_name:
             parameter.register_hook(arrived.append)
     batch = Weighted(ids, weights[:, :width])
@@ -728,6 +741,22 @@ def test_settings_of_a_job_do_not_come_with_the_model() -> None:
         "hidden_size": 64,
         "regression": {"attribute_weights": [1.0], "num_attributes": 2},
     }
+
+
+@pytest.mark.parametrize("job", ["gpt_ppo_critic", "inference_rm"])
+def test_rewards_are_read_as_the_reward_model_was_trained(job: str) -> None:
+    """What shapes the head comes with the archive, unless the job's config says otherwise."""
+    archive = {
+        "reward_model_type": "regression",
+        "regression": {"num_attributes": 2, "attribute_weights": [0.25, 0.75]},
+        "use_avg_pool": True,
+    }
+    cfg = load_defaults(job)
+    head = RewardHeadConfig.from_model_config(lay_over(archive, OmegaConf.to_container(cfg.model)))
+    assert (head.num_attributes, head.attribute_weights, head.pooling) == (2, (0.25, 0.75), "average")
+    cfg.model.use_avg_pool = False
+    head = RewardHeadConfig.from_model_config(lay_over(archive, OmegaConf.to_container(cfg.model)))
+    assert head.pooling == "last"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 import types
@@ -151,8 +152,12 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         "model.optim.lr=1e-2",
         "model.optim.sched.warmup_steps=2",
         "model.optim.sched.constant_steps=0",
+        "exp_manager.checkpoint_callback_params.monitor=val_lss",
     )
     run(mpirun(2, command), tmp_path / "rm.log", TIMEOUT)
+    said = (tmp_path / "rm.log").read_text()
+    assert re.search(r"monitor=val_lss is not measured, .* choose one of (val_\w+, )*val_loss", said)
+    assert said.count("is not measured") == 1
     curves = read_metrics(log_dir)
     assert curves["train/loss"][-1][1] < 0.7 * curves["train/loss"][0][1]
     assert [step for step, _ in curves["val/loss"]] == [15, 30]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ class TrainingLoop(abc.ABC):
         self.step = 0
         self._is_validation_due = False
         self._is_saved = True
+        self._has_warned_of_monitor = False
         self._last_metrics: dict[str, float] = {}  # of the present step, and of no other: they rank its checkpoint
 
     def fit(self) -> None:
@@ -162,14 +166,29 @@ class TrainingLoop(abc.ABC):
         self.step += 1
         self._is_validation_due = self.is_due(self.settings.val_check_interval)
         self._is_saved = False
-        self._last_metrics = {f"train_{name}": value for name, value in metrics.items()}
+        self._last_metrics = self._ranking("train_", metrics)
 
     def validate_if_due(self) -> None:
         """Validate after the steps that ask for it."""
         if self._is_validation_due:
-            self._last_metrics |= {f"val_{name}": value for name, value in self.validate().items()}
+            self._last_metrics |= self._ranking("val_", self.validate())
             self._is_validation_due = False
             self._is_saved = False
+
+    def _ranking(self, prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+        """``metrics`` under the names by which checkpoints are ranked; a warning if ``monitor`` is none of them."""
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        monitor = self.checkpoints.settings.monitor or ""
+        if named and monitor.startswith(prefix) and monitor not in named and not self._has_warned_of_monitor:
+            self._has_warned_of_monitor = True
+            if self.metrics.rank == 0:
+                logger.warning(
+                    "exp_manager.checkpoint_callback_params.monitor=%s is not measured, so that no checkpoint is the "
+                    "best: choose one of %s, and start again",
+                    monitor,
+                    ", ".join(sorted(named)),
+                )
+        return named
 
     @property
     def is_finished(self) -> bool:

@@ -31,7 +31,7 @@ def add_in_place(gpt: GPTModel) -> None:
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 sum to which a backward pass adds the gradient of ``weight``; None where it returns it to autograd."""
+    """The fp32 sum to which a function may add the gradient of ``weight``; None: it returns it to autograd."""
     return getattr(weight, "main_grad", None) if getattr(weight, _IN_PLACE, False) else None
 
 

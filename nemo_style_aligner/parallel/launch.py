@@ -35,7 +35,7 @@ from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
 from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
-from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, free_port, own_address
+from nemo_style_aligner.parallel.machine import available_cores, free_port, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.logging import configure_logging
@@ -135,13 +135,6 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         backend,
         torch.get_num_threads(),
     )
-    precision = str(OmegaConf.select(cfg, "trainer.precision"))
-    if info.rank == 0 and backend == "gloo" and precision.startswith("bf16") and not computes_in_bf16():
-        _logger.warning(
-            "trainer.precision=%s: this processor has no bf16 arithmetic and emulates it, several times slower than "
-            "trainer.precision=32",
-            precision,
-        )
     return info
 
 

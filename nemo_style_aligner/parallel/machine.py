@@ -33,13 +33,13 @@ def available_memory() -> int:
 
 
 def computes_in_bf16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor has bf16 arithmetic, which torch emulates elsewhere. True where nothing is known of it."""
+    """Whether the processor has bf16 arithmetic, which torch emulates elsewhere. False where nothing is known of it."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return True
-    features = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), None)
-    return features is None or not _BF16_FEATURES.isdisjoint(features.split())
+        return False
+    features = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    return not _BF16_FEATURES.isdisjoint(features.split())
 
 
 def free_port() -> int:

@@ -16,7 +16,6 @@ from nemo_style_aligner.rollout.generator import Generator, Round
 from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.telemetry import activity
 
 
 class PendingRollouts:
@@ -141,7 +140,6 @@ def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
     with stop_signals.interruptible():
         for served in responses.scores():
-            activity.progress()
             rewards.append(served.rewards)
             values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
     stop_points.check()

@@ -13,6 +13,7 @@ from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.client import Scores as ServedScores
+from nemo_style_aligner.telemetry import activity
 
 
 class ResponseSink(Protocol):
@@ -102,12 +103,14 @@ class ScoredResponses:
             # The client gives up on a request in time, with more to say; before that it may wait for a connection.
             limit = 2 * self._scoring_seconds
             try:
-                yield scores.result(timeout=limit)
+                with activity.bounded(limit):  # the watchdog must not end the job before the client does
+                    served = scores.result(timeout=limit)
             except concurrent.futures.TimeoutError:
                 raise TimeoutError(
                     f"the scores of samples {sample_ids[:20]} did not come within {limit:g} s, twice "
                     "total_seconds and restart_seconds of remote_critic_rm.timeouts: look at that service"
                 ) from None
+            yield served
 
 
 def pad_rows(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:
