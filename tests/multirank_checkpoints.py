@@ -849,6 +849,15 @@ def resuming(folder: Path) -> dict[str, Any]:
         results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
         explicit = str(directory / "m--val_loss=0.100-step=1")
         results["explicit"] = manager(directory, resume_from_checkpoint=explicit).resume(model, optimizer)
+        back = folder / "back"  # and again, by the same command
+        shutil.copytree(directory, back)
+        named = {"resume_from_checkpoint": str(back / Path(explicit).name)}
+        m = manager(back, **named)
+        results["back, steps"] = [m.resume(model, optimizer)["step"]]
+        save(m, model, optimizer, 2)
+        m.finish()
+        for setting in (named, {"resume_from_checkpoint": str(next(back.glob("*step=3")))}, named):
+            results["back, steps"].append(manager(back, **setting).resume(model, optimizer)["step"])
         results["explicit, wrong"] = error_of(
             lambda: manager(directory, resume_from_checkpoint=str(folder / "nothing")).resume(model, optimizer)
         )

@@ -35,7 +35,7 @@ from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.models import linear as linear_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
-from nemo_style_aligner.models.critic import Critic, RewardModel
+from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
@@ -47,6 +47,12 @@ from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.models.recompute import computed_again, not_keeping
 from nemo_style_aligner.models.restore import lay_over, open_base_model
+from nemo_style_aligner.models.supervised_losses import (
+    LabelledBatch,
+    PairBatch,
+    attribute_regression_objective,
+    ranking_objective,
+)
 from nemo_style_aligner.parallel.groups import (
     current_layout,
     initialize_model_parallel,
@@ -679,6 +685,34 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
         train(1.0, too_large)
     service.metrics.close()
     assert read_metrics(tmp_path)["train/skipped_updates"][-1][1] == 3.0
+
+
+def test_values_are_standardised_as_rewards_are() -> None:
+    """The critic's, in answers and in its loss; NeMo-Aligner's critic does so. Reward models learn without."""
+    plain = RewardHeadConfig()
+    head = dataclasses.replace(plain, mean=5.0, std=2.0)
+    torch.manual_seed(3)
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=plain)
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=0.0, name="constant"), 1.0, STOP)
+    settings: dict[str, Any] = {"training_batching": MicroBatching(2), "forward_batching": MicroBatching(2)}
+    critics = {
+        h.std: Critic(model, optimizer, h, global_batch_size=4, loss_clip=0.2, **settings) for h in (plain, head)
+    }
+    ids, lengths = tokens(4), torch.tensor([12, 5, 9, 12])
+    values = critics[None].values(ids, lengths)
+    mask = torch.arange(11)[None, :] < lengths[:, None] - 1
+    standardised = critics[2.0].values(ids, lengths)
+    torch.testing.assert_close(standardised, (values - 5.0) / 2.0 * mask)
+    batch = ValueBatch(ids, standardised + 0.5, standardised, mask.float())
+    (report,) = critics[2.0].train(batch)
+    assert report["loss"] == pytest.approx(0.5**2 / 2, rel=1e-4)  # nothing has moved, so nothing is clipped
+    for objective, batch in (
+        (ranking_objective, PairBatch(ids, lengths, torch.ones(4))),
+        (lambda h: attribute_regression_objective(h, -100.0), LabelledBatch(ids, lengths, torch.ones(4, 1))),
+    ):
+        outputs = torch.randn(4, 12, 1)
+        losses = [objective(h).loss(outputs, batch)[0] for h in (plain, head)]
+        assert losses[0] == losses[1]
 
 
 def test_a_critic_made_of_a_language_model_goes_back_to_its_first_head(tmp_path: Path) -> None:

@@ -275,6 +275,46 @@ def test_a_request_that_outwaits_its_limit_gets_504() -> None:
         outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
 
 
+def test_what_is_being_computed_at_its_limit_is_waited_for() -> None:
+    """But not by clients with a limit of their own, and not what waits behind it."""
+    backend = CountingBackend()
+    with serve(backend, http={"infer_timeout_s": 1.0}) as server, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        backend.gate.clear()
+        computed = pool.submit(post, server, "critic_infer", infer_body([[1, 2]] * 8, [2] * 8))
+        wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
+        waiting = pool.submit(post, server, "critic_infer", infer_body([[1, 2]], [2]))
+        assert waiting.result(20).status_code == 504
+        assert not computed.done()
+        backend.gate.set()
+        assert outputs(computed.result(20))["rewards"].tolist() == [[3.0]] * 8
+        assert backend.batches == [(8, 2)]
+        backend.gate.clear()
+        hasty = infer_body([[1, 2]], [2], parameters={"timeout": 200_000})
+        assert post(server, "critic_infer", hasty).status_code == 504
+        backend.gate.set()
+
+
+def test_a_slow_service_that_gets_on_is_not_given_up() -> None:
+    """Eight requests at once, of which each takes a fifth of a second: all take longer than one may by itself."""
+    backend = CountingBackend()
+    infer = backend.infer
+    backend.infer = lambda *batch: (time.sleep(0.2), infer(*batch))[1]  # type: ignore[method-assign]
+    limits = ClientLimits(total_s=0.9, read_s=20.0, first_backoff_s=0.01, max_backoff_s=0.05)
+    with serve(backend, http={"infer_timeout_s": 0.5}) as server, critic_client(server.number, limits=limits) as client:
+        tokens, lengths = torch.ones(8, 3, dtype=torch.int64), torch.full((8,), 3)
+        answers = [client.infer_async(tokens, lengths) for _ in range(12)]
+        assert all(answer.result(20).rewards.tolist() == [3.0] * 8 for answer in answers)
+        assert len(backend.batches) == 12  # none was computed twice
+        backend.gate.clear()
+        stuck = client.infer_async(tokens, lengths)
+        wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
+        late = client.infer_async(tokens, lengths)
+        with pytest.raises(ServerUnavailableError, match=r"limit 0\.9 s.*The server is there, and busy"):
+            late.result(20)
+        backend.gate.set()
+        stuck.exception(20)
+
+
 def test_token_is_needed_everywhere_but_for_health() -> None:
     body = infer_body([[1, 2]], [2])
     with serve(CountingBackend(), http={"token": "s3cret"}) as server:
@@ -503,11 +543,14 @@ def test_separate_reward_server() -> None:
 
 
 def test_a_server_that_cannot_take_the_jobs_sequences_is_refused() -> None:
-    endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a"), combined=True)
+    endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a", max_body_bytes=1000), combined=True)
     with serve(CountingBackend(), endpoints=endpoints) as server, critic_client(server.number) as client:
         client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "a"))
         with pytest.raises(ValueError, match=r"64 tokens at most.* 65 together.*; its token ids end at 999.* at 1000"):
             client.wait_until_ready(10, sequences=SequencesToScore(65, VOCAB + 1, "b"))
+        with pytest.raises(ValueError, match=r"1000 bytes at most.*the 9 sequences.*have 1080: raise .*max_body_bytes"):
+            client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_rows=9))
+        client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_rows=8))
         with pytest.raises(ValueError, match=r"'critic_infer' at .* does not fit this job: its tokenizer gives other"):
             client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "b"))
     silent = critic_endpoints(ModelLimits(), combined=True)  # a server that tells no limits
@@ -679,6 +722,12 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
     # The group's timeout is far below the idle time: only heartbeats keep the waiting rank alive.
     with two_ranks(tmp_path, group_timeout=4, fault="slow") as (processes, client):
         time.sleep(5.5)
+        url = f"{client._critic.base_url}/v2/models/critic_save/infer"
+        elsewhere = {"run_id": "another", "sequence_number": 7, "history": "lost"}
+        refused = {"inputs": [tensor("dummy_var", [0])], "parameters": elsewhere}
+        for _ in range(110):  # what rank 0 refuses by itself does not keep it from saying that it lives
+            assert requests.post(url, json=refused, timeout=20).status_code == 409
+            time.sleep(0.05)
         tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
         rewards, values = client.infer_async(tokens, lengths).result(20)
         wanted_rewards, wanted_values = expected(tokens.numpy(), lengths.numpy())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import signal
@@ -14,8 +13,6 @@ from pathlib import Path
 import pytest
 from job_processes import Job, ranks_of
 
-from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.rollout.intake import ScoredResponses
 from nemo_style_aligner.telemetry import activity, watchdog
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, Sighting, Watchdog, describe
 
@@ -204,22 +201,3 @@ def test_a_wait_with_its_own_limit_may_take_as_long() -> None:
         now = activity.current()
         assert now.phase.endswith("outer/inner") and now.bound == 5.0
     assert activity.current().bound == 0.0
-
-
-def test_waiting_for_scores_may_take_as_long_as_the_client() -> None:
-    class Scores(concurrent.futures.Future[str]):
-        def result(self, timeout: float | None = None) -> str:
-            assert activity.current().bound == timeout == 2 * 3000.0
-            return "scores"
-
-    class Scorer:
-        def infer_async(self, *_: object) -> Scores:
-            return Scores()
-
-    responses = ScoredResponses(Scorer(), 2, 3000.0)  # type: ignore[arg-type]
-    for request_id in range(3):
-        responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
-    responses.flush()
-    for scores in responses.scores():
-        assert scores == "scores"  # type: ignore[comparison-overlap]
-        assert activity.current().bound == 0.0

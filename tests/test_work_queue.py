@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 from job_processes import ROOT
 from listeners import listeners
 from served_critic import client_config
@@ -32,7 +34,7 @@ from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout import work_client, work_server
 from nemo_style_aligner.rollout.generator import LocalGenerator
-from nemo_style_aligner.rollout.intake import AcceptedResponses
+from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.remote import RemoteRound
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
@@ -49,7 +51,7 @@ from nemo_style_aligner.rollout.work_queue import (
 )
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition
-from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     RequestRefusedError,
@@ -512,6 +514,50 @@ def test_stop_frees_the_port_and_ends_the_client() -> None:
 def test_clients_of_a_future_round_are_told() -> None:
     with serve(WorkQueue()) as server, pytest.raises(RequestRefusedError, match="has not begun"):
         client(server, 3).lease(1)
+
+
+# ------------------------------------------------------------------ scores
+
+
+class LateScores:
+    """A client whose answers come when the test says so."""
+
+    def __init__(self) -> None:
+        self.answers: list[concurrent.futures.Future[Scores]] = []
+
+    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+        self.answers.append(concurrent.futures.Future())
+        return self.answers[-1]
+
+
+def test_scores_are_given_up_when_none_comes_for_long() -> None:
+    client: Any = LateScores()
+    responses = ScoredResponses(client, 2, scoring_seconds=0.2)
+    for request_id in range(5):
+        responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
+    responses.flush()
+    assert len(client.answers) == 3 and not responses.are_scored(0.0)
+    scores = [Scores(torch.full((2,), float(number)), torch.zeros(2, 1)) for number in range(3)]
+    for number in (1, 0):  # each one starts the time anew
+        time.sleep(0.3)
+        client.answers[number].set_result(scores[number])
+        assert not responses.are_scored(0.0)
+    time.sleep(0.3)
+    assert not responses.are_scored(0.0)
+    with pytest.raises(TimeoutError, match=r"no scores came for 0\.4 s.*samples \[4\] are missing"):
+        responses.are_scored(0.2)
+    client.answers[2].set_result(scores[2])
+    assert responses.are_scored(5.0) and list(responses.scores()) == scores
+
+
+def test_a_request_for_scores_that_fails_is_not_waited_for() -> None:
+    client: Any = LateScores()
+    responses = ScoredResponses(client, 1, scoring_seconds=60)
+    for request_id in range(2):
+        responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
+    client.answers[1].set_exception(RuntimeError("refused"))
+    with pytest.raises(RuntimeError, match="refused"):
+        responses.are_scored(60.0)
 
 
 # ------------------------------------------------------------------ heartbeats, look-ahead, lease sizes

@@ -46,7 +46,9 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
         vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
-        sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint())
+        sequences = SequencesToScore(
+            longest, vocab_size, base.tokenizer.fingerprint(), int(cfg.model.ppo.num_rollout_samples)
+        )
         scorer.wait_until_ready(ready_seconds, sequences=sequences)
     collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest)
     journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))

@@ -31,19 +31,17 @@ from nemo_style_aligner.servers.serving import ModelServer
 
 def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: alive from now on, ready once the backend runs."""
-    endpoints = critic_endpoints(
-        _limits(base), combined=bool(cfg.trainer.ppo.combine_rm_and_critic_server), tokenize=base.tokenizer.text_to_ids
-    )
-    return ModelServer(
-        endpoints, _http_settings(cfg.trainer.ppo), _dispatch(cfg.trainer.ppo, run.layout, base), device=device()
-    )
+    ppo = cfg.trainer.ppo
+    combined = bool(ppo.combine_rm_and_critic_server)
+    endpoints = critic_endpoints(_limits(base, ppo), combined=combined, tokenize=base.tokenizer.text_to_ids)
+    return ModelServer(endpoints, _http_settings(ppo), _dispatch(ppo, run.layout, base), device=device())
 
 
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
     """Open a reward model's port."""
     head = RewardHeadConfig.from_model_config(cfg.model)
     endpoints = reward_endpoint(
-        _limits(base),
+        _limits(base, cfg.inference),
         name=cfg.inference.model_name,
         num_attributes=1 if head.merge_attributes else head.num_attributes,
         tokenize=base.tokenizer.text_to_ids,
@@ -115,11 +113,12 @@ def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> in
     return control.service_status()
 
 
-def _limits(base: BaseModel) -> ModelLimits:
+def _limits(base: BaseModel, section: DictConfig) -> ModelLimits:
     return ModelLimits(
         max_sequence_length=int(base.config.get("encoder_seq_length") or base.architecture.max_position_embeddings),
         vocab_size=base.architecture.vocab_size,
         tokenizer=base.tokenizer.fingerprint(),
+        max_body_bytes=int(section.max_body_bytes),
     )
 
 
@@ -130,7 +129,7 @@ def _dispatch(section: DictConfig, layout: ParallelLayout, base: BaseModel) -> D
         preferred_batch_rows=preferred_batch_rows(sizes, layout.dp_size),
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
         strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
-        max_sequence_length=_limits(base).max_sequence_length,
+        max_sequence_length=_limits(base, section).max_sequence_length,
     )
 
 

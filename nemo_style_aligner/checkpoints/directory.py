@@ -127,6 +127,11 @@ class CheckpointDirectory:
         entries = self.entries()
         return entries[0].path if entries else None
 
+    def newest_resumed_from(self, origin: str | None) -> Path | None:
+        """The newest finished checkpoint, if the run that wrote it had resumed from ``origin``."""
+        entries = self.entries()
+        return entries[0].path if entries and entries[0].manifest.resumed_from == origin else None
+
     def ranked(self) -> list[Path]:
         """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
         return [entry.path for entry in self._rank(self.entries())]

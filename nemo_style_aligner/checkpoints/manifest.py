@@ -39,12 +39,14 @@ class Manifest:
         step: the trainer's step.
         value: the monitored metric, None where it was not measured.
         files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
+        resumed_from: the `resume_from_checkpoint` of the run that wrote it.
     """
 
     sequence: int
     step: int
     value: float | None
     files: Mapping[str, Mapping[str, Any]]
+    resumed_from: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write ``manifest.json``, with a checksum of itself, and sync it to disk."""

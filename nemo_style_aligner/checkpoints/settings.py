@@ -24,7 +24,7 @@ class CheckpointSettings:
         nemo_name: see above [exp_manager.name].
         resume_if_exists: go on from the newest checkpoint.
         resume_ignore_no_checkpoint: start anew if there is none, instead of raising an error.
-        resume_from_checkpoint: go on from this checkpoint, whatever there is besides.
+        resume_from_checkpoint: go on from this checkpoint, unless the newest is of a run that had resumed from it.
     """
 
     filename: str = "megatron_gpt-{step}"

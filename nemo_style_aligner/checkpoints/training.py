@@ -98,6 +98,8 @@ class CheckpointManager:
         self.settings = settings
         self.nemo = nemo
         self._files = CheckpointDirectory(directory, settings)
+        named = settings.resume_from_checkpoint
+        self._resumed_from = str(Path(named).resolve()) if named else None
         self._writer = BackgroundWriter(timeout)
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
@@ -154,7 +156,7 @@ class CheckpointManager:
         in_background = self.settings.async_save and self._has_memory_for(contents)
         save = _Save(
             target,
-            Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}),
+            Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}, self._resumed_from),
             contents.copied() if in_background else contents,
             protected,
             before_publishing,
@@ -275,7 +277,7 @@ class CheckpointManager:
             DamagedCheckpointError: the one that was asked for by name is damaged, or all that there are.
         """
         if self.settings.resume_from_checkpoint:
-            return self.load(Path(self.settings.resume_from_checkpoint), model, optimizer)
+            return self.load(self._latest_resumed() or Path(self.settings.resume_from_checkpoint), model, optimizer)
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()
@@ -306,6 +308,24 @@ class CheckpointManager:
             path = on_first_rank(self._files.newest)
             if path is None or self.is_whole(path):
                 return path
+
+    def _latest_resumed(self) -> Path | None:
+        """The newest checkpoint, if a run like this one has written it: one that had resumed from the same checkpoint.
+
+        So that a job which is requeued goes on instead of back.
+        """
+        while True:
+            newest = on_first_rank(lambda: self._files.newest_resumed_from(self._resumed_from))
+            if newest is None or self.is_whole(newest):
+                break
+        if newest is not None:
+            logger.warning(
+                "going on from %s, of a run that resumed from %s: move it away, with those before it that have, to go "
+                "back once more",
+                newest,
+                self.settings.resume_from_checkpoint,
+            )
+        return newest
 
     def is_whole(self, path: Path) -> bool:
         """Whether the files of a checkpoint are what was written. A damaged one is reported and put aside."""

@@ -9,7 +9,13 @@ import torch
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards, pooled_positions
+from nemo_style_aligner.models.heads import (
+    RewardHeadConfig,
+    merge_attributes,
+    pool_rewards,
+    pooled_positions,
+    standardize,
+)
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward, rows, train_step
@@ -113,14 +119,16 @@ class Critic:
         Entry t is V(tokens[: t + 1]); zero from a sequence's last token on.
         """
         width = tokens.shape[1] - 1
-        return forward(
+        wanted = torch.arange(width)[None, :] < lengths.cpu()[:, None] - 1
+        values = forward(
             self.model,
             Tokens(tokens),
-            torch.arange(width)[None, :] < lengths.cpu()[:, None] - 1,
+            wanted,
             self.forward_batching,
-            lambda outputs, _: merge_attributes(outputs, self.head),
+            lambda outputs, _: self._values(outputs),
             (width,),
         )
+        return values * wanted.to(values.device)  # 0 is no standardised 0
 
     def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
         """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
@@ -140,9 +148,13 @@ class Critic:
             reports.append(metrics | self.optimizer.step(metrics["loss"], f"rows {start} to {stop - 1} of {origin}"))
         return reports
 
+    def _values(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Head outputs [..., a] -> [...]."""
+        return standardize(merge_attributes(outputs, self.head), self.head)
+
     def _loss(
         self, outputs: torch.Tensor, batch: ValueBatch
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        values = merge_attributes(outputs, self.head)
+        values = self._values(outputs)
         loss = functional.clipped_value_loss(values, batch.prev_values, batch.returns, batch.mask, self.loss_clip)
         return loss, batch.mask.sum(), {}

@@ -135,4 +135,9 @@ def pool_rewards(outputs: torch.Tensor, lengths: torch.Tensor, head: RewardHeadC
         pooled = outputs[torch.arange(outputs.shape[0], device=outputs.device), lengths - 1]
     if head.merge_attributes and head.num_attributes > 1:
         pooled = merge_attributes(pooled, head)[:, None]
-    return pooled if head.std is None else (pooled - head.mean) / head.std
+    return standardize(pooled, head)
+
+
+def standardize(outputs: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
+    """(x - mean) / std, as configured: of rewards, and of a critic's values, which estimate sums of such rewards."""
+    return outputs if head.std is None else (outputs - head.mean) / head.std

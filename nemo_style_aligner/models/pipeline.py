@@ -32,6 +32,7 @@ from nemo_style_aligner.parallel.groups import (
     data_parallel_group,
     device,
 )
+from nemo_style_aligner.telemetry import activity
 
 B = TypeVar("B", bound=Any)
 
@@ -176,6 +177,7 @@ def train_step(
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         nonlocal num_computed
+        activity.progress()
         micro_batch = next(iterator)
         num_computed += micro_batch.packed.tokens.shape[1]
         output = _call_model(model, module, micro_batch)
@@ -260,6 +262,7 @@ def forward(
     parts = parts_by_rank[model.layout.dp_rank]
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        activity.progress()
         micro_batch = next(iterator)
         output = _call_model(model, module, micro_batch)
         return output, lambda output, non_loss_data: output_function(

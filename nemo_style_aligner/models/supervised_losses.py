@@ -69,7 +69,8 @@ def _language_model_loss(logprobs: torch.Tensor, batch: LanguageModelBatch) -> L
 
 
 def ranking_objective(head: RewardHeadConfig) -> Objective:
-    """Bradley-Terry loss; items are pairs. Reports ``accuracy`` and the two rewards."""
+    """Bradley-Terry loss; items are pairs. Reports ``accuracy`` and the two rewards, not standardised."""
+    head = dataclasses.replace(head, std=None)
 
     def loss(outputs: torch.Tensor, batch: PairBatch) -> LossResult:
         rewards = pool_rewards(outputs, batch.lengths, head)[:, 0]
@@ -89,8 +90,8 @@ def ranking_objective(head: RewardHeadConfig) -> Objective:
 
 
 def attribute_regression_objective(head: RewardHeadConfig, ignore_value: float) -> Objective:
-    """Squared error of the labelled attributes; items are labels."""
-    unmerged = dataclasses.replace(head, merge_attributes=False)
+    """Squared error of the labelled attributes, not standardised; items are labels."""
+    unmerged = dataclasses.replace(head, merge_attributes=False, std=None)
 
     def loss(outputs: torch.Tensor, batch: LabelledBatch) -> LossResult:
         predictions = pool_rewards(outputs, batch.lengths, unmerged)

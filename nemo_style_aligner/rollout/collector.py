@@ -10,12 +10,15 @@ import torch.distributed as dist
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
-from nemo_style_aligner.parallel.groups import all_gather_rows, device
+from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
 from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
 from nemo_style_aligner.rollout.generator import Generator, Round
 from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.telemetry import activity
+
+_AGREEMENT_SECONDS = 5.0
 
 
 class PendingRollouts:
@@ -138,11 +141,16 @@ def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
     """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-    with stop_signals.interruptible():
-        for served in responses.scores():
-            rewards.append(served.rewards)
-            values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
-    stop_points.check()
+    is_missing = True
+    while is_missing:  # the service may take longer than a collective: nobody waits in one for it
+        activity.progress()  # this wait has a limit of its own
+        with stop_signals.interruptible():
+            is_missing = not responses.are_scored(_AGREEMENT_SECONDS)
+        stop_points.check()
+        is_missing = bool(all_reduce_max(int(is_missing)))
+    for served in responses.scores():
+        rewards.append(served.rewards)
+        values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
     ids = all_gather_rows(
         torch.tensor([r.request_id for r in responses.results], dtype=torch.int64, device=where)
     ).cpu()

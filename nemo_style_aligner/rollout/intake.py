@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -13,7 +14,6 @@ from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.client import Scores as ServedScores
-from nemo_style_aligner.telemetry import activity
 
 
 class ResponseSink(Protocol):
@@ -65,15 +65,18 @@ class ScoredResponses:
 
     Attributes:
         results: the responses, in the order in which they were sent.
+        silence_limit: seconds without any scores after which waiting for them is given up.
     """
 
     def __init__(self, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
         self.results: list[GenerationResult] = []
         self._scorer = scorer
         self._batch_size = batch_size
-        self._scoring_seconds = scoring_seconds
+        self.silence_limit = 2 * scoring_seconds
         self._unsent = 0  # of `results`, at the end
         self._requests: list[tuple[list[int], concurrent.futures.Future[ServedScores]]] = []
+        self._num_scored = 0  # of `_requests`
+        self._last_heard = time.monotonic()
 
     def add(self, result: GenerationResult) -> None:
         """Take a response; a full batch is sent."""
@@ -92,25 +95,34 @@ class ScoredResponses:
         lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
         tokens = pad_rows(sequences, int(lengths.max()), torch.int64)
         self._requests.append(([r.request_id for r in batch], self._scorer.infer_async(tokens, lengths)))
+        self._last_heard = time.monotonic()
 
-    def scores(self) -> Iterator[ServedScores]:
-        """Wait for the scores of `results`, batch by batch in their order.
+    def are_scored(self, seconds: float) -> bool:
+        """Wait for the scores of `results`, at most so long; whether they are all there.
 
         Raises:
-            TimeoutError: they are late beyond what the client's own limits allow.
+            TimeoutError: none has come for longer than the client's own limits allow.
+            Exception: what went wrong with a request.
         """
-        for sample_ids, scores in self._requests:
-            # The client gives up on a request in time, with more to say; before that it may wait for a connection.
-            limit = 2 * self._scoring_seconds
-            try:
-                with activity.bounded(limit):  # the watchdog must not end the job before the client does
-                    served = scores.result(timeout=limit)
-            except concurrent.futures.TimeoutError:
-                raise TimeoutError(
-                    f"the scores of samples {sample_ids[:20]} did not come within {limit:g} s, twice "
-                    "total_seconds and restart_seconds of remote_critic_rm.timeouts: look at that service"
-                ) from None
-            yield served
+        done, missing = concurrent.futures.wait(
+            [scores for _, scores in self._requests], seconds, concurrent.futures.FIRST_EXCEPTION
+        )
+        for scores in done:
+            scores.result()
+        if len(done) > self._num_scored:
+            self._num_scored, self._last_heard = len(done), time.monotonic()
+        # The client gives up on a request in time, with more to say; before that it may wait for a connection.
+        if missing and time.monotonic() - self._last_heard > self.silence_limit:
+            late = next(sample_ids for sample_ids, scores in self._requests if scores in missing)
+            raise TimeoutError(
+                f"no scores came for {self.silence_limit:g} s, twice total_seconds and restart_seconds of "
+                f"remote_critic_rm.timeouts; those of samples {late[:20]} are missing: look at that service"
+            )
+        return not missing
+
+    def scores(self) -> Iterator[ServedScores]:
+        """The scores of `results`, batch by batch in their order, once they `are_scored`."""
+        return (scores.result() for _, scores in self._requests)
 
 
 def pad_rows(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:

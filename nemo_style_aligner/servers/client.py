@@ -46,6 +46,7 @@ from nemo_style_aligner.servers.training_session import (
 
 logger = logging.getLogger(__name__)
 
+_TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
 TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
 _PROGRESS_SECONDS = 10.0
 _REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
@@ -62,11 +63,13 @@ class SequencesToScore:
         max_length: tokens of the longest, prompt and response.
         vocab_size: one more than the largest token id.
         tokenizer: fingerprint of the tokenizer that they are made with.
+        training_rows: sequences of one training request.
     """
 
     max_length: int
     vocab_size: int
     tokenizer: str
+    training_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,7 +387,13 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
 def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
     """ValueError if the server's limits, as far as it tells them, do not admit the sequences."""
     length, vocab_size = limits.get("max_sequence_length"), limits.get("vocab_size")
+    body, max_body = sequences.training_rows * sequences.max_length * _TRAINING_BYTES, limits.get("max_body_bytes")
     problems = []
+    if max_body is not None and body > max_body:
+        problems.append(
+            f"it takes requests of {max_body} bytes at most, and the {sequences.training_rows} sequences of a step may "
+            f"have {body}: raise trainer.ppo.max_body_bytes of the critic's job, or lower model.ppo.num_rollout_samples"
+        )
     if length is not None and sequences.max_length > length:
         problems.append(
             f"it takes sequences of {length} tokens at most, and this job's longest prompt and response may have "

@@ -186,8 +186,8 @@ class Dispatcher:
         while not self._stop_requested:
             activity.progress()  # waiting for requests is no standstill
             self._note_saves()
-            if not self._work():
-                self._heartbeat()
+            self._work()
+            self._heartbeat()
 
     def _drain(self) -> None:
         logger.info("shutting down: finishing %d jobs", self._queue.waiting)
@@ -197,8 +197,8 @@ class Dispatcher:
             self._work()
         self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
 
-    def _work(self) -> bool:
-        """Take and do the next jobs; False when there were none."""
+    def _work(self) -> None:
+        """Take and do the next jobs, if some come soon."""
         settings = self._settings
         jobs = self._queue.take(
             _POLL_SECONDS,
@@ -207,7 +207,7 @@ class Dispatcher:
             settings.max_queue_delay_microseconds / 1e6,
         )
         if not jobs:
-            return False
+            return
         now = time.monotonic()
         for job in jobs:
             job.taken = now
@@ -221,8 +221,6 @@ class Dispatcher:
                 if not job.future.done():
                     job.future.set_exception(failure)
             raise
-        self._last_contact = time.monotonic()
-        return True
 
     def _do(self, jobs: list[Job]) -> None:
         first = jobs[0]
@@ -307,6 +305,7 @@ class Dispatcher:
         started = time.monotonic()
         self._channel.send(command)
         result = self._together(command.op, act)
+        self._last_contact = time.monotonic()
         self._metrics.command_time.labels(command.op.name.lower()).observe(time.monotonic() - started)
         if isinstance(self._backend, SwapsWeights):
             self._metrics.weight_swaps.inc(self._backend.weight_swaps - self._weight_swaps)

@@ -39,12 +39,13 @@ class TensorSpec:
 class ModelLimits:
     """What the model behind an endpoint can take; None: not checked.
 
-    ``tokenizer``: the fingerprint of the model's, for clients that have one, too.
+    ``tokenizer``: the fingerprint of the model's, for clients that have one, too. ``max_body_bytes``: of requests.
     """
 
     max_sequence_length: int | None = None
     vocab_size: int | None = None
     tokenizer: str | None = None
+    max_body_bytes: int | None = None
 
     def parameters(self) -> dict[str, Any]:
         """What model metadata say of it."""

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 # Of these the ones of a server that is starting or shutting down.
 AWAY_STATUSES = frozenset({502, 503})
+# And of one that is at work.
+_BUSY_STATUSES = frozenset({429, 504})
+_TOO_SLOW = (
+    "The server is there, and busy: give it more ranks, or both sides more time (its infer_timeout_seconds, and "
+    "timeouts.read_seconds and total_seconds here)"
+)
 _CHUNK_BYTES = 2**16
 # A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
 # or when what was sent is not taken for two minutes.
@@ -62,8 +68,9 @@ class ClientLimits:
 
     connect_s: float = 5.0
     # Silence of the server in one try, while it takes the request or before it answers: more than answering may take.
-    read_s: float = 660.0
-    total_s: float = 1800.0  # over all tries
+    read_s: float = 1260.0
+    # Over all tries, and since the server last answered a request of the same path: it may be slow, and getting on.
+    total_s: float = 1800.0
     # How long the server may be away meanwhile (no connection, or one that breaks; starting; shutting down). This time
     # is not counted in total_s. None: it is, and has no limit of its own.
     away_s: float | None = None
@@ -90,6 +97,7 @@ class _Clock:
     """The time that a request has taken, and how much of it the server was away."""
 
     limits: ClientLimits
+    last_answer: Callable[[], float]  # by the monotonic clock, to another request of this path
     started: float = dataclasses.field(default_factory=time.monotonic)
     _away_since: float | None = None
     _away_before: float = 0.0
@@ -97,6 +105,10 @@ class _Clock:
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.started
+
+    @property
+    def _unanswered(self) -> float:
+        return time.monotonic() - max(self.started, self.last_answer())
 
     @property
     def away(self) -> float:
@@ -113,13 +125,11 @@ class _Clock:
     @property
     def remaining(self) -> float:
         """Seconds for the next try."""
-        return self.limits.total_s - (self.elapsed - (self.away if self.limits.away_s is not None else 0.0))
+        return self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
 
     def exceeded(self, wait: float) -> str | None:
         """Which limit waiting for another ``wait`` seconds would exceed."""
-        if self.limits.away_s is None:
-            return f"limit {self.limits.total_s:g} s" if self.elapsed + wait >= self.limits.total_s else None
-        if self._away_since is None:
+        if self.limits.away_s is None or self._away_since is None:
             return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 else None
         if self.away + wait >= self.limits.away_s:
             return f"the server was away for {self.away:.1f} s, limit {self.limits.away_s:g} s"
@@ -141,6 +151,7 @@ class HttpClient:
         self._error_text = error_text or (lambda body: body[:200].decode("utf-8", "replace"))
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
+        self._answered: dict[str, float] = {}  # when the last request of each path was
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -161,9 +172,10 @@ class HttpClient:
         request_id = uuid.uuid4().hex[:16]
         what = f"{method} {self.base_url}{path} (request_id={request_id})"
         headers = {**(headers or {}), REQUEST_ID_HEADER: request_id}
-        clock = _Clock(limits)
+        clock = _Clock(limits, lambda: self._answered.get(path, 0.0))
         backoff = limits.first_backoff_s
         tries = internal_errors = 0
+        is_busy = False
         while True:
             tries += 1
             retry_after = 0.0
@@ -171,11 +183,15 @@ class HttpClient:
                 answer = self._try(method, path, body, headers, limits, max(clock.remaining, 0.1))
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 trouble = _reason(error)
-                clock.note(is_away=not isinstance(error, requests.ReadTimeout))
+                is_away = not isinstance(error, requests.ReadTimeout)
+                clock.note(is_away=is_away)
+                is_busy = is_busy and not is_away
             else:
                 if answer.status_code == 200:
+                    self._answered[path] = time.monotonic()
                     return answer
                 trouble = f"status {answer.status_code}: {self._error_text(answer.content)}"
+                is_busy = answer.status_code in _BUSY_STATUSES or (is_busy and answer.status_code == 500)
                 clock.note(is_away=answer.status_code in AWAY_STATUSES)
                 internal_errors += answer.status_code == 500
                 is_borne = answer.status_code == 500 and internal_errors <= limits.internal_errors
@@ -191,7 +207,7 @@ class HttpClient:
                 why = why or "the client was closed"
                 raise ServerUnavailableError(
                     f"{what}: no answer after {clock.elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
-                    "Check that the server runs, and its host and port"
+                    + (_TOO_SLOW if is_busy else "Check that the server runs, and its host and port")
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
             backoff = min(2 * backoff, limits.max_backoff_s)

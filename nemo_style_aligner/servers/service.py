@@ -282,13 +282,16 @@ class _Routes:
             limit = min(limit, asked / 1e6) if asked else limit
         self._queue.put(job)
         try:
-            return job.future.result(timeout=limit)
-        except concurrent.futures.TimeoutError as error:
-            job.future.cancel()
+            done, _ = concurrent.futures.wait([job.future], limit)
+            if not done and not job.future.cancel() and isinstance(job, InferJob) and not asked:
+                # It is being computed. The same request, sent again, would be computed again.
+                done, _ = concurrent.futures.wait([job.future], limit)
+            if done:
+                return job.future.result()
             self._queue.discard(job)  # with its tensors: only jobs that are outstanding take memory
             raise ProtocolError(
                 504, f"{endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
-            ) from error
+            )
         finally:
             self._queue.release()
 
