@@ -7,7 +7,7 @@
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
-# make clean          remove results and caches (.venv stays; remove it by hand)
+# make clean          remove results of demos and benchmarks, and caches (.venv stays; remove it by hand)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -97,5 +97,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results outputs build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-smollm2 results/benchmarks build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

@@ -173,8 +173,8 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
 def log_directory(exp_manager: DictConfig) -> Path:
     """Where a job writes: ``explicit_log_dir``, else ``<exp_dir>/<name>``, else ``nemo_experiments/<name>``."""
     if exp_manager.explicit_log_dir:
-        return Path(exp_manager.explicit_log_dir)
-    return Path(exp_manager.exp_dir or "nemo_experiments") / exp_manager.name
+        return Path(exp_manager.explicit_log_dir).expanduser()
+    return Path(exp_manager.exp_dir or "nemo_experiments").expanduser() / exp_manager.name
 
 
 def _missing(config: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -58,7 +58,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.enable_checkpointing", "has no effect: save_interval of the job's own section decides"),
     LegacyKey(
         "exp_manager.create_checkpoint_callback",
-        "set save_interval=0 in the job's own section to save no checkpoints",
+        "set save_interval=0 in the job's own section to save at the end, and when the run is stopped, only",
         allowed=(True,),
     ),
     LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers know of all ranks"),
@@ -137,7 +137,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.data.*index_mapping_dir", "has no effect: no index files are written"),
     LegacyKey("model.data.*memmap_workers", "has no effect: no index files are written"),
     LegacyKey("model.data.*hf_dataset", "has no effect: JSONL files are read in either case"),
-    LegacyKey("model.data.sample", "has no effect: data are repeated as often as max_steps needs"),
+    LegacyKey("model.data.sample", "has no effect: data are repeated for max_epochs; raise it to reach max_steps"),
     LegacyKey("model.data.*output_original_text", "has no effect"),
     LegacyKey("model.data.*concat_sampling_probabilities", "not supported: put the files together", allowed=_NONE),
 )

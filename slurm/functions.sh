@@ -38,6 +38,8 @@ prepare() {
     [[ -f $REPO/examples/nlp/gpt/train_gpt_ppo_actor.py ]] ||
         die "REPO=$REPO is not this repository: submit from its folder, or set REPO"
     check_mpi
+    # After `sbatch --export=...` steps would get what that names, and nothing that is exported here.
+    export SLURM_EXPORT_ENV=ALL
     mkdir -p "$RESULTS_DIR"
     RESULTS_DIR=$(cd "$RESULTS_DIR" && pwd)
     CONTAINER=()

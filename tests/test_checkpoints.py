@@ -107,6 +107,17 @@ def test_a_tokenizer_that_nemo_put_in_is_found(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_what_nemos_converters_leave_out_is_found(tmp_path: Path) -> None:
+    """The size of the vocabulary is the tokenizer's, and that may be a folder outside of the archive."""
+    tokenizer = train_character_tokenizer("abc 123", tmp_path / "tokenizer")
+    config = {"num_layers": 2, "tokenizer": {"library": "huggingface", "type": str(tmp_path / "tokenizer")}}
+    with tarfile.open(tmp_path / "foreign.nemo", "w") as tar:
+        _add(tar, "model_config.yaml", yaml.safe_dump(config).encode())
+    assert load_nemo_config(tmp_path / "foreign.nemo") == config | {"vocab_size": tokenizer.vocab_size}
+    shutil.rmtree(tmp_path / "tokenizer")
+    assert load_nemo_config(tmp_path / "foreign.nemo") == config
+
+
 def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "model_config.yaml").write_text("num_layers: 2\n")
     with pytest.raises(FileNotFoundError, match="has no tokenizer"), nemo_tokenizer_dir(tmp_path):

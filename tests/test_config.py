@@ -289,6 +289,8 @@ def test_log_directory() -> None:
     assert log_directory(section) == Path("/e/n")
     section.explicit_log_dir = "/l"
     assert log_directory(section) == Path("/l")
+    section.explicit_log_dir = "~/runs"
+    assert log_directory(section) == Path.home() / "runs"
 
 
 def test_targets_of_moved_keys_exist() -> None:

@@ -17,7 +17,9 @@ from omegaconf import OmegaConf
 from test_config import COMMANDS, JOBS, composed
 
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
+from nemo_style_aligner.algorithms.supervised_setup import _unescaped
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -84,6 +86,19 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
     assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+
+
+def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:
+    line = "exp_manager.checkpoint_callback_params.monitor="
+    assert not problems(model, "gpt_sft", f"{line}validation_loss")
+    (problem,) = problems(model, "gpt_sft", f"{line}loss")
+    assert "measures no such thing" in problem
+    settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"monitor": "validation_loss"}})
+    assert settings.monitor == "val_loss"
+
+
+def test_templates_are_unescaped_as_typed_on_a_command_line() -> None:
+    assert _unescaped(r"Q: {input}\n\nA:\t\\n é") == "Q: {input}\n\nA:\t\\n é"
 
 
 def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:

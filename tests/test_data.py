@@ -254,7 +254,7 @@ def test_template_with_several_fields(tmp_path: Path, tokenizer: Tokenizer) -> N
         ({"max_seq_length": 8}, "abcd XY$"),
         ({"max_seq_length": 8, "truncation_method": "left"}, "efgh XY$"),
         ({"max_seq_length": 8, "truncation_field": "output"}, "abcdefgh"),  # no room for any response: dropped
-        ({"max_seq_length": 10, "truncation_field": "output,input"}, "abcdefgh $"),
+        ({"max_seq_length": 10, "truncation_field": "output,input"}, "abcdefgh"),  # the same
         ({"max_seq_length": 11, "truncation_field": ""}, "abcdefgh XY"),  # the response's end is cut
     ],
 )
@@ -265,6 +265,13 @@ def test_truncation(tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any
         assert data.num_dropped == 1
     else:
         assert spell(tokenizer, data[0].token_ids) == want and data.num_dropped == 0
+
+
+@pytest.mark.parametrize("method, want", [("right", "[abcdef]g XY$"), ("left", "abcdef]gh XY$")])
+def test_shortened_fields_keep_their_markup(tmp_path: Path, tokenizer: Tokenizer, method: str, want: str) -> None:
+    row = {"input": "<|im_start|>abcdef<|im_end|>gh", "output": "XY"}
+    (item,) = sft(tmp_path, tokenizer, row, max_seq_length=len(want) - want.count("_"), truncation_method=method)
+    assert spell(tokenizer, item.token_ids) == want
 
 
 def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -534,7 +541,7 @@ def test_resuming_gives_exactly_the_rest(drop_last: bool, stop: int) -> None:
     ],
 )
 def test_another_batch_size_goes_on_at_the_same_place(
-    batch: int, batches: int, then: int, epoch: int, follow: range
+    batch: int, batches: int, then: int, epoch: int, follow: range, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
     for _ in range(batches):
@@ -544,6 +551,9 @@ def test_another_batch_size_goes_on_at_the_same_place(
     assert second.epoch == epoch and next(iter(second)) == [*follow]
     older = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
     older.load_state_dict({"consumed_samples": first.consumed_samples})
+    assert not caplog.text
+    older.load_state_dict(first.state_dict() | {"num_samples": 3})
+    assert "a run on 3 samples, and there are" in caplog.text
     assert older.consumed_samples == first.consumed_samples == batch * batches
 
 

@@ -333,3 +333,17 @@ def test_new_weights_forget_old_prompts() -> None:
     list(engine.generate(requests, params))
     engine.refit(weights_of(other).items(), 1)
     assert_same(by_id(engine.generate(requests, params)), by_id(engine_for(model=other).generate(requests, params)))
+
+
+def test_new_memory_is_taken_last() -> None:
+    """Prompts that never come again do not walk through all pages: twice what was in use at most."""
+    blocks = BlockTable(2, 8, 1000)
+    touched, most = 0, 0
+    for number in range(200):
+        for slot in (0, 1):
+            assert blocks.enter(slot, list(range(1000 * number + slot * 500, 1000 * number + slot * 500 + 100)), 0) == 0
+        touched, most = max(touched, int(blocks.table.max())), max(most, blocks.in_use)
+        for slot in (0, 1):
+            blocks.release(slot, 100)
+    assert most == 14 and touched <= 2 * most
+    assert blocks.enter(0, list(range(199 * 1000, 199 * 1000 + 100)), 0) == 96  # what came last is still known

@@ -212,6 +212,12 @@ def test_long_responses_decode_a_bounded_tail_only() -> None:
     assert max(decoded) < 20
 
 
+def test_a_stop_string_that_overlaps_one_below_the_minimum_length_counts() -> None:
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=3, stop_strings=("\n\n",))
+    condition = StopCondition(params, eos_id=1, detokenize=lambda ids: "a" + "\n" * (len(ids) - 1))
+    assert _first_end([5, 6, 6, 6, 6], condition) == (4, "stop")
+
+
 def test_textual_stop_string_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="detokenize"):
         StopCondition(SamplingParams(max_new_tokens=2, stop_strings=("User:",)), eos_id=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -168,6 +169,26 @@ def test_chat_template(characters: Tokenizer, tmp_path: Path) -> None:
     assert chat.apply_chat_template(messages, add_generation_prompt=False).endswith("assistant\n16<|im_end|>\n")
     chat.save(tmp_path / "again")
     assert load_tokenizer(tmp_path / "again").chat_template == CHATML
+
+
+def test_what_templates_say_of_the_date_does_not_depend_on_the_day(characters: Tokenizer, tmp_path: Path) -> None:
+    """As Llama 3.2's template asks for it."""
+    characters.save(tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+        "Today Date: {{ date_string }}"
+    )
+    chat = load_tokenizer(tmp_path / "chat")
+    assert chat.apply_chat_template([{"role": "user", "content": "6"}]) == "Today Date: 26 Jul 2024"
+
+
+def test_special_tokens_can_be_kept_in_text(any_tokenizer: Tokenizer) -> None:
+    ids, eos = any_tokenizer.text_to_ids("User: fine"), any_tokenizer.eos_id
+    spelt = any_tokenizer.ids_to_text([eos], keep_special=True)
+    assert spelt and any_tokenizer.ids_to_text([eos]) == ""
+    text = any_tokenizer.ids_to_text([*ids, eos, *ids, eos], keep_special=True)
+    assert re.sub(" *", "", text) == f"User:fine{spelt}" * 2
+    assert [i for i in any_tokenizer.text_to_ids(text) if i == eos] == [eos, eos]
 
 
 def test_chat_template_sees_special_tokens_and_may_refuse(characters: Tokenizer, tmp_path: Path) -> None:

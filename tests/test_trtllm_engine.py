@@ -256,16 +256,22 @@ class FakeTensorRT:
     def _generate(
         self, instance: Any, batch_input_ids: list[torch.Tensor], sampling_config: Any, streaming: bool, **others: Any
     ) -> dict[str, torch.Tensor]:
-        """TensorRT-LLM's decoding loop: logits, our processor, argmax, stop words."""
+        """TensorRT-LLM's decoding loop: logits, our processor, argmax, stop words.
+
+        As `GenerationSession.handle_per_step` does: the engine writes into the tensor that was bound at first, and the
+        processor is given what it returned in the step before.
+        """
         assert not streaming
         prompts = [prompt.tolist() for prompt in batch_input_ids]
         sampling = sampling_config
         weights = instance.session.runtime.engine.tensors
         sequences, finished = [list(prompt) for prompt in prompts], [False] * len(prompts)
         words: Any = sampling.stop_words_list
+        bound = scores = torch.empty(0)
         for step in range(sampling.max_new_tokens):
             logits = torch.stack([forward(self.config, [weights], ids)[-1] for ids in sequences])
-            scores = others["logits_processor"](step, torch.zeros(1), logits.clone())
+            bound.resize_(logits.shape).copy_(logits)
+            scores = others["logits_processor"](step, torch.zeros(1), scores)
             chosen = (scores if self.obey else logits).argmax(-1).tolist()
             for row, token in enumerate(chosen):
                 if not finished[row]:
@@ -558,6 +564,16 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                 with pytest.raises(ValueError, match="expandable segments"):
                     construct.trtllm_engine(cfg, model, **options)
             gpu.delenv("PYTORCH_CUDA_ALLOC_CONF")
+            for key, value, default in (
+                ("trainer.ppo.policy_logprobs", "engine", "trainer"),
+                ("trainer.ppo.importance_weight_cap", 2.0, None),
+                ("model.ppo.sampling_params.repetition_penalty", 1.2, 1.0),
+            ):
+                OmegaConf.update(cfg, key, value)
+                if backend == "pytorch":
+                    with pytest.raises(ValueError, match=key.rpartition(".")[2]):
+                        construct.trtllm_engine(cfg, model, **options)
+                OmegaConf.update(cfg, key, default)
             engine = construct.trtllm_engine(cfg, model, **options)
         if backend == "engine":
             assert isinstance(engine, TensorRTEngine)

@@ -19,6 +19,7 @@ DATA_SCRIPTS = REPOSITORY / "examples" / "nlp" / "data"
 STAGE_LIMIT_SECONDS = 3600
 READY_LIMIT_SECONDS = 300
 STOP_LIMIT_SECONDS = 60
+_MARKER = ".made_by_demo"
 
 
 class StageFailed(SystemExit):
@@ -28,13 +29,19 @@ class StageFailed(SystemExit):
 class Demo:
     """Stages with their logs and times. ``seconds`` maps each stage to its wall-clock time.
 
-    What was in ``directory`` is deleted unless ``keep`` is set.
+    What an earlier demo left in ``directory`` is deleted unless ``keep`` is set.
+
+    Raises:
+        StageFailed: ``directory`` holds something else.
     """
 
     def __init__(self, directory: Path, num_stages: int, keep: bool = False) -> None:
-        if not keep:
-            shutil.rmtree(directory, ignore_errors=True)
+        if not keep and directory.exists():
+            if any(directory.iterdir()) and not (directory / _MARKER).exists():
+                raise StageFailed(f"{directory} is not empty, nor made by a demo: give another --output, or delete it")
+            shutil.rmtree(directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
+        (directory / _MARKER).touch()
         self.directory = directory
         self.seconds: dict[str, float] = {}
         self._num_stages = num_stages

@@ -254,7 +254,8 @@ def _monitor(view: JobView) -> Iterator[str]:
     known = ("step",) if view.name == "gpt_ppo_critic" else ("step", "epoch", "consumed_samples", "val_*", "train_*")
     if view.name == "gpt_ppo_actor":
         known = (*known, "ppo_optimization_step")
-    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), str(name)) for pattern in known):
+    asked = re.sub("^validation_", "val_", str(name))
+    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), asked) for pattern in known):
         return
     yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(known)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +121,14 @@ def build_supervised_trainer(
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def _unescaped(template: str) -> str:
+    r"""``\n``, ``\t``, ``\r`` and ``\\`` as they are typed on a command line, which NeMo reads in this way, too."""
+    return re.sub(r"\\([nrt\\])", lambda match: _ESCAPES[match[1]], template)
+
+
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = cfg.model.data
@@ -128,7 +137,7 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         options = SFTFormat(
             max_seq_length=int(section.max_seq_length),
             min_seq_length=int(section.min_seq_length),
-            prompt_template=section.prompt_template,
+            prompt_template=_unescaped(section.prompt_template),
             label_key=section.label_key,
             truncation_field=section.truncation_field or "",
             truncation_method=section.truncation_method,

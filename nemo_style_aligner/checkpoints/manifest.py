@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
     while block := stream.read(1 << 20):
         digest.update(block)
         size += len(block)
+        activity.progress()
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -45,10 +45,11 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare, write_tensors
-from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, TokenizerError, load_tokenizer
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ def _move_into_tar(directory: Path, tar_path: Path) -> None:
     files.sort(key=lambda p: p.name != _CONFIG)
     with tarfile.open(tar_path, "w") as tar:
         for file in files:
+            activity.progress()
             tar.add(file, arcname=file.relative_to(directory).as_posix())
             file.unlink()
     sync_file(tar_path)
@@ -152,14 +154,18 @@ def _move_into_tar(directory: Path, tar_path: Path) -> None:
 
 
 def load_nemo_config(path: Path) -> dict[str, Any]:
-    """The contents of ``model_config.yaml``.
+    """The contents of ``model_config.yaml``, with ``vocab_size``, which NeMo leaves to the tokenizer.
 
     Raises:
         FileNotFoundError: no archive, or one without a config.
         ValueError: not an archive, or the config is not a YAML mapping.
     """
     with open_source(Path(path)) as source:
-        return _read_config(source)
+        config = _read_config(source)
+    if config.get("vocab_size") is None:
+        with contextlib.suppress(FileNotFoundError, TokenizerError):  # reported by whoever needs them
+            config["vocab_size"] = config.get("override_vocab_size") or load_nemo_tokenizer(Path(path)).vocab_size
+    return config
 
 
 def _read_config(source: FileSource) -> dict[str, Any]:
@@ -266,9 +272,11 @@ def _extract_tokenizer(path: Path, target: Path) -> Path:
                 name = safe_name(reference.removeprefix("nemo:"))
                 source.extract([name], target)
                 return _hugging_face_folder(target / name)
+        if section.get("library") == "huggingface" and section.get("type") and Path(section["type"]).is_dir():
+            return Path(section["type"])  # where NeMo's converter found it
     raise FileNotFoundError(
-        f"{path} has no tokenizer: neither {_TOKENIZER}/ nor a nemo: reference in its config; put a Hugging Face "
-        "tokenizer's files into it with convert_hf_to_nemo.py"
+        f"{path} has no tokenizer: neither {_TOKENIZER}/ nor a nemo: reference in its config; unpack it (tar -xf) and "
+        f"put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they read the archive"
     )
 
 

@@ -61,4 +61,6 @@ class CheckpointSettings:
         keys = {**(exp_manager.get("checkpoint_callback_params") or {})}
         keys |= {key: exp_manager.get(key) for key in fields if key.startswith("resume_")}
         keys["nemo_name"] = exp_manager.get("name")
+        if str(keys.get("monitor") or "").startswith("validation_"):  # as NeMo-Aligner's guides have it
+            keys["monitor"] = "val_" + keys["monitor"].removeprefix("validation_")
         return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})

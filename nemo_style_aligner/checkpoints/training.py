@@ -99,7 +99,8 @@ class CheckpointManager:
         self.nemo = nemo
         self._files = CheckpointDirectory(directory, settings)
         named = settings.resume_from_checkpoint
-        self._resumed_from = str(Path(named).resolve()) if named else None
+        self._named = Path(named).expanduser() if named else None
+        self._resumed_from = str(self._named.resolve()) if self._named else None
         self._writer = BackgroundWriter(timeout)
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
@@ -276,8 +277,8 @@ class CheckpointManager:
             FileNotFoundError: there is no checkpoint, and the settings ask for one.
             DamagedCheckpointError: the one that was asked for by name is damaged, or all that there are.
         """
-        if self.settings.resume_from_checkpoint:
-            return self.load(self._latest_resumed() or Path(self.settings.resume_from_checkpoint), model, optimizer)
+        if self._named is not None:
+            return self.load(self._latest_resumed() or self._named, model, optimizer)
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()

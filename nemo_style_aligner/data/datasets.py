@@ -20,6 +20,7 @@ import torch
 
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ def read_records(paths: Sequence[str | Path]) -> list[Record]:
 def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
     """Ids of each record's ``text``, the stop token appended if asked for."""
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
+        activity.progress()
         chunk = records[start : start + _TOKENIZE_AT_ONCE]
         for record, ids in zip(chunk, tokenizer.texts_to_ids([record.text("text") for record in chunk]), strict=True):
             if not ids:

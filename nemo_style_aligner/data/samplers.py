@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 class EpochSampler:
@@ -66,7 +69,11 @@ class EpochSampler:
 
     def state_dict(self) -> dict[str, int]:
         """The place, and how long the epochs are in which it is counted."""
-        return {"consumed_samples": self.consumed_samples, "samples_per_epoch": self.samples_per_epoch}
+        return {
+            "consumed_samples": self.consumed_samples,
+            "samples_per_epoch": self.samples_per_epoch,
+            "num_samples": self.num_samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the same place of the same epoch.
@@ -74,6 +81,13 @@ class EpochSampler:
         With another batch size, which may leave out another number of samples at an epoch's end, ``consumed_samples``
         becomes what it would be had all epochs been of the present length.
         """
+        if (before := int(state.get("num_samples", self.num_samples))) != self.num_samples:
+            logger.warning(
+                "the checkpoint is of a run on %d samples, and there are %d now: the order is another one, so that "
+                "samples of this epoch come again, or not at all",
+                before,
+                self.num_samples,
+            )
         # Older checkpoints do not say how long their epochs were.
         samples_per_epoch = int(state.get("samples_per_epoch", self.samples_per_epoch))
         epoch, position = divmod(int(state["consumed_samples"]), samples_per_epoch)

@@ -21,6 +21,7 @@ import torch
 from nemo_style_aligner.data.datasets import RaggedInts, lengths_of, pad_tokens, read_records, report_dropped
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.telemetry import activity
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class SFTDataset:
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)
         for record in records:
+            activity.progress()
             item = self._encode(record)
             if len(item.token_ids) >= options.min_seq_length and any(item.targets[1:]):
                 self._tokens.append(item.token_ids)
@@ -151,19 +153,24 @@ class SFTDataset:
         between = [options.sep_id] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
         room = options.max_seq_length - len(before) - len(between) - len(after)
-        prompt, response = self._fit(fields, room)
+        prompt, response, is_lost = self._fit(fields, room)
         token_ids = before + prompt + between + response + after
-        num_context = len(before) + len(prompt) + len(between)
+        num_context = len(token_ids) if is_lost else len(before) + len(prompt) + len(between)
         return SFTItem(token_ids, [0] * num_context + [1] * (len(token_ids) - num_context))
 
-    def _fit(self, fields: dict[str, str], room: int) -> tuple[list[int], list[int]]:
-        """Ids of prompt and response, fields shortened one after the other until both fit into ``room``."""
+    def _fit(self, fields: dict[str, str], room: int) -> tuple[list[int], list[int], bool]:
+        """Ids of prompt and response, fields shortened one after the other until both fit into ``room``.
+
+        And whether nothing is left of a response that there was: there is nothing to learn then, not even to end.
+        """
+        label = self._options.label_key
+        had_response = bool(fields[label].strip())
         prompt, response = self._tokenize_pair(fields)
         for key in self._options.truncation_keys:
             while (excess := len(prompt) + len(response) - room) > 0 and fields[key]:
                 fields = fields | {key: self._shorten(fields[key], excess)}
                 prompt, response = self._tokenize_pair(fields)
-        return prompt, response
+        return prompt, response, had_response and not fields[label].strip()
 
     def _shorten(self, text: str, num_tokens: int) -> str:
         """``text`` with at least one character and about ``num_tokens`` tokens less."""
@@ -171,7 +178,7 @@ class SFTDataset:
         left = self._options.truncation_method == "left"
         kept = ids[num_tokens:] if left else ids[: max(0, len(ids) - num_tokens)]
         # A cut inside a character of several tokens leaves a replacement sign at the edge.
-        shorter = self._tokenizer.ids_to_text(kept).strip("\ufffd") if kept else ""
+        shorter = self._tokenizer.ids_to_text(kept, keep_special=True).strip("\ufffd") if kept else ""
         return shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])
 
     def _tokenize_pair(self, fields: Mapping[str, str]) -> tuple[list[int], list[int]]:

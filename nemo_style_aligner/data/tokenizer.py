@@ -36,6 +36,9 @@ _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3, 0])
 # Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.
 _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n"
 
+# What templates that tell today's date (Llama 3.1 and later) say where they do not know it: data depend on no day.
+_DATE = "26 Jul 2024"
+
 
 class TokenizerError(ValueError):
     """A tokenizer cannot be loaded, or lacks what is asked of it."""
@@ -91,8 +94,8 @@ class Tokenizer(ABC):
         return self.text_to_ids(text)
 
     @abstractmethod
-    def ids_to_text(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, without special tokens."""
+    def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """Text of ``ids``, without special tokens unless they are to be kept."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -123,6 +126,7 @@ class Tokenizer(ABC):
                 conversations=[list(messages)],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
+                date_string=_DATE,
                 **self._template_variables(),
             )
         except jinja2.TemplateError as error:
@@ -168,8 +172,8 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return encoded["input_ids"]
 
-    def ids_to_text(self, ids: Sequence[int]) -> str:
-        kept = [int(i) for i in ids if int(i) not in self.special_ids]
+    def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_to_id(self, token: str) -> int | None:
@@ -214,8 +218,15 @@ class SentencePieceTokenizer(Tokenizer):
                 ids += [self._model.piece_to_id(piece), *self._later_parts.encode(part, out_type=int)]
         return encoded
 
-    def ids_to_text(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids if int(i) not in self.special_ids])
+    def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        if not keep_special:
+            return self._model.decode([int(i) for i in ids if int(i) not in self.special_ids])
+        text = ""  # sentencepiece leaves control pieces out
+        for is_special, group in itertools.groupby(map(int, ids), self.special_ids.__contains__):
+            part = list(group)
+            model = self._later_parts if text else self._model
+            text += "".join(map(self._model.id_to_piece, part)) if is_special else model.decode(part)
+        return text
 
     def token_to_id(self, token: str) -> int | None:
         index = self._model.piece_to_id(token)

@@ -78,4 +78,4 @@ class StopCondition:
             return False
         # Below the minimum length a stop string may have passed; only a new one counts.
         before = self._detokenize(tail[:-1]) if len(tail) > 1 else ""
-        return any(text.count(string) > before.count(string) for string in found)
+        return any(text.rfind(string) > before.rfind(string) for string in found)

@@ -98,6 +98,11 @@ def _micro_batches(
         index = torch.tensor(part, dtype=torch.int64)
         chosen, where = to_device(rows(batch, index), device()), wanted[index].to(device())
         packed = pack_row(chosen.tokens, where, multiple)
+        if (largest := int(packed.tokens.max())) >= model.architecture.vocab_size:
+            raise ValueError(
+                f"token {largest} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
+                "tokenizer do not belong together (were tokens added to it?)"
+            )
         prediction = None
         if scoring is not None:
             targets = chosen.tokens[:, 1:][where]

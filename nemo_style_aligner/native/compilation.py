@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from nemo_style_aligner.parallel.machine import processor_model
+
 logger = logging.getLogger(__name__)
 
 INCLUDES = Path(__file__).parent
@@ -170,6 +172,8 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
     if version.returncode:
         raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
     digest.update(version.stdout.encode())
+    # Homes are shared by machines: what was found right, or wrong, on one processor says nothing of another.
+    digest.update(processor_model().encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]

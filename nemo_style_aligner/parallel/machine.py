@@ -42,6 +42,16 @@ def computes_in_bf16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     return not _BF16_FEATURES.isdisjoint(features.split())
 
 
+def processor_model(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, family and stepping, as far as Linux tells."""
+    wanted = ("vendor_id", "cpu family", "model", "stepping")  # "model name" begins with "model"
+    try:
+        lines = cpu_info.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(wanted))
+
+
 def free_port() -> int:
     """A TCP port that nothing listens on now. Another process may take it before the caller does.
 

@@ -317,6 +317,9 @@ def write_checkpoint(
     work.mkdir(parents=True)
     dtype = _write_shards(work, weights, max_shard_bytes)
     token_ids = copy_tokenizer_files(tokenizer_dir, work) if tokenizer_dir else {}
+    if num_attributes and token_ids and token_ids["pad_token_id"] == token_ids["eos_token_id"]:
+        # Classifiers read the last token that is not padding: not the EOS token then, which ends every text.
+        token_ids["pad_token_id"] = None
     config = hf_config(architecture, dtype, num_attributes=num_attributes, token_ids=token_ids)
     _write_json(work / "config.json", config)
     if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():

@@ -35,6 +35,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
+    if args.output.is_dir():
+        parser.error(f"--output {args.output} is a folder: name a file")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+
     sampling = SamplingParams(
         max_new_tokens=args.max_length,
         use_greedy=args.greedy,
@@ -46,11 +50,11 @@ def main() -> None:
         responses = evaluate(
             args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos
         )
+        args.output.write_text(json.dumps(responses.to_json(), indent=1))  # should scoring fail
         if args.reward_model is not None:
             score(responses, args.reward_model, args.precision)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(responses.to_json(), indent=1))
     print(json.dumps(responses.summary(), indent=1))
+    args.output.write_text(json.dumps(responses.to_json(), indent=1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-si
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -27,22 +28,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
+    tokenizer = load_tokenizer(args.tokenizer)
     architecture = ModelArchitecture(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
         num_attention_heads=args.num_heads,
         num_query_groups=args.num_query_groups or args.num_heads,
-        vocab_size=load_tokenizer(args.tokenizer).vocab_size,
+        vocab_size=tokenizer.vocab_size,
         max_position_embeddings=args.max_length,
         tied_embeddings=args.tied_embeddings,
     )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
-        save_nemo(
-            args.output, build_model(architecture, {}, parse_precision(32), trainable=False), config, args.tokenizer
-        )
+        model = build_model(architecture, {}, parse_precision(32), trainable=False)
+        with tempfile.TemporaryDirectory() as folder:  # the folder given may hold a whole model
+            tokenizer.save(Path(folder) / "tokenizer")
+            save_nemo(args.output, model, config, Path(folder) / "tokenizer")
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
 
 

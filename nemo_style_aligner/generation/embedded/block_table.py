@@ -42,6 +42,8 @@ class BlockTable:
         self._prefixes: dict[int, tuple[int, _PrefixKey]] = {}  # page -> number and key of the prefix it ends
         self._idle: dict[int, None] = {}  # in order of last use; of one prefix the last page first
         self._next_prefix = _NO_PREFIX + 1  # numbers are never used twice
+        self._touched = 0  # pages from here on were never taken
+        self._most_in_use = 0
 
     @property
     def available(self) -> int:
@@ -140,9 +142,16 @@ class BlockTable:
             del self._pages[key]
 
     def _take(self) -> int:
-        """A page without owner or content; there must be one."""
-        if self._free:
-            return heapq.heappop(self._free)
+        """A page without owner or content; there must be one.
+
+        Memory that was never used is taken last, once as many pages are idle as ever had an owner: new prompts would
+        otherwise touch all memory before the first one is forgotten.
+        """
+        self._most_in_use = max(self._most_in_use, self.in_use)
+        if self._free and (self._free[0] < self._touched or len(self._idle) <= self._most_in_use):
+            page = heapq.heappop(self._free)
+            self._touched = max(self._touched, page + 1)
+            return page
         page = next(iter(self._idle))
         del self._idle[page]
         self._forget(page)

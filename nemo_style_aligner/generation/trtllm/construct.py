@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from omegaconf import DictConfig
+from packaging.version import Version
 
 from nemo_style_aligner.generation.engine import GenerationEngine
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights, engine_model
@@ -20,7 +21,12 @@ from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environ
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
-from nemo_style_aligner.generation.trtllm.versions import Installation, TensorRTLLMUnavailable, find_installation
+from nemo_style_aligner.generation.trtllm.versions import (
+    PYTORCH_PIN,
+    Installation,
+    TensorRTLLMUnavailable,
+    find_installation,
+)
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, control_group
 from nemo_style_aligner.weights.stream import export_weights
@@ -103,7 +109,7 @@ def _tensorrt_engine(
         max_seq_len=options["max_sequence_length"],
         tp_size=group.size,
         tp_rank=group.rank,
-        gpus_per_node=torch.cuda.device_count(),
+        gpus_per_node=max(torch.cuda.device_count(), group.size),  # a task of srun may see its own alone
         group_index=group.index,
     )
     weights = EngineWeights(a, dtype=dtype, tp_size=group.size, tp_rank=group.rank)
@@ -119,10 +125,33 @@ def _tensorrt_engine(
     )
 
 
+def _check_what_the_sidecar_can(cfg: DictConfig, version: str) -> None:
+    """Its log-probs are of the logits at temperature 1, after the bias that keeps stop tokens from coming too early.
+
+    Raises:
+        ValueError: settings that need other log-probs, or a penalty that this version leaves out without a word.
+    """
+    ppo, backend = cfg.trainer.ppo, "trainer.ppo.trt_llm.backend=pytorch"
+    asked = [key for key in ("importance_weight_cap", "importance_sequence_bounds") if ppo.get(key) is not None]
+    if ppo.policy_logprobs == "engine":
+        asked.append("policy_logprobs=engine")
+    if asked:
+        names = ", ".join(f"trainer.ppo.{name}" for name in asked)
+        raise ValueError(
+            f"{names} cannot be had with {backend}, whose log-probs are not those of the policy that samples"
+        )
+    if float(cfg.model.ppo.sampling_params.repetition_penalty) != 1.0 and Version(version) < Version(PYTORCH_PIN):
+        raise ValueError(
+            f"model.ppo.sampling_params.repetition_penalty: TensorRT-LLM {version} leaves it out with {backend}; "
+            f"install {PYTORCH_PIN} or newer"
+        )
+
+
 def _sidecar_engine(
     cfg: DictConfig, model: MegatronModel, group: EngineGroup, found: Installation, options: dict[str, Any]
 ) -> SidecarEngine:
     section = cfg.trainer.ppo.trt_llm
+    _check_what_the_sidecar_can(cfg, found.version)
     for variable in _ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
             raise ValueError(

@@ -72,14 +72,15 @@ class StepSampler:
             scores: logits [batch, vocabulary with padding], any float dtype.
 
         Returns:
-            scores of the same shape and dtype that leave one token possible in each row.
+            ``scores`` itself, changed so that one token is possible in each row: TensorRT-LLM has bound this tensor as
+            the output of the next step, and gives the processor then what it returned now.
 
         Raises:
             FloatingPointError: the logits of a response are not finite.
         """
         chosen = self._choose(scores.reshape(len(self._requests), -1)[:, : self._vocab_size], step)
-        forced = torch.full_like(scores, torch.finfo(scores.dtype).min)
-        return forced.scatter_(-1, chosen.to(scores.device).view(*scores.shape[:-1], 1), 0.0)
+        scores.fill_(torch.finfo(scores.dtype).min)
+        return scores.scatter_(-1, chosen.to(scores.device).view(*scores.shape[:-1], 1), 0.0)
 
     def results(self, weight_version: int) -> list[GenerationResult]:
         """All responses, when decoding has ended.

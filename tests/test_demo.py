@@ -1,0 +1,30 @@
+"""The demo deletes nothing but what a demo has made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from job_processes import ROOT
+
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
+
+from stages import Demo, StageFailed
+
+
+def test_an_output_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "results" / "model.nemo"
+    precious.parent.mkdir()
+    precious.touch()
+    with pytest.raises(StageFailed, match="is not empty, nor made by a demo"):
+        Demo(tmp_path / "results", num_stages=1)
+    assert precious.exists()
+
+
+def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    demo = Demo(tmp_path / "demo", num_stages=1)
+    (demo.directory / "sft").mkdir()
+    assert (Demo(tmp_path / "demo", num_stages=1, keep=True).directory / "sft").exists()
+    assert not (Demo(tmp_path / "demo", num_stages=1).directory / "sft").exists()
