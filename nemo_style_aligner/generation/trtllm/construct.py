@@ -160,9 +160,15 @@ def _sidecar_engine(
             )
     device = torch.cuda.current_device()
     devices = group.gather((_visible_device(device), f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+    entries = [entry for entry, _ in devices]
+    if len(set(entries)) < len({uuid for _, uuid in devices}):
+        raise ValueError(
+            f"the ranks of an engine see their GPUs as {', '.join(entries)}, by numbers of their own, under which the "
+            "sidecar would not find them: have each rank see all GPUs of the node (srun without --gpus-per-task)"
+        )
     settings = SidecarSettings(
         python=found.python,
-        environment=sidecar_environment(os.environ, [entry for entry, _ in devices]),
+        environment=sidecar_environment(os.environ, entries),
         device_uuids=tuple(uuid for _, uuid in devices),
         sleep=bool(section.unload_engine_train),
         kv_cache_memory_fraction=float(section.kv_cache_memory_fraction),
