@@ -26,7 +26,7 @@ from nemo_style_aligner.parallel.detection import (
     tasks_per_node,
 )
 from nemo_style_aligner.parallel.launch import _stay_on_loopback, bind_address, check_world_size
-from nemo_style_aligner.parallel.machine import _cgroup_rooms, computes_in_bf16
+from nemo_style_aligner.parallel.machine import _cgroup_quotas, _cgroup_rooms, available_cores, computes_in_bf16
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
@@ -231,6 +231,25 @@ def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> No
         listed.write_text(f"{lines}\n")
         assert _cgroup_rooms(listed, tmp_path) == rooms, lines
     assert _cgroup_rooms(tmp_path / "nowhere", tmp_path) == []
+
+
+def test_cores_are_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:
+    """Version 2, nested; version 1; a container that sees its own group as the root; no limits."""
+    listed = tmp_path / "cgroup"
+    for path, text in {
+        "a/cpu.max": "max 100000", "a/b/cpu.max": "350000 100000", "cpu.max": "800000 100000",
+        "cpu/pod/cpu.cfs_quota_us": "50000", "cpu/pod/cpu.cfs_period_us": "100000",
+        "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+    }.items():  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
+    for lines, quotas in (
+        ("0::/a/b", [3, 8]), ("4:cpu,cpuacct:/pod\n5:memory:/pod", [1]), ("0::/elsewhere", [8]), ("5:memory:/pod", []),
+    ):  # fmt: skip
+        listed.write_text(lines + "\n")
+        assert _cgroup_quotas(listed, tmp_path) == quotas, lines
+    assert _cgroup_quotas(tmp_path / "nowhere", tmp_path) == []
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
 # ---- the log directory's lock ------------------------------------------------------------------

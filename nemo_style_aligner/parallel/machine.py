@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
 # Of control groups: the files with the limit and what is used, and the prefix of the numbers that include groups below.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _VERSION_2 = ("memory.max", "memory.current", "")
+_GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
@@ -23,8 +25,7 @@ def available_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, min(cores, quota) if quota is not None else cores)
+    return max(1, min([cores, *_cgroup_quotas()]))
 
 
 def available_memory() -> int:
@@ -74,31 +75,41 @@ def own_address() -> str:
             return socket.gethostname()
 
 
-def _cgroup_quota() -> int | None:
-    """Whole cores of the control group's CPU quota (version 2), or ``None`` without one."""
-    path = Path("/sys/fs/cgroup/cpu.max")
-    if not path.exists():
-        return None
-    quota, period = path.read_text().split()
-    return None if quota == "max" else max(1, int(quota) // int(period))
-
-
-def _cgroup_rooms(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes that each of our memory control groups with a limit has left: our own and all above it."""
-    rooms = []
-    with contextlib.suppress(OSError):
-        for line in groups.read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                root, names = mounted, _VERSION_2
-            elif "memory" in controllers.split(","):
-                root, names = mounted / "memory", _VERSION_1
+def _cgroup_quotas(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int]:
+    """Whole cores, at least 1, of each of our control groups with a CPU quota: our own and all above it."""
+    quotas = []
+    for folder, is_version_2 in _own_groups("cpu", groups, mounted):
+        with contextlib.suppress(OSError, ValueError):
+            if is_version_2:
+                quota, period = (folder / "cpu.max").read_text().split()
             else:
-                continue
-            own = root / path.lstrip("/")  # not there where a container sees its own group as the root
-            folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-            rooms += [room for folder in folders if (room := _room(folder, *names)) is not None]
-    return rooms
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            if quota not in ("max", "-1"):
+                quotas.append(max(1, int(quota) // int(period)))
+    return quotas
+
+
+def _cgroup_rooms(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int]:
+    """Bytes that each of our memory control groups with a limit has left: our own and all above it."""
+    found = _own_groups("memory", groups, mounted)
+    rooms = [_room(folder, *(_VERSION_2 if is_version_2 else _VERSION_1)) for folder, is_version_2 in found]
+    return [room for room in rooms if room is not None]
+
+
+def _own_groups(controller: str, groups: Path, mounted: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's groups with a controller, from our own upwards, and whether they are of version 2."""
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        is_version_2 = number == "0"
+        if not is_version_2 and controller not in controllers.split(","):
+            continue
+        root = mounted if is_version_2 else mounted / controller
+        own = root / path.lstrip("/")  # not there where a container sees its own group as the root
+        yield from ((folder, is_version_2) for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
 def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
