@@ -182,6 +182,15 @@ def test_what_templates_say_of_the_date_does_not_depend_on_the_day(characters: T
     assert chat.apply_chat_template([{"role": "user", "content": "6"}]) == "Today Date: 26 Jul 2024"
 
 
+def test_a_generation_config_goes_with_the_tokenizer(any_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """From archive to archive, until the model is exported: it may say more than one way to end."""
+    any_tokenizer.save(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "generation_config.json").exists()
+    (tmp_path / "plain" / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    load_tokenizer(tmp_path / "plain").save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").generation_config == '{"eos_token_id": [1, 2]}'
+
+
 def test_special_tokens_can_be_kept_in_text(any_tokenizer: Tokenizer) -> None:
     ids, eos = any_tokenizer.text_to_ids("User: fine"), any_tokenizer.eos_id
     spelt = any_tokenizer.ids_to_text([eos], keep_special=True)

@@ -38,6 +38,7 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 
 # What templates that tell today's date (Llama 3.1 and later) say where they do not know it: data depend on no day.
 _DATE = "26 Jul 2024"
+_GENERATION_CONFIG = "generation_config.json"
 
 
 class TokenizerError(ValueError):
@@ -54,8 +55,11 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id; the model's embedding may have more rows.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         chat_template: Jinja source, or None.
+        generation_config: the text of the ``generation_config.json`` that lay beside it, or None. Nothing here reads
+            it; it goes with the tokenizer from archive to archive, to whom the model is exported for.
     """
 
+    generation_config: str | None = None
     eos_id: int
     bos_id: int | None
     pad_id: int
@@ -106,9 +110,15 @@ class Tokenizer(ABC):
         ids = self.text_to_ids(_EXAMPLE)
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
-    @abstractmethod
     def save(self, directory: Path) -> None:
         """Write a directory that `load_tokenizer` (and transformers) can load."""
+        self._save(directory)
+        if self.generation_config is not None:
+            (directory / _GENERATION_CONFIG).write_text(self.generation_config, encoding="utf-8")
+
+    @abstractmethod
+    def _save(self, directory: Path) -> None:
+        """Write the tokenizer itself."""
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
@@ -179,7 +189,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
 
-    def save(self, directory: Path) -> None:
+    def _save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(str(directory))
 
     def _template_variables(self) -> dict[str, str]:
@@ -232,7 +242,7 @@ class SentencePieceTokenizer(Tokenizer):
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 
-    def save(self, directory: Path) -> None:
+    def _save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / "tokenizer.model"
         if target.resolve() != self._model_file.resolve():
@@ -257,7 +267,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         TokenizerError: nothing there, or nothing that can be read.
     """
-    path = Path(path)
+    tokenizer = _load(Path(path))
+    config = Path(path) / _GENERATION_CONFIG
+    tokenizer.generation_config = config.read_text(encoding="utf-8") if config.is_file() else None
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_file():
         if path.suffix != ".model":
             raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")
