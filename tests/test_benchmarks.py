@@ -33,7 +33,7 @@ ARGUMENTS = {
         *("--rounds", "1"),
     ],
     "service.py": [
-        *("--shape", "tiny", "--length", "16", "--batch-rows", "4", "--clients", "1", "8", "--seconds", "3"),
+        *("--shape", "tiny", "--length", "16", "--batch-rows", "4", "--clients", "1", "8", "--seconds", "8"),
         *("--threads", "1"),
     ],
     "training_pass.py": [

@@ -542,15 +542,17 @@ def test_separate_reward_server() -> None:
             wrong.wait_until_ready(10)
 
 
-def test_a_server_that_cannot_take_the_jobs_sequences_is_refused() -> None:
+def test_a_server_that_cannot_take_the_jobs_sequences_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a", max_body_bytes=1000), combined=True)
     with serve(CountingBackend(), endpoints=endpoints) as server, critic_client(server.number) as client:
         client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "a"))
         with pytest.raises(ValueError, match=r"64 tokens at most.* 65 together.*; its token ids end at 999.* at 1000"):
             client.wait_until_ready(10, sequences=SequencesToScore(65, VOCAB + 1, "b"))
-        with pytest.raises(ValueError, match=r"1000 bytes at most.*the 9 sequences.*have 1080: raise .*max_body_bytes"):
-            client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_rows=9))
-        client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_rows=8))
+        client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_tokens=50))
+        assert not any(record.levelname == "WARNING" for record in caplog.records)
+        client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_tokens=51))
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "requests of 1000 bytes" in warning and "up to 1020: raise its trainer.ppo.max_body_bytes" in warning
         with pytest.raises(ValueError, match=r"'critic_infer' at .* does not fit this job: its tokenizer gives other"):
             client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "b"))
     silent = critic_endpoints(ModelLimits(), combined=True)  # a server that tells no limits

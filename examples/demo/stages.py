@@ -39,7 +39,7 @@ class Demo:
         if not keep and directory.exists():
             if any(directory.iterdir()) and not (directory / _MARKER).exists():
                 raise StageFailed(f"{directory} is not empty, nor made by a demo: give another --output, or delete it")
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)  # it may be a mount, which stays
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / _MARKER).touch()
         self.directory = directory

@@ -42,13 +42,13 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     actor = build_actor(cfg, base, base.load(), settings)
     longest = max(source.longest for source in (train_prompts, val_prompts) if source is not None)
     longest += int(cfg.model.ppo.length_params.max_length)
+    training_tokens = train_prompts.longest + int(cfg.model.ppo.length_params.max_length)
+    training_tokens *= int(cfg.model.ppo.num_rollout_samples)
     scorer = build_scorer(cfg)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
         vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
-        sequences = SequencesToScore(
-            longest, vocab_size, base.tokenizer.fingerprint(), int(cfg.model.ppo.num_rollout_samples)
-        )
+        sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), training_tokens)
         scorer.wait_until_ready(ready_seconds, sequences=sequences)
     collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest)
     journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))

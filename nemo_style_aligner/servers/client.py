@@ -63,13 +63,13 @@ class SequencesToScore:
         max_length: tokens of the longest, prompt and response.
         vocab_size: one more than the largest token id.
         tokenizer: fingerprint of the tokenizer that they are made with.
-        training_rows: sequences of one training request.
+        training_tokens: of one training request, padded, at most.
     """
 
     max_length: int
     vocab_size: int
     tokenizer: str
-    training_rows: int = 0
+    training_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,10 @@ class CriticClient:
             for model, outputs in models.items():
                 metadata = _model_metadata(server, model, outputs, max(deadline - time.monotonic(), 5.0))
                 if sequences is not None:
-                    _check_limits(server, model, metadata.get("parameters", {}), sequences)
+                    limits = metadata.get("parameters", {})
+                    _check_limits(server, model, limits, sequences)
+                    if server is self._critic and model == self._train_model:
+                        _warn_of_large_batches(limits, sequences)
 
     def close(self) -> None:
         """Give up what waits, and close the connections."""
@@ -384,16 +387,22 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
     return metadata
 
 
+def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
+    """It would be refused only once all rollouts of a step are made. They may well be shorter than they may be."""
+    largest, allowed = sequences.training_tokens * _TRAINING_BYTES, limits.get("max_body_bytes")
+    if allowed is not None and largest > allowed:
+        logger.warning(
+            "the critic's job takes requests of %d bytes, and a step's training batch may have up to %d: raise its "
+            "trainer.ppo.max_body_bytes, or lower model.ppo.num_rollout_samples of this job",
+            allowed,
+            largest,
+        )
+
+
 def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
     """ValueError if the server's limits, as far as it tells them, do not admit the sequences."""
     length, vocab_size = limits.get("max_sequence_length"), limits.get("vocab_size")
-    body, max_body = sequences.training_rows * sequences.max_length * _TRAINING_BYTES, limits.get("max_body_bytes")
     problems = []
-    if max_body is not None and body > max_body:
-        problems.append(
-            f"it takes requests of {max_body} bytes at most, and the {sequences.training_rows} sequences of a step may "
-            f"have {body}: raise trainer.ppo.max_body_bytes of the critic's job, or lower model.ppo.num_rollout_samples"
-        )
     if length is not None and sequences.max_length > length:
         problems.append(
             f"it takes sequences of {length} tokens at most, and this job's longest prompt and response may have "

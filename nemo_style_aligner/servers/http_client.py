@@ -125,7 +125,8 @@ class _Clock:
     @property
     def remaining(self) -> float:
         """Seconds for the next try."""
-        return self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
+        left = self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
+        return min(left, self.limits.total_s)  # it may have been away before that answer
 
     def exceeded(self, wait: float) -> str | None:
         """Which limit waiting for another ``wait`` seconds would exceed."""
