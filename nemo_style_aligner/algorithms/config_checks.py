@@ -23,7 +23,7 @@ from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses_distributed_optimizer
@@ -254,8 +254,7 @@ def _monitor(view: JobView) -> Iterator[str]:
     known = ("step",) if view.name == "gpt_ppo_critic" else ("step", "epoch", "consumed_samples", "val_*", "train_*")
     if view.name == "gpt_ppo_actor":
         known = (*known, "ppo_optimization_step")
-    asked = re.sub("^validation_", "val_", str(name))
-    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), asked) for pattern in known):
+    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(str(name))) for pattern in known):
         return
     yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(known)}"
 

@@ -46,10 +46,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.telemetry import activity
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
+
+
+def monitored_name(monitor: str) -> str:
+    """The metric that ``monitor`` means: ``validation_loss``, as NeMo-Aligner's guides have it, is ``val_loss``."""
+    return re.sub("^validation_", "val_", monitor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +67,6 @@ class CheckpointSettings:
         keys = {**(exp_manager.get("checkpoint_callback_params") or {})}
         keys |= {key: exp_manager.get(key) for key in fields if key.startswith("resume_")}
         keys["nemo_name"] = exp_manager.get("name")
-        if str(keys.get("monitor") or "").startswith("validation_"):  # as NeMo-Aligner's guides have it
-            keys["monitor"] = "val_" + keys["monitor"].removeprefix("validation_")
+        if keys.get("monitor") is not None:
+            keys["monitor"] = monitored_name(keys["monitor"])
         return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})
