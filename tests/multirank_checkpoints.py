@@ -434,6 +434,8 @@ def behind(folder: Path) -> dict[str, Any]:
         save(m, model, optimizer, 1)
         train(model, optimizer, 1)
         save(manager(folder / "blocking", async_save=False), model, optimizer, 2)
+        export = NemoExport(model.architecture.to_nemo_config(), None)
+        m = CheckpointManager(directory, CheckpointSettings(always_save_nemo=True), export)
         start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
         train(model, optimizer, 2)
         m.poll()
@@ -447,6 +449,12 @@ def behind(folder: Path) -> dict[str, Any]:
         for name, source in (("expected", folder / "blocking"), ("resumed", directory)):
             manager(source).resume(model, optimizer)
             written[name] = fingerprint(model, optimizer)
+        saved = logprobs(model)
+        train(model, optimizer, 1)
+        load_nemo_weights(directory / "megatron_gpt.nemo", model)
+        written["archive is of then"] = logprobs(model) == saved
+        optimizer.reload_model_params()
+        (directory / "megatron_gpt.nemo").unlink(missing_ok=True)
         results["written"] = written
 
         order: list[int] = []

@@ -222,7 +222,8 @@ def test_a_checkpoint_is_written_while_training_goes_on(multirank: dict[str, Any
     result = multirank["behind"]["written"]
     assert result["meanwhile"] == ["megatron_gpt-step=1-last", "megatron_gpt-step=2-last.unfinished"]
     assert (result["noticed before the end"], result["noticed"]) == (0, 1)
-    assert result["afterwards"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last"]
+    assert result["afterwards"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last", "megatron_gpt.nemo"]
+    assert result["archive is of then"]
     assert result["resumed"] == result["expected"] != result["trained on"]
 
 

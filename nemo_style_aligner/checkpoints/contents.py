@@ -30,7 +30,7 @@ from nemo_style_aligner.checkpoints.optimizer_state import (
     optimizer_tensors,
 )
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
-from nemo_style_aligner.checkpoints.sharded_tensors import load_sharded_tensors, model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, load_sharded_tensors, model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import (
     PreparedTensors,
     bytes_to_write,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
 
 
@@ -71,6 +70,10 @@ class Contents:
         """Memory that `copied` takes on this rank."""
         return self.tensors.num_bytes_of_snapshot(self.own_prefixes)
 
+    def model(self) -> PreparedTensors:
+        """The model's part of the tensors."""
+        return self.tensors.below(MODEL_PREFIX)
+
     def copied(self) -> Contents:
         """The same, which stays as it is when the job goes on."""
         return dataclasses.replace(self, tensors=snapshot(self.tensors, self.own_prefixes))
@@ -84,10 +87,10 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
         TypeError: ``trainer_state`` is not JSON.
     """
     state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
-    tensors = model_tensors(model.gpt, _PREFIX)
+    tensors = model_tensors(model.gpt, MODEL_PREFIX)
     if optimizer is not None:
         state["optimizer"] = optimizer_counters(optimizer)
-        tensors |= optimizer_tensors(optimizer, model, _PREFIX)
+        tensors |= optimizer_tensors(optimizer, model, MODEL_PREFIX)
     if spoilt := nonfinite_tensors(tensors):
         raise FloatingPointError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
@@ -126,7 +129,7 @@ def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) 
         if "optimizer" not in state:
             raise ValueError(f"{directory} was saved without an optimizer: it cannot resume training")
         with open_source(directory) as source:
-            load_optimizer(optimizer, model, state["optimizer"], source, STATE, _PREFIX)
+            load_optimizer(optimizer, model, state["optimizer"], source, STATE, MODEL_PREFIX)
     if state["layout"] == _layout(model):
         load_random_states(_random_file(directory))
     else:
@@ -137,7 +140,7 @@ def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) 
 def restore_model(directory: Path, model: MegatronModel) -> None:
     """Load a checkpoint's weights and nothing else."""
     with open_source(directory) as source:
-        load_sharded_tensors(model_tensors(model.gpt, _PREFIX), source, STATE, ignored=(_OPTIMIZER_PREFIX,))
+        load_sharded_tensors(model_tensors(model.gpt, MODEL_PREFIX), source, STATE, ignored=(_OPTIMIZER_PREFIX,))
 
 
 def _write_synced(path: Path, content: bytes) -> None:

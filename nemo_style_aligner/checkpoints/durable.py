@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import shutil
@@ -16,6 +17,8 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 5.0  # that a rank waits in one collective for what takes long
 
 UNFINISHED = ".unfinished"
 """Suffix of what is still being written or already being deleted. A leftover of a killed process; never read."""
@@ -41,6 +44,23 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     if message is not None:
         raise OtherRankError(f"rank 0: {message}")
     return result  # type: ignore[return-value]
+
+
+def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`on_first_rank` of what may take long: however long it does, no rank waits in a collective for more than seconds.
+
+    ``action`` runs in a thread of its own and takes part in no collective.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "first-rank") as thread:
+        future = thread.submit(action) if dist.get_rank() == 0 else None
+
+        def has_ended() -> bool:
+            assert future is not None
+            return bool(concurrent.futures.wait([future], _PATIENCE_SECONDS).done)
+
+        while not on_first_rank(has_ended, group):
+            pass
+        return on_first_rank(lambda: future.result(), group)  # type: ignore[union-attr]
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +31,7 @@ from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
     on_first_rank,
+    patiently_on_first_rank,
     publish,
     remove_path,
     require_space,
@@ -37,14 +39,15 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_tree,
 )
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, open_source, safe_name
-from nemo_style_aligner.checkpoints.manifest import describe_file, find_changes
+from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
+    MODEL_PREFIX,
     CheckpointMismatchError,
     load_sharded_tensors,
     model_tensors,
     stored_shapes,
 )
-from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare, write_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.telemetry import activity
 
@@ -57,10 +60,9 @@ _CONFIG = "model_config.yaml"
 _WEIGHTS = "model_weights"
 _TOKENIZER = "tokenizer"
 _CHECKSUMS = "checksums.json"
-_PREFIX = "model."
-_HEAD = _PREFIX + "rm_head."
-_OUTPUT_LAYER = _PREFIX + "output_layer."
-_EMBEDDING = _PREFIX + "embedding.word_embeddings.weight"
+_HEAD = MODEL_PREFIX + "rm_head."
+_OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
+_EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -87,17 +89,38 @@ def save_nemo(
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
         ValueError: ``path`` is a directory that holds something other than an archive.
     """
+    tensors = prepare(model_tensors(model.gpt, MODEL_PREFIX))
+    write_nemo(path, tensors, model_config, tokenizer_dir, as_directory=as_directory)
+
+
+def write_nemo(
+    path: Path,
+    tensors: PreparedTensors,
+    model_config: Mapping[str, Any],
+    tokenizer_dir: Path | None,
+    *,
+    as_directory: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """`save_nemo` of tensors that are prepared already, in any thread. Collective in ``group``.
+
+    Args:
+        tensors: a model's, their keys with `MODEL_PREFIX`.
+        group: of all ranks; the default group where it is None.
+    """
     path = Path(path)
-    as_directory = on_first_rank(lambda: as_directory or path.is_dir())
+    as_directory = on_first_rank(lambda: as_directory or path.is_dir(), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
-    tensors = prepare(model_tensors(model.gpt, _PREFIX))
-    size = bytes_to_write(tensors)
-    on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size))
+    size = bytes_to_write(tensors, group)
+    on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
     try:
-        write_tensors(tensors, staging / _WEIGHTS)
-        on_first_rank(lambda: _finish(path, staging, model_config, tokenizer_dir, as_directory))
+        write_tensors(tensors, staging / _WEIGHTS, group)
+        on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer_dir), group)
+        checksums = describe_files(staging, group)
+        finish = _publish_directory if as_directory else _publish_tar
+        patiently_on_first_rank(lambda: finish(path, staging, checksums), group)
     finally:
-        on_first_rank(lambda: discard(staging))
+        on_first_rank(lambda: discard(staging), group)
 
 
 def _prepare(path: Path, staging: Path, size: int) -> None:
@@ -108,27 +131,32 @@ def _prepare(path: Path, staging: Path, size: int) -> None:
     require_space(staging, size)
 
 
-def _finish(
-    path: Path, staging: Path, model_config: Mapping[str, Any], tokenizer_dir: Path | None, as_directory: bool
-) -> None:
+def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer_dir: Path | None) -> None:
     config = _plain(model_config)
     if tokenizer_dir is not None:
         shutil.copytree(tokenizer_dir, staging / _TOKENIZER)
         config["tokenizer"] = {"library": "huggingface", "type": _TOKENIZER, "model": None}
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    files = sorted(p for p in staging.rglob("*") if p.is_file())
-    checksums = {file.relative_to(staging).as_posix(): describe_file(file) for file in files}
-    (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-    if as_directory:
-        sync_tree(staging)
-        publish(staging, path)
-        return
+
+
+def _publish_directory(path: Path, staging: Path, checksums: Mapping[str, Any]) -> None:
+    _write_checksums(staging, checksums)
+    sync_tree(staging)
+    publish(staging, path)
+
+
+def _publish_tar(path: Path, staging: Path, checksums: Mapping[str, Any]) -> None:
+    _write_checksums(staging, checksums)
     tar_path = path.with_name(f".{path.name}.tar{UNFINISHED}")
     try:
         _move_into_tar(staging, tar_path)
         publish(tar_path, path)
     finally:
         discard(tar_path)
+
+
+def _write_checksums(staging: Path, checksums: Mapping[str, Any]) -> None:
+    (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,13 +238,13 @@ def load_nemo_weights(
         DamagedCheckpointError: its files are not what was written, as its checksums say.
         CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
     """
-    skipped = tuple(_PREFIX + prefix.removeprefix(_PREFIX) for prefix in skip_prefixes)
+    skipped = tuple(MODEL_PREFIX + prefix.removeprefix(MODEL_PREFIX) for prefix in skip_prefixes)
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it anew")
         stored = stored_shapes(source, _WEIGHTS)
-        per_layer_keys = any(key.startswith(f"{_PREFIX}decoder.layers.0.") for key in stored)
-        tensors = model_tensors(model.gpt, _PREFIX, per_layer_keys=per_layer_keys)
+        per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
+        tensors = model_tensors(model.gpt, MODEL_PREFIX, per_layer_keys=per_layer_keys)
         kept = {name: t for name, t in tensors.items() if not t.key.startswith(skipped)}
         rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
         if _EMBEDDING in stored and rows < vocab_size and not _EMBEDDING.startswith(skipped):

@@ -32,6 +32,9 @@ Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that 
 ShardedTensors = dict[str, Any]
 """Local names -> what this rank holds of global tensors. The ``data`` are the live tensors."""
 
+MODEL_PREFIX = "model."
+"""Of the keys of a model's tensors, in training checkpoints and in archives."""
+
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint does not hold what the model wants."""

@@ -34,9 +34,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_style_aligner.checkpoints.durable import OtherRankError, on_first_rank
+from nemo_style_aligner.checkpoints.durable import OtherRankError, on_every_rank, on_first_rank
 from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
-from nemo_style_aligner.parallel.groups import all_reduce_sums
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -54,6 +53,10 @@ class PreparedTensors:
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(_bytes(t) for t in self.tensors)
+
+    def below(self, prefix: str) -> PreparedTensors:
+        """Those of them whose keys begin with ``prefix``."""
+        return PreparedTensors(tuple(t for t in self.tensors if t.key.startswith(prefix)))
 
     def num_bytes_of_snapshot(self, already_copies: Iterable[str] = ()) -> int:
         """Memory that `snapshot` takes. torch pins powers of two only."""
@@ -139,9 +142,9 @@ def _write_common(directory: Path) -> None:
     (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())
 
 
-def bytes_to_write(prepared: PreparedTensors) -> int:
-    """Bytes of the whole checkpoint, over all ranks. Collective."""
-    return int(all_reduce_sums({"bytes": prepared.num_bytes()})["bytes"])
+def bytes_to_write(prepared: PreparedTensors, group: dist.ProcessGroup | None = None) -> int:
+    """Bytes of the whole checkpoint, over all ranks. Collective in ``group``."""
+    return sum(on_every_rank(prepared.num_bytes, group))
 
 
 def _bytes(tensor: Any) -> int:

@@ -33,8 +33,10 @@ from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_as
 from nemo_style_aligner.checkpoints.durable import on_first_rank
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, model_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, prepare
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
@@ -68,12 +70,14 @@ class _Save:
         target: where it will be.
         manifest: without its files.
         contents: what is in it, apart from the job that goes on if it is written in the background.
+        is_archived: whether the .nemo archive is written after it.
         protected, before_publishing: see `CheckpointManager.save`.
     """
 
     target: Path
     manifest: Manifest
     contents: Contents
+    is_archived: bool
     protected: Collection[Path]
     before_publishing: MayPublish | None
 
@@ -105,6 +109,7 @@ class CheckpointManager:
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
         self._is_archived = False  # so has the .nemo archive
+        self._tokenizer_folder: tempfile.TemporaryDirectory[str] | None = None
         self._is_short_of_memory = False
 
     @property
@@ -127,8 +132,8 @@ class CheckpointManager:
     ) -> concurrent.futures.Future[WorkTimes]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
 
-        Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive is written before this
-        returns. With ``async_save`` off, or where the copy does not fit into memory, so is the checkpoint.
+        Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive follows, from the same
+        copy. With ``async_save`` off, or where the copy does not fit into memory, this returns when all is written.
 
         Args:
             trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
@@ -140,7 +145,7 @@ class CheckpointManager:
                 next save.
 
         Returns:
-            Done when the checkpoint is whole, on this rank. `finish` and `poll` raise its error, if there is one.
+            Done when all is written, on this rank. `finish` and `poll` raise its error, if there is one.
 
         Raises:
             OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
@@ -159,14 +164,15 @@ class CheckpointManager:
             target,
             Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}, self._resumed_from),
             contents.copied() if in_background else contents,
+            self.settings.always_save_nemo,
             protected,
             before_publishing,
         )
+        if save.is_archived:
+            self._save_tokenizer()
         on_end = on_end or (lambda _: None)
         written = self._writer.run(functools.partial(self._write, save), started, on_end, in_background=in_background)
-        self._current, self._is_archived = target, self.settings.always_save_nemo
-        if self._is_archived:
-            self._export(model)
+        self._current, self._is_archived = target, save.is_archived
         return written
 
     def finish(self) -> None:
@@ -203,7 +209,7 @@ class CheckpointManager:
         return not all_reduce_max(int(not suffices))
 
     def _write(self, save: _Save, group: dist.ProcessGroup | None) -> None:
-        """Write, verify, rename, prune. Collective in ``group``; in the main thread or another one."""
+        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one."""
         try:
             write_contents(save.contents, save.manifest, staging_of(save.target), group)
         except (OSError, ValueError, TypeError) as error:
@@ -220,6 +226,8 @@ class CheckpointManager:
             while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
                 pass
         on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        if save.is_archived:
+            self._export(save.contents.model(), group)
 
     # ---- archives ---------------------------------------------------------------------------
 
@@ -243,7 +251,8 @@ class CheckpointManager:
             restore_model(best, model)
         elif self._is_archived:
             return
-        self._export(model)
+        self._save_tokenizer()
+        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)))
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 
@@ -256,16 +265,23 @@ class CheckpointManager:
                 return path
         return None
 
-    def _export(self, model: MegatronModel) -> None:
-        """Write the .nemo archive."""
+    def _save_tokenizer(self) -> None:
+        """Rank 0's files for the archive, in the main thread: elsewhere it would meet those that use the tokenizer."""
+        tokenizer = self.nemo.tokenizer if self.nemo is not None else None
+        if tokenizer is not None and self._tokenizer_folder is None and dist.get_rank() == 0:
+            self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
+            tokenizer.save(Path(self._tokenizer_folder.name))
+
+    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None = None) -> None:
+        """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return
-        with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
-            tokenizer_dir = Path(folder) if self.nemo.tokenizer is not None else None
-            if self.nemo.tokenizer is not None and dist.get_rank() == 0:
-                self.nemo.tokenizer.save(Path(folder))
-            path = self.directory / f"{self.settings.nemo_name}.nemo"
-            save_nemo(path, model, self.nemo.model_config, tokenizer_dir)
+        tokenizer_dir = Path(self._tokenizer_folder.name) if self._tokenizer_folder is not None else None
+        path = self.directory / f"{self.settings.nemo_name}.nemo"
+        try:
+            write_nemo(path, tensors, self.nemo.model_config, tokenizer_dir, group=group)
+        except OSError as error:
+            raise OSError(f"the archive {path} was not written: {error}. The checkpoints are whole") from error
         logger.info("saved %s", path)
 
     # ---- resuming ---------------------------------------------------------------------------
