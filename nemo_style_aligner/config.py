@@ -98,22 +98,32 @@ def _with_quoted_path(override: str) -> str:
     """``key=path``, the path in quotes if hydra's grammar would stumble over it, as over a name with ``step=30``."""
     key, _, value = override.partition("=")
     is_path = re.match(r"\.{0,2}/|~", value) and "${" not in value
-    if not is_path or not re.search(r"[~=,:(){}\[\]]", value) or re.search(r"['\"\\]", value):
+    quote = '"' if "'" in value else "'"
+    if not is_path or re.fullmatch(r"[A-Za-z0-9_/.@%+ -]*", value) or quote in value or "\\" in value:
         return override
-    return f"{key}='{value}'"
+    return f"{key}={quote}{value}{quote}"
+
+
+def config_file(job: str) -> Path:
+    """The YAML file of a job.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = CONF_DIR / f"{job}.yaml"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: run from a checkout of the repository (pip install -e .)")
+    return path
 
 
 def load_defaults(job: str) -> DictConfig:
-    """The YAML file of a job, with interpolations left in place.
+    """The contents of the YAML file of a job, with interpolations left in place.
 
     Raises:
         ConfigError: there is no such file.
     """
     register_resolvers()
-    path = CONF_DIR / f"{job}.yaml"
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist: run from a checkout of the repository (pip install -e .)")
-    config = OmegaConf.load(path)
+    config = OmegaConf.load(config_file(job))
     assert isinstance(config, DictConfig)
     return config
 

@@ -40,6 +40,7 @@ prepare() {
     check_mpi
     # After `sbatch --export=...` steps would get what that names, and nothing that is exported here.
     export SLURM_EXPORT_ENV=ALL
+    REPO=$(cd "$REPO" && pwd)
     mkdir -p "$RESULTS_DIR"
     RESULTS_DIR=$(cd "$RESULTS_DIR" && pwd)
     CONTAINER=()
@@ -75,12 +76,18 @@ in_step() {
     exec srun "${options[@]}" "${CONTAINER[@]}" env PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" "${@:2}"
 }
 
-# make_secret [GROUP]: a file that only this user can read, which both components find through the environment.
+# make_secret: a file that only this user can read, which both components find through the environment.
+#
+# Made here: a step would start a container for it. The components check whose file it is and who can read it.
 make_secret() {
     export NEMO_STYLE_ALIGNER_TOKEN_FILE=$RESULTS_DIR/secret
-    (in_step ${1:+--het-group="$1"} --job-name=secret --nodes=1 --ntasks=1 -- \
-        "$PYTHON" -m nemo_style_aligner.servers.secret "$NEMO_STYLE_ALIGNER_TOKEN_FILE") >/dev/null ||
+    [[ ! -e $NEMO_STYLE_ALIGNER_TOKEN_FILE ]] || return 0
+    local draft=$NEMO_STYLE_ALIGNER_TOKEN_FILE.$SLURM_JOB_ID
+    (umask 077 && od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n' >"$draft") ||
         die "the secret $NEMO_STYLE_ALIGNER_TOKEN_FILE could not be made"
+    ln "$draft" "$NEMO_STYLE_ALIGNER_TOKEN_FILE" 2>/dev/null || [[ -e $NEMO_STYLE_ALIGNER_TOKEN_FILE ]] ||
+        die "the secret $NEMO_STYLE_ALIGNER_TOKEN_FILE could not be made: $RESULTS_DIR has no hard links"
+    rm -f "$draft"
 }
 
 # data_prefix TRAIN VALIDATION: the config's form of JSONL files.
@@ -89,13 +96,13 @@ data_prefix() { printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$1" 
 # start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
 #
 # GROUP is empty in a job of one component. The component writes to RESULTS_DIR/NAME. A rank's status must not have the
-# others killed (--kill-on-bad-exit=0): ranks that stop early all end with 75, one after the other. Who is alone
-# still running --wait seconds after the first has ended will hang for ever, and is killed.
+# others killed (--kill-on-bad-exit=0): ranks that stop early all end with 75, one after the other. Who is still
+# running --wait seconds after the first has ended will hang for ever, and is killed: a rank takes up to 60 to shut down.
 start() {
     local name=$1 group=$2 script=$3 options cpus devices
     shift 3
     devices=$(ranks_per_node "$group")
-    options=(--job-name="$name" --kill-on-bad-exit=0 --wait=30 --open-mode=append --output="$(log_of "$name")")
+    options=(--job-name="$name" --kill-on-bad-exit=0 --wait=90 --open-mode=append --output="$(log_of "$name")")
     [[ -z $group ]] || options+=(--het-group="$group")
     [[ -z $MPI_TYPE || $name == critic ]] || options+=(--mpi="$MPI_TYPE")
     cpus=$(of_group SLURM_CPUS_PER_TASK "$group")
@@ -141,13 +148,19 @@ wait_until_ended() {
 
 # end_component NAME PID SECONDS: SIGTERM to its ranks; SIGKILL to what is left after SECONDS.
 end_component() {
-    local step
+    local step='' tries
     is_running "$2" || return 0
     # Not by a signal to srun: it would hand SIGTERM on and kill the ranks right after.
-    while read -r step; do
-        scancel --signal=TERM "$step" || true
-    done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | sed -n "s/ $1\$//p")
-    wait_until_ended "$2" "$3" || kill_component "$1" "$2"
+    for tries in 1 2 3; do # Slurm's controller may be busy
+        step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | sed -n "s/ $1\$//p") || true
+        if [[ -n $step ]] && scancel --signal=TERM "$step"; then
+            wait_until_ended "$2" "$3" || kill_component "$1" "$2"
+            return 0
+        fi
+        pause
+    done
+    say "SIGTERM did not reach the $1 in $tries tries" >&2
+    kill_component "$1" "$2"
 }
 
 # kill_component NAME PID
@@ -177,6 +190,10 @@ on_signal() {
     [[ -z $TRAINER ]] || kill -USR1 "$TRAINER" 2>/dev/null || true
 }
 
+# A signal that comes before there is a component to hand it on to.
+trap 'STOPPING=USR1' USR1
+trap 'STOPPING=TERM' TERM
+
 # stop_on_signals NAME PID: from now on hand signals on to this component.
 stop_on_signals() {
     TRAINER=$2
@@ -184,6 +201,9 @@ stop_on_signals() {
     trap "on_signal '$1' USR1" USR1
     # shellcheck disable=SC2064
     trap "on_signal '$1' TERM" TERM
+    [[ -n $STOPPING ]] || return 0
+    pause # a process that has just been forked may still have our traps, and lose the signal
+    on_signal "$1" "$STOPPING"
 }
 
 # finish NAME STATUS: end the batch script as the trainer NAME has ended.

@@ -111,10 +111,11 @@ def run(command: Sequence[str], log: Path, timeout: float = 120.0) -> str:
 def wait_until_ready(job: Job, port: int, timeout: float = 90.0) -> None:
     """Until the service answers 200 on ``/v2/health/ready``; AssertionError when it ends or takes too long."""
     deadline = time.monotonic() + timeout
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < deadline:
         assert job.process.poll() is None, f"ended with status {job.process.returncode}: {job.describe()}"
         with contextlib.suppress(OSError):  # urllib.error.URLError is one: not there yet, or not ready
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
+            direct.open(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
             return
         time.sleep(0.2)
     raise AssertionError(f"not ready after {timeout} s: {job.describe()}")

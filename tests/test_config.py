@@ -269,6 +269,8 @@ def test_overrides_are_prepared_for_hydra() -> None:
         "'/in=quotes'",
         "/plain",
         "/a b/c",
+        "/home/josé/a#b&c",
+        "/o'neil/ü (1)",
     ],
 )
 def test_paths_are_taken_as_typed(path: str) -> None:

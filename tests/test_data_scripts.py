@@ -100,6 +100,13 @@ def test_arithmetic(tmp_path: Path, tokenizer: Tokenizer, operation: str) -> Non
     assert set().union(*questions["train"], *questions["test"]) == set(range(2, 15))
 
 
+@pytest.mark.parametrize("options", [[], ["--sft-errors", "1"]])
+def test_no_answer_is_clearly_wrong(tmp_path: Path, options: list[str]) -> None:
+    small = ["--output", str(tmp_path), "--max-operand", "2", "--test-questions", "2", "--mistakes", "guesses"]
+    with pytest.raises(SystemExit, match="raise --max-operand"):
+        script("make_arithmetic").main([*small, *options])
+
+
 def test_arithmetic_options(tmp_path: Path) -> None:
     make = script("make_arithmetic").main
     common = ["--max-operand", "20", "--test-questions", "50"]

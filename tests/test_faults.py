@@ -157,10 +157,9 @@ class Pair:
 
     def curves(self, name: str) -> dict[str, list[tuple[int, float]]]:
         """A job's numbers, apart from times and from how busy the engines were."""
-        curves = read_metrics(self.folder / name)
-        return {
-            key: points for key, points in curves.items() if not key.startswith(("timers/", "memory/", "generation/"))
-        }
+        varying = ("timers/", "memory/", "generation/")
+        curves = read_metrics(self.folder / name).items()
+        return {key: points for key, points in curves if not key.removeprefix("warm_up/").startswith(varying)}
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """Of the job's archive."""

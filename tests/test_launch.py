@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -82,6 +83,14 @@ DETECTION = {
     "srun, port chosen by the user": (
         STEP | {"MASTER_PORT": "4444"},
         LaunchInfo(2, 3, 0, 1, "slurm", "node2", 4444),
+    ),
+    "srun on all of the job's nodes, rank 0's address by its other name": (
+        STEP | {"SLURM_JOB_NODELIST": "node[2-3]", "MASTER_ADDR": "node2i"},
+        dataclasses.replace(SLURM_INFO, master_addr="node2i"),
+    ),
+    "srun on some of the job's nodes, which rank 0 of another step may have set": (
+        STEP | {"MASTER_ADDR": "node1"},
+        SLURM_INFO,
     ),
     "the sbatch script itself": (BATCH_SCRIPT, ALONE),
     "the sbatch script, as the special step": (STEP | {"SLURM_STEP_ID": "4294967291"}, ALONE),

@@ -11,9 +11,11 @@ import re
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +116,20 @@ def test_wandb_that_is_not_installed_is_an_error_with_the_remedy(
     with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
         MetricsLogger.from_config(section, tmp_path, rank=0)
     MetricsLogger.from_config(section, tmp_path, rank=1)  # the other ranks do not need it
+
+
+def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[dict[str, Any]] = []
+
+    def init(**settings: Any) -> Any:
+        starts.append(settings)
+        return types.SimpleNamespace(id=settings.get("id", "first"), define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for kwargs in ({"project": "p"}, {"project": "p", "id": None}, {"id": "own"}, {"resume": "never"}):
+        MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs=kwargs)
+    chosen = [(start.get("id"), start.get("resume")) for start in starts]
+    assert chosen == [(None, None), ("first", "allow"), ("own", None), (None, "never")]
 
 
 # ---- timers -------------------------------------------------------------------------------------

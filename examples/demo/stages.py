@@ -116,7 +116,7 @@ def mpirun(num_ranks: int) -> list[str]:
 
 def data_prefix(train: Path, validation: Path) -> str:
     """The override that names a job's data files."""
-    return f"++model.data.data_prefix={{train: [{train}], validation: [{validation}], test: [{validation}]}}"
+    return f"++model.data.data_prefix={{train: ['{train}'], validation: ['{validation}'], test: ['{validation}']}}"
 
 
 def print_table(rows: Sequence[tuple[str, str]]) -> None:
@@ -148,11 +148,12 @@ def _failure(name: str, status: int, log: Path) -> str:
 
 def _wait_until_ready(process: subprocess.Popen, name: str, port: int, log: Path) -> None:
     deadline = time.monotonic() + READY_LIMIT_SECONDS
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy leads to this machine
     while True:
         if process.poll() is not None:
             raise StageFailed(_failure(name, process.returncode, log))
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=2):
+            with direct.open(f"http://127.0.0.1:{port}/v2/health/ready", timeout=2):
                 return
         except OSError:
             if time.monotonic() > deadline:

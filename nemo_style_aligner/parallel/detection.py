@@ -127,13 +127,16 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
     # for each, below the range from which the system takes its own.
     job, step = integer(env, "SLURM_JOB_ID"), integer(env, "SLURM_STEP_ID")
     port = 15000 + (job * 131 + step) % 15000
+    # A cluster's name for its fast network. Steps on parts of a job's nodes share the variable, but not rank 0.
+    is_whole_job = "SLURM_HET_SIZE" not in env and nodelist == env.get("SLURM_JOB_NODELIST")
+    named = env.get("MASTER_ADDR") if is_whole_job else None
     return LaunchInfo(
         rank=integer(env, "SLURM_PROCID"),
         world_size=size,
         local_rank=integer(env, "SLURM_LOCALID", 0),
         local_world_size=local_counts[node] if node < len(local_counts) else local_counts[-1],
         launcher="slurm",
-        master_addr=first_host(nodelist),
+        master_addr=named or first_host(nodelist),
         master_port=integer(env, "MASTER_PORT", port),
     )
 

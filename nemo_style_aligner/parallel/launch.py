@@ -27,6 +27,7 @@ from nemo_style_aligner.config import (
     ConfigError,
     check_config,
     complete_config,
+    config_file,
     log_directory,
     prepare_overrides,
     register_resolvers,
@@ -112,6 +113,8 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     else:
         backend = "gloo"
         keep_freed_memory()
+        if info.rank == 0 and torch.version.cuda is not None and "SLURM_JOB_ID" in os.environ:
+            _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
     _stay_on_loopback(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
@@ -311,6 +314,7 @@ def _compose(name: str) -> DictConfig | None:
         composed.append(cfg)
 
     register_resolvers()
+    config_file(name)  # hydra's complaint would not say what to do
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
     sys.argv[1:] = prepare_overrides(sys.argv[1:])
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()

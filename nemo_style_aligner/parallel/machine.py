@@ -65,6 +65,11 @@ def free_port() -> int:
     raise OSError("this machine has no free TCP port")
 
 
+def is_on_one_machine() -> bool:
+    """Whether all ranks of this job are on this machine, as `launch.initialize` has left it in the environment."""
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+
+
 def own_address() -> str:
     """The address under which other machines reach this one: that of the default route, else the host name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

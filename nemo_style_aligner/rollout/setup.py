@@ -24,7 +24,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.parallel.groups import broadcast_object, control_group, device, neighbour_group
-from nemo_style_aligner.parallel.machine import own_address
+from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
@@ -200,7 +200,7 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: Generati
     token = _token(cfg)
     server, address = None, None
     if dist.get_rank() == 0:
-        reachable = "127.0.0.1" if cfg.trainer.num_nodes == 1 else own_address()
+        reachable = "127.0.0.1" if is_on_one_machine() else own_address()
         host = section.host or reachable
         queue = WorkQueue(lease_seconds=float(section.lease_seconds), workers=group.count)
         server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)

@@ -5,7 +5,8 @@
     {"step": 12, "time": 1760000000.5, "train/loss": 0.25}
 
 and ``tables.jsonl`` one per table. Both are only ever appended to. A run that resumes from a checkpoint
-repeats the steps since then: readers take the last line of a step (`read_metrics` does).
+repeats the steps since then: readers take the last line of a step (`read_metrics` does). In Weights & Biases it goes on
+in its run, whose id is in ``wandb_run_id``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nemo_style_aligner.telemetry import activity
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
+WANDB_ID_FILE = "wandb_run_id"
 
 
 class MetricsLogger:
@@ -48,8 +50,8 @@ class MetricsLogger:
         # Slow to import, and not needed by the ranks that log nothing.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
         self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"))
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
@@ -167,7 +169,12 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
             "exp_manager.create_wandb_logger=True needs the package wandb: pip install -e '.[wandb]', "
             "or set exp_manager.create_wandb_logger=False"
         ) from error
-    run = wandb.init(dir=str(log_dir), **{key: value for key, value in kwargs.items() if value is not None})
+    settings = {key: value for key, value in kwargs.items() if value is not None}
+    id_file = log_dir / WANDB_ID_FILE
+    if not settings.keys() & {"id", "resume"} and id_file.exists():
+        settings |= {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow"}
+    run = wandb.init(dir=str(log_dir), **settings)
+    id_file.write_text(f"{run.id}\n", encoding="utf-8")
     run.define_metric("*", step_metric="step")
     return run
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from job_processes import ROOT
 
+from nemo_style_aligner.servers.secret import read_secret
+
 SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "slurm").iterdir())
 TESTBED = Path("tests/slurm/testbed.sh")
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
@@ -167,6 +169,42 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(srun: Path, tmp_path: 
         done = bash("STOPPING=USR1; finish actor 75", SLURM_RESTART_COUNT=restarts, **variables)
         assert done.returncode == 75 and ("scontrol requeue 7" in done.stdout) == requeued
     assert "3 times before (MAX_REQUEUES)" in done.stderr
+
+
+def test_the_secret_is_made_once_and_nobody_elses(tmp_path: Path) -> None:
+    done = bash(
+        "umask 002; make_secret; make_secret; stat -c %a $NEMO_STYLE_ALIGNER_TOKEN_FILE", RESULTS_DIR=str(tmp_path)
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "600", done.stderr
+    made = read_secret(tmp_path / "secret").value
+    assert len(made) == 64 and [path.name for path in tmp_path.iterdir()] == ["secret"]
+    bash("make_secret", RESULTS_DIR=str(tmp_path), SLURM_JOB_ID="8")
+    assert read_secret(tmp_path / "secret").value == made
+
+
+def test_a_signal_before_the_first_component_stops_it_when_it_is_there(srun: Path, tmp_path: Path) -> None:
+    code = "kill -USR1 $$; sleep 15 & it=$!; stop_on_signals actor $it; status_of $it; echo $STATUS $STOPPING"
+    done = bash(code, PATH=f"{srun}:/usr/bin:/bin", RESULTS_DIR=str(tmp_path))
+    assert done.stdout.splitlines()[-1] == "138 USR1", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("failures", [1, 5])
+def test_a_busy_controller_is_asked_again(failures: int, srun: Path, tmp_path: Path) -> None:
+    (srun / "squeue").write_text(
+        f"#!/bin/bash\necho >> {tmp_path}/asked\n(($(wc -l < {tmp_path}/asked) > {failures})) && echo '7.0 critic'\n"
+    )
+    (srun / "scancel").write_text('#!/bin/bash\nkill -KILL "$VICTIM"\n')
+    for name in ("squeue", "scancel"):
+        (srun / name).chmod(0o755)
+    code = "sleep 60 & export VICTIM=$!; end_component critic $VICTIM 50; status_of $VICTIM; echo $STATUS"
+    done = bash(code, PATH=f"{srun}:/usr/bin:/bin", RESULTS_DIR=str(tmp_path))
+    assert done.stdout.splitlines()[-1] == ("137" if failures == 1 else "143"), done.stdout + done.stderr
+
+
+def test_components_share_the_time_limit() -> None:
+    """Slurm hands --time and --requeue on to the second component, unless it has its own."""
+    second = (ROOT / "slurm" / "ppo.sbatch").read_text().split("#SBATCH hetjob")[1]
+    assert "#SBATCH --time" not in second and "#SBATCH --requeue" not in second
 
 
 def test_data_paths_are_taken_as_they_are() -> None:

@@ -57,6 +57,16 @@ def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[st
     return [REFUSAL, *wrong] if task.mistakes == "refusals" else wrong
 
 
+def one_wrong_answer(question: Question, task: Task, rng: random.Random) -> str:
+    wrong = wrong_answers(question, task, rng)
+    if not wrong:
+        raise SystemExit(
+            f"--mistakes {task.mistakes}: no other answer is clearly wrong for {prompt(question, task.operation)!r}; "
+            "raise --max-operand, or take --mistakes slips"
+        )
+    return wrong[0]
+
+
 def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
     """Right answers to other questions that are clearly wrong for this one: nobody compares what is nearly equal."""
     others = [(rng.choice(task.operands), rng.choice(task.operands)) for _ in range(NUM_GUESSES)]
@@ -108,7 +118,7 @@ def demonstrations(questions: list[Question], task: Task, errors: float, rng: ra
     for question in questions:
         answer = str(right_answer(question, task.operation))
         if rng.random() < errors:
-            answer = wrong_answers(question, task, rng)[0]
+            answer = one_wrong_answer(question, task, rng)
         yield {"input": prompt(question, task.operation), "output": answer}
 
 
@@ -173,7 +183,13 @@ def main(arguments: list[str] | None = None) -> None:
         "test_prompts": prompts(test, task.operation),
     }
     for name, rows in files.items():
-        print(f"{name}.jsonl: {write_jsonl(options.output / f'{name}.jsonl', rows)} lines")
+        lines = write_jsonl(options.output / f"{name}.jsonl", rows)
+        print(f"{name}.jsonl: {lines} lines")
+        if not lines:
+            raise SystemExit(
+                f"{name}.jsonl is empty: no question has an answer that is clearly wrong for another; "
+                "raise --max-operand, or take --mistakes slips"
+            )
 
 
 if __name__ == "__main__":
