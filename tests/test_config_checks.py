@@ -271,7 +271,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "log-probs of earlier weights": (
         "gpt_ppo_actor", 2, "trainer.ppo.policy_logprobs=engine trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1",
-        ("trainer.ppo.policy_logprobs=engine, trainer.ppo.staleness=1: the engine's log-probs are then of earlier",),
+        ("trainer.ppo.importance_weight_cap=2.0: without log-probs of the trainer's there is nothing to correct by",),
     ),
     "nobody to generate beside training": (
         "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",

@@ -560,14 +560,14 @@ def test_another_batch_size_goes_on_at_the_same_place(
 def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_its_epochs() -> None:
     prompts = [PromptItem([i], "", {}, "") for i in range(100)]
 
-    def trainer(batch_size: int) -> PPOTrainer:
+    def trainer(batch_size: int, minibatch: int = 10, epochs: int = 1) -> PPOTrainer:
         missing: Any = None
         critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
         cfg = load_defaults("gpt_ppo_actor")
-        cfg.trainer.ppo.update(max_epochs=7, max_steps=-1)
-        cfg.model.global_batch_size = 10
+        cfg.trainer.ppo.update(max_epochs=7, max_steps=-1, num_ppo_epochs=epochs)
+        cfg.model.global_batch_size = minibatch
         settings = PPOSettings.from_config(cfg, len(prompts) // batch_size)
-        schedule = Schedule(lr=1.0, max_steps=settings.max_steps * (batch_size // 10))
+        schedule = Schedule(lr=1.0, max_steps=settings.max_steps * (batch_size // minibatch) * epochs)
         actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=schedule))
         return PPOTrainer(
             settings, actor, missing, critic, PromptSource(prompts, batch_size, 7, True), missing, missing, missing,
@@ -586,6 +586,9 @@ def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_it
     third = trainer(40)
     third.load_state_dict(first.state_dict())
     assert third.settings.max_steps == 14 and third.optimizer.schedule.max_steps == 14 * 4
+    for changed, updates_left in ((trainer(40, 20), 3 * 2), (trainer(40, 5), 3 * 8), (trainer(40, 10, 2), 3 * 8)):
+        changed.load_state_dict(first.state_dict())
+        assert changed.settings.max_steps == 14 and changed.optimizer.schedule.max_steps == 44 + updates_left
 
 
 def test_seed_decides_the_order() -> None:

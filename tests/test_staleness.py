@@ -82,8 +82,8 @@ def test_the_engines_log_probs_serve_as_the_policys(
     trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
 ) -> None:
     """policy_logprobs=engine: the same run up to rounding, without the pass."""
-    gaps = {way: dict(curves(way)["train_rollouts/engine_logprob_gap_max"]) for way in ("together", "engine_logprobs")}
-    assert all(gaps["together"].values()) and not any(gaps["engine_logprobs"].values())
+    assert all(dict(curves("together")["train_rollouts/engine_logprob_gap_max"]).values())
+    assert not [name for name in curves("engine_logprobs") if "engine_" in name]  # nothing to compare with
     for name, tensor in trained("together").items():
         other = trained("engine_logprobs")[name]
         torch.testing.assert_close(other, tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")

@@ -468,8 +468,9 @@ def test_over_several_machines_the_queue_has_an_address_that_others_reach(
     if address == socket.gethostname():
         pytest.skip("this machine has no route to others")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as Debian resolves a host's own name: 127.0.1.1
+    for name, value in (("LOCAL_WORLD_SIZE", "1"), ("WORLD_SIZE", "2")):  # as the launcher says
+        monkeypatch.setenv(name, value)
     cfg = load_defaults("gpt_ppo_actor")
-    cfg.trainer.num_nodes = 2
     cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "host": host, "port": 0})
     engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
     with single_process():

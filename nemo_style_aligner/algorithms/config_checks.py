@@ -349,10 +349,7 @@ def _policy_logprobs(view: JobView) -> Iterator[str]:
     if view.get(key) != "engine":
         return
     corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
-    if view.get(f"{ppo}.staleness"):
-        said = view.said(key, f"{ppo}.staleness")
-        yield f"{said}: the engine's log-probs are then of earlier weights; choose trainer"
-    elif asked := [name for name in corrections if view.get(name) is not None]:
+    if asked := [name for name in corrections if view.get(name) is not None]:
         yield (
             f"{view.said(key, *asked)}: without log-probs of the trainer's there is nothing to correct by; choose "
             f"{key}=trainer, or set {' and '.join(asked)} to null"

@@ -148,9 +148,11 @@ def make_experience(
     metrics |= engine_gap(logprobs, rollouts.engine_logprobs, mask)
     staleness = version - rollouts.weight_versions
     metrics |= {"staleness_mean": staleness.float().mean().item(), "staleness_max": float(staleness.max())}
-    importance_weights, trusted, importance_metrics = _importance(logprobs, rollouts.engine_logprobs, mask, settings)
+    importance_weights, trusted = _importance(logprobs, rollouts.engine_logprobs, mask, settings)
     policy_mask = policy_mask * trusted[:, None]
-    metrics |= importance_metrics
+    metrics |= _importance_metrics(
+        importance_weights, trusted, logprobs - rollouts.engine_logprobs, policy_mask, settings
+    )
 
     if settings.normalize:
         # Every rank holds all samples, so this is the whitening over all data-parallel ranks.
@@ -173,27 +175,41 @@ def make_experience(
 
 def _importance(
     logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, settings: AdvantageSettings
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights between the policy that generated and the present one, [n, s-1]; which sequences are near enough, [n].
 
     The engine's log-probs belong to the weights that generated, the trainer's to those of now: their ratio covers the
     engine's numerics and the weights' age alike. PPO's own ratio starts from the present policy (arXiv:2110.00641).
     """
-    metrics: dict[str, float] = {}
     weights, trusted = torch.ones_like(mask), torch.ones_like(mask[:, 0])
     if settings.importance_weight_cap is not None:
-        cap = settings.importance_weight_cap
-        weights = functional.truncated_importance_weights(logprobs, engine_logprobs, mask, cap)
-        metrics["importance_weights"] = masked_mean(weights, mask).item()
-        is_cut = logprobs - engine_logprobs >= math.log(cap)  # the exponential may round to just below the cap
-        metrics["importance_truncated"] = masked_mean(is_cut.to(mask.dtype), mask).item()
-        metrics["importance_effective_share"] = functional.effective_sample_share(weights, mask).item()
+        weights = functional.truncated_importance_weights(
+            logprobs, engine_logprobs, mask, settings.importance_weight_cap
+        )
     if settings.importance_sequence_bounds is not None:
         low, high = settings.importance_sequence_bounds
         ratios = functional.sequence_ratios(logprobs, engine_logprobs, mask)
         trusted = ((ratios >= low) & (ratios <= high)).to(mask.dtype)
+    return weights, trusted
+
+
+def _importance_metrics(
+    weights: torch.Tensor,
+    trusted: torch.Tensor,
+    log_ratios: torch.Tensor,
+    policy_mask: torch.Tensor,
+    settings: AdvantageSettings,
+) -> dict[str, float]:
+    """What `_importance` has given, over the tokens of the policy's loss."""
+    metrics: dict[str, float] = {}
+    if settings.importance_weight_cap is not None:
+        is_cut = log_ratios >= math.log(settings.importance_weight_cap)  # exp may round to just below the cap
+        metrics["importance_weights"] = masked_mean(weights, policy_mask).item()
+        metrics["importance_truncated"] = masked_mean(is_cut.to(policy_mask.dtype), policy_mask).item()
+        metrics["importance_effective_share"] = functional.effective_sample_share(weights, policy_mask).item()
+    if settings.importance_sequence_bounds is not None:
         metrics["importance_masked_sequences"] = 1.0 - trusted.mean().item()
-    return weights, trusted, metrics
+    return metrics
 
 
 def engine_gap(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:

@@ -27,6 +27,9 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
+# Metrics of two policies' log-probs: without a pass of the trained model there is one only.
+_OF_TWO_POLICIES = ("engine_", "importance_")
+
 
 class PPOTrainer(TrainingLoop):
     """The steps of PPO. Every rank of the actor job runs `fit`; each phase of `make_step` has the paper's word for it.
@@ -116,6 +119,8 @@ class PPOTrainer(TrainingLoop):
         experience, metrics = make_experience(
             rollouts, scores, logprobs, init_logprobs, self.settings.advantages, self.ppo_optimization_step
         )
+        if self.settings.takes_engine_logprobs:
+            metrics = _without(metrics, _OF_TWO_POLICIES)
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
@@ -136,7 +141,7 @@ class PPOTrainer(TrainingLoop):
         # Scoring goes on in the critic job while these run.
         self.run_control.check()
         logprobs = pending.rollouts.engine_logprobs
-        if not self.settings.takes_engine_logprobs:
+        if is_training and not self.settings.takes_engine_logprobs:
             with self.timer("logprobs"):
                 logprobs = self.actor.logprobs(tokens, mask)
         self.run_control.check()
@@ -201,8 +206,7 @@ class PPOTrainer(TrainingLoop):
         version = self.ppo_optimization_step
         _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages, version)
         # Without the initial policy's log-probs there is no penalty in any of them.
-        unknown = ("advantages", "returns", "init_policy", "rewards_with_kl")
-        metrics = {name: value for name, value in metrics.items() if not name.startswith(unknown)}
+        metrics = _without(metrics, ("advantages", "returns", "init_policy", "rewards_with_kl", *_OF_TWO_POLICIES))
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
@@ -292,3 +296,7 @@ class PPOTrainer(TrainingLoop):
             self.val_prompts.load_state_dict(state["val_prompts"])
         generation = state.get("generation", {"rollouts": None})  # older checkpoints have none
         self.schedule.load_state_dict(generation, self.step, self.train_prompts, self.consumed_samples)
+
+
+def _without(metrics: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(beginnings)}

@@ -17,7 +17,7 @@ class PPOSettings(LoopSettings):
 
     Attributes:
         critic_warmup_steps: rounds in which only the critic learns, before the first step.
-        num_ppo_epochs: passes over the rollouts in each step.
+        num_ppo_epochs: passes of the policy over the rollouts in each step; the critic makes one.
         global_batch_size: sequences per policy update [model.global_batch_size].
         seed: of the order of updates and of sampling [model.seed].
         num_table_rows: sample responses logged per step.

@@ -261,10 +261,9 @@ class TrainingLoop(abc.ABC):
     def bound_steps(self, steps_left: int, updates_made: int, updates_per_step: int) -> None:
         """After loading: ``steps_left`` more complete the epochs, and the learning rate's schedule ends with the run.
 
-        With another batch size than before these are not the steps of a run that had it from the start.
+        With other batch sizes than before these are not the steps and updates of a run that had them from the start.
         """
         max_steps = min(self.step + steps_left, self.settings.step_limit)
-        if max_steps != self.settings.max_steps:
-            self.settings = dataclasses.replace(self.settings, max_steps=max_steps)
-            updates = updates_made + (max_steps - self.step) * updates_per_step
-            self.optimizer.schedule = dataclasses.replace(self.optimizer.schedule, max_steps=updates)
+        updates = updates_made + (max_steps - self.step) * updates_per_step
+        self.settings = dataclasses.replace(self.settings, max_steps=max_steps)
+        self.optimizer.schedule = dataclasses.replace(self.optimizer.schedule, max_steps=updates)

@@ -66,8 +66,8 @@ def free_port() -> int:
 
 
 def is_on_one_machine() -> bool:
-    """Whether all ranks of this job are on this machine, as `launch.initialize` has left it in the environment."""
-    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    """Whether all ranks of this job are on this machine: what `launch.initialize` has left in the environment."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def own_address() -> str:
