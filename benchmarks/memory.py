@@ -33,7 +33,7 @@ from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.telemetry.memory import peak_meter
 
 CASES = ("packed", "selective", "full", "padded")
@@ -71,10 +71,10 @@ class Model:
         if is_padded:  # logits, their log-softmax, and the gradient of either
             gradient = a.vocab_size * a.hidden_size * (8 if is_bf16 else 4)
             return 3 * 4 * positions * a.vocab_size + gradient
-        chunk = min(logprobs._CHUNK_BYTES, 4 * positions * a.vocab_size)
+        chunk = min(logprobs.chunk_bytes(device()), 4 * positions * a.vocab_size)
         if widened(torch.empty(0, dtype=self.dtype)).dtype != self.dtype:
             return chunk + 4 * a.vocab_size * a.hidden_size
-        return chunk * (2 if is_bf16 else 1)
+        return int(chunk * ((2 if device().type == "cpu" else 1.5) if is_bf16 else 1))
 
 
 def main() -> None:

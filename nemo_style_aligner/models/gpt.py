@@ -172,9 +172,7 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         bias_activation_fusion=False,
         # An activation module of ours, see `block_spec`.
-        use_te_activation_func=architecture.gated
-        and architecture.activation == "silu"
-        and not has_transformer_engine(),
+        use_te_activation_func=architecture.gated and architecture.activation == "silu",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

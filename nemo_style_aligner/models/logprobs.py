@@ -23,6 +23,9 @@ from nemo_style_aligner.models.main_grads import add_product, main_grad_of
 
 _CHUNK_BYTES = 64 * 2**20
 """Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
+_GPU_CHUNK_BYTES = 512 * 2**20
+"""A chunk's backward pass reads and writes the whole gradient, which takes a GPU as long as hundreds of rows do."""
+_GPU_ROWS = 256  # of a tile in matrix products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +162,22 @@ class _Slice:
 
         There must be at least one row of weights.
         """
-        step = max(1, _CHUNK_BYTES // (4 * self.size))
-        buffer = rows.new_empty(min(step, rows.shape[0]), self.size)
+        step = max(1, chunk_bytes(rows.device) // (4 * self.size))
+        if rows.is_cuda:
+            step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
+        # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
+        to_fp32 = {"out_dtype": torch.float32} if rows.is_cuda and rows.dtype != torch.float32 else {}
+        buffer = rows.new_empty(min(step, rows.shape[0]), self.size, dtype=to_fp32.get("out_dtype", rows.dtype))
         for start in range(0, rows.shape[0], step):
             part = slice(start, min(start + step, rows.shape[0]))
-            logits = torch.mm(rows[part], self.weight.t(), out=buffer[: part.stop - part.start]).float()
+            chunk = buffer[: part.stop - part.start]
+            logits = torch.mm(rows[part], self.weight.t(), **to_fp32, out=chunk).float()
             yield part, logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Memory of the fp32 logits of one chunk, of many positions."""
+    return _GPU_CHUNK_BYTES if device.type == "cuda" else _CHUNK_BYTES
 
 
 def _logsumexp_over_ranks(values: torch.Tensor) -> torch.Tensor:

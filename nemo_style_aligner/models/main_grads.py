@@ -40,6 +40,9 @@ def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) 
     if total.dtype == rows.dtype:
         total.addmm_(columns.t(), rows)
         return
+    if total.is_cuda:
+        torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
+        return
     # Some of v at a time: the product in bf16, and in fp32 for the sum, are small then.
     for some, part in zip(total.split(_ROWS_ADDED), columns.split(_ROWS_ADDED, 1), strict=True):
         some.add_(part.t() @ rows)

@@ -107,9 +107,14 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     from nemo_style_aligner.parallel import worlds
 
     if torch.cuda.is_available():
+        # megatron-core's overlap of tensor-parallel exchanges with products counts on one queue, before CUDA starts.
+        if int(OmegaConf.select(cfg, "model.tensor_model_parallel_size") or 1) > 1:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
         backend = "nccl"
         _use_trees_for_sums_only()
+        # cuDNN's attention makes a plan for every new shape, and packed rows have a new one each time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         backend = "gloo"
         keep_freed_memory()

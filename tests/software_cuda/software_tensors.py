@@ -116,6 +116,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain_kwargs["pin_memory"] = False  # torch of this build has no such memory
     if index is not None and plain_kwargs.get("generator") is None and _takes_generator(func):
         plain_kwargs["generator"] = generators[index]
+    func = _OF_GPUS_ALONE.get(func, func)
     result = func(*plain_args, **plain_kwargs)
     if is_late and index is None:
         Transfers.to_cpu(result)
@@ -132,6 +133,24 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(
         torch.Tensor, lambda t: originals[id(t)][1] if id(t) in originals else DeviceTensor(t, index), result
     )
+
+
+def _mm_fp32(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
+
+
+def _addmm_fp32(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor
+) -> torch.Tensor:
+    return torch.addmm(total, a.to(dtype), b.to(dtype), out=out)
+
+
+# Operations that torch has for GPUs only: products in a wider dtype than their factors'.
+_OF_GPUS_ALONE = {
+    aten.mm.dtype: _mm_fp32,
+    aten.mm.dtype_out: _mm_fp32,
+    aten.addmm.dtype_out: _addmm_fp32,
+}
 
 
 def _device_of(func: Any, flat: list[Any], args: Any, kwargs: Any) -> int | None:

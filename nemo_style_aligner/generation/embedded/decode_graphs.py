@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, StepInput
-from nemo_style_aligner.generation.embedded.torch_model import Batch
+from nemo_style_aligner.generation.embedded.torch_model import Batch, logits_dtype
 
 _FIRST_BUCKET_PAGES = 8  # attended lengths of 128, 256, 512, ...
 
@@ -54,7 +54,9 @@ class DecodeGraphs:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._inputs = self._host.to(device)  # the same tensor on a CPU
         # One buffer for all results: as outputs of their own, each graph would keep its logits for good.
-        self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=shape.dtype, device=device)
+        dtype = logits_dtype(shape.dtype, device)
+        self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=dtype, device=device)
+        self._stream: Any = None  # one for all captures: libraries keep a workspace for each that they have seen
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
 
     @property
@@ -103,13 +105,14 @@ class DecodeGraphs:
 
         if self._device.type != "cuda":
             return compute
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             compute()  # libraries initialise themselves outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # What other threads ask of the GPU meanwhile is none of the capture's business.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             compute()
         return graph.replay
 

@@ -7,6 +7,7 @@ import torch
 
 from nemo_style_aligner.generation.embedded.scheduler import Sequence
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
+from nemo_style_aligner.generation.embedded.upload import upload
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
 
@@ -58,19 +59,18 @@ class SlotSampler:
             tokens, logprobs = message[0].long(), message[1]
         self._lengths[slots] += 1
         if self._seen is not None:
-            self._seen[torch.from_numpy(slots).to(self._device), tokens] = True
-        return tokens.tolist(), logprobs.tolist()
+            self._seen[upload(slots, self._device), tokens] = True
+        if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
+            tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
+        return tokens.long().tolist(), logprobs.tolist()
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self._lengths[slots]
         suppress = lengths < self._params.min_new_tokens
         rows = SamplingRows(
-            keys=self._to_device(self._keys[slots]),
-            positions=self._to_device(lengths),
-            suppress_stop=self._to_device(suppress) if suppress.any() else None,
-            seen=None if self._seen is None else self._seen[self._to_device(slots)],
+            keys=upload(self._keys[slots], self._device),
+            positions=upload(lengths, self._device),
+            suppress_stop=upload(suppress, self._device) if suppress.any() else None,
+            seen=None if self._seen is None else self._seen[upload(slots, self._device)],
         )
         return self._step.sample(logits, self._params, rows, self._stop_ids, self._vocab_limit)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)

@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from nemo_style_aligner.generation.embedded.rotary import apply_rotary, rotary_tables
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
@@ -47,7 +48,7 @@ class _Shared:
     sin: torch.Tensor
     tables: torch.Tensor  # [n * p], flat
     decode_mask: torch.Tensor  # additive [n, 1, heads per group, p * PAGE_TOKENS]
-    segment_masks: list[torch.Tensor | None]  # bool [length, end] of each segment; None: plain causal
+    segment_masks: list[torch.Tensor | None]  # [length, end] of each segment; None: plain causal
 
 
 class TorchModel:
@@ -66,7 +67,7 @@ class TorchModel:
         self._norm_offset = 1.0 if self._a.normalization == "layernorm1p" else 0.0
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [o, vocab_size] in the engine's dtype. Collective over the tensor-parallel ranks."""
+        """Logits [o, vocab_size], of `logits_dtype`. Collective over the tensor-parallel ranks."""
         hidden = self._embed(batch.token_ids)
         shared = _Shared(
             batch=batch,
@@ -111,7 +112,7 @@ class TorchModel:
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """[o, vocab_size], the ranks' columns side by side."""
-        logits = self._weights.head.product(last)
+        logits = self._weights.head.logits(last, logits_dtype(self._dtype, last.device))
         if self._tensor_parallel.size == 1:
             return logits
         return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]
@@ -205,9 +206,16 @@ class TorchModel:
         return mask[:, None, None, :].expand(-1, 1, self._heads_per_group, -1)
 
 
+def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of a model that computes in ``dtype``: GPUs add up in float32, and can leave it at that."""
+    return torch.float32 if device.type == "cuda" else dtype
+
+
 def _segment_mask(segment: ChunkSegment, device: torch.device) -> torch.Tensor | None:
     """Which positions each token of a chunk sees; None for a chunk that starts its sequence."""
     if segment.pages is None:
         return None
     end = segment.start + segment.length
+    if device.type == "cuda":
+        return causal_lower_right(segment.length, end)  # flash attention, which takes no masks, knows this one
     return torch.ones(segment.length, end, dtype=torch.bool, device=device).tril_(segment.start)

@@ -13,6 +13,7 @@ from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
+from nemo_style_aligner.generation.embedded.upload import upload
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class TorchStep(ModelStep):
         with torch.inference_mode(False):  # buffers are written outside of it
             shape, shard = self._shape, self._shape.shard
             weights = TorchWeights(shape, self._device, self._lent)
+            if shape.weight_format == "int8" and self._device.type == "cuda":
+                logger.warning("int8 weights are widened in every pass: on a GPU they save memory and cost time")
             self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
             self._buffers = weights.buffers
             logger.info(
@@ -105,7 +108,7 @@ class TorchStep(ModelStep):
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """See `ModelStep.forward`; in the engine's dtype."""
+        """See `ModelStep.forward`; float32 on a GPU, else in the engine's dtype."""
         if self._graphs is not None and len(step.segments) == step.num_decode:
             return self._graphs.run(step)
         return self._model.forward(self._batch(step))
@@ -120,6 +123,8 @@ class TorchStep(ModelStep):
             self._graphs.release()
         release(self._buffers)
         self._pages.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of graphs is nobody's until then
 
     @torch.inference_mode()
     def acquire(self) -> None:
@@ -168,4 +173,4 @@ class TorchStep(ModelStep):
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         """int64 tensor of ``array``."""
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+        return upload(array.astype(np.int64), self._device)

@@ -41,6 +41,10 @@ class Matrix:
         """``x`` [t, in] times the transposed weight, plus ``bias`` [out], in the dtype of ``x``."""
         return F.linear(x, self._weight, bias)
 
+    def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`product` in ``dtype``: that of ``x``, or on a GPU float32, which nothing is rounded on the way to."""
+        return self.product(x) if dtype == x.dtype else torch.mm(x, self._weight.t(), out_dtype=dtype)
+
 
 class Int8Matrix(Matrix):
     """A weight [out, in] as int8 with one float32 scale per output row: weight = scale * integers."""
@@ -53,6 +57,10 @@ class Int8Matrix(Matrix):
         """As `Matrix.product`. The integers are exact in every dtype, so the scale can wait for the output."""
         out = F.linear(x, self._integers.to(x.dtype)) * self._scale
         return (out if bias is None else out + bias).to(x.dtype)
+
+    def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `Matrix.logits`."""
+        return Matrix(self._integers.to(x.dtype)).logits(x, dtype).mul_(self._scale)
 
 
 @dataclasses.dataclass(frozen=True)
