@@ -696,6 +696,96 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     assert read_metrics(tmp_path)["train/skipped_updates"][-1][1] == 3.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_critic_and_reward_model_exchange_weights_once_per_request(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The service's answers, training, saves and restores are those of two models that are there side by side."""
+    head, batching, architecture = RewardHeadConfig(), MicroBatching(2), ARCHITECTURES["llama"]
+    ids, lengths, ones = tokens(4), torch.tensor([12, 5, 9, 12]), torch.ones(4, 11)
+    start: list[dict[str, torch.Tensor]] = []
+
+    def serve(placement: Any) -> tuple[list[torch.Tensor], list[int]]:
+        """Everything that can be seen of a service, and how many swaps there were after each inference."""
+        model = build_model(architecture, {"optim": OPTIM}, dtype, head=head)
+        if start:
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(start[0][name])
+        else:
+            start.append(weights(model))
+        frozen = FrozenWeights(
+            model, placement, lambda: build_model(architecture, {}, dtype, head=head, trainable=False)
+        )
+        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+        critic = Critic(
+            model, optimizer, head,
+            training_batching=batching, global_batch_size=2, forward_batching=batching, loss_clip=0.2,
+        )  # fmt: skip
+        checkpoints = CheckpointManager(tmp_path / placement, CheckpointSettings())
+        metrics = MetricsLogger(tmp_path, 1)
+
+        def reset() -> None:
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(start[0][name])
+            critic.optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+
+        ledger = TrainingLedger()
+        service = CriticService(critic, RewardModel(frozen, head, batching), ledger, checkpoints, metrics, reset)
+        seen: list[torch.Tensor] = []
+        swaps = []
+
+        def infer(times: int) -> None:
+            for _ in range(times):
+                answer = service.infer(ids, lengths)
+                seen.extend([answer["rewards"], answer["values"]])
+                swaps.append(service.weight_swaps)
+
+        infer(3)
+        for _ in range(2):
+            service.train(ids, ones, 0 * ones, ones)
+            seen.extend(weights(model).values())
+            infer(2)
+        infer(1)  # the reward model's weights are in place
+        service.save("a run's").result()
+        seen.extend(weights(model).values())
+        (path,) = checkpoints.trainer_states()
+        infer(1)
+        service.train(ids, -ones, ones, ones)
+        infer(1)
+        service.ledger.history = "elsewhere"
+        assert service.restore("a run", [checkpoints.trainer_states()[path]["ledger"]["history"]]) == 0
+        seen.extend(weights(model).values())
+        infer(3)
+        service.train(ids, -ones, ones, ones)
+        seen.extend(weights(model).values())
+        return seen, swaps
+
+    def weights(model: MegatronModel) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    (beside, none), (exchanged, swaps) = serve("resident"), serve("swap")
+    assert len(beside) == len(exchanged) and all(map(torch.equal, beside, exchanged))
+    assert set(none) == {0} and swaps[:3] == [1, 1, 2]
+
+
+def test_an_error_while_weights_are_exchanged_leaves_the_model_right() -> None:
+    model = build_model(ARCHITECTURES["tied"], {}, torch.float32, trainable=False)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    frozen = FrozenWeights(model, "swap", lambda: model)
+    own = {name: p.data.add_(1.0).clone() for name, p in model.named_parameters()}
+
+    def has(expected: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+    broken = list(own)[3]  # some parameters are exchanged before it, some are not
+    kept, frozen._frozen[broken] = frozen._frozen[broken], torch.ones(7, 7, 7)
+    with pytest.raises(RuntimeError, match="size"), frozen.active():
+        pytest.fail("these weights should not be in use")
+    assert has(own) and not frozen.is_in_place
+    frozen._frozen[broken] = kept
+    with frozen.active():
+        assert has(first)
+    assert has(own)
+
+
 def test_values_are_standardised_as_rewards_are() -> None:
     """The critic's, in answers and in its loss; NeMo-Aligner's critic does so. Reward models learn without."""
     plain = RewardHeadConfig()

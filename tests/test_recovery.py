@@ -146,7 +146,9 @@ class CriticJob:
             critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=self.port), DispatchSettings((8,), 0)
         )
         self.server, self.critic = server, ToyCritic()
-        rewards = SimpleNamespace(rewards=lambda tokens, lengths: lengths[:, None].float())
+        rewards = SimpleNamespace(
+            rewards=lambda tokens, lengths: lengths[:, None].float(), is_in_place=False, leave=lambda **_: None
+        )
         metrics = SimpleNamespace(log_metrics=lambda *_: None)
         service = CriticService(self.critic, rewards, server.ledger, self.checkpoints, metrics, self.critic.reset)
         for path, state in list(self.checkpoints.trainer_states().items()):

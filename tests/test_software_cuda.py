@@ -59,6 +59,11 @@ def test_rules(tmp_path: Path) -> None:
     assert "kept" in run([sys.executable, str(SOFTWARE / "rules.py")], tmp_path / "rules.log")
 
 
+def test_micro_batches_wait_for_nothing(tmp_path: Path) -> None:
+    """Batches are packed on the CPU and moved without waiting: the GPU has work while the next one is packed."""
+    assert "never" in run([sys.executable, str(SOFTWARE / "waits.py")], tmp_path / "waits.log")
+
+
 def test_marked_tests(tmp_path: Path) -> None:
     """Of the tests for GPUs those of the engine that take seconds here: against the CPU, with int8 weights too."""
     files = [str(ROOT / "tests" / name) for name in ("test_generation_embedded.py", "test_generation_torch_step.py")]

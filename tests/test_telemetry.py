@@ -147,16 +147,22 @@ def test_timers_nest_add_up_and_are_consumed() -> None:
     assert timer.consume_durations() == {}
 
 
-def test_a_timer_closes_when_its_body_raises_and_synchronises_at_both_ends() -> None:
+def test_a_timer_closes_when_its_body_raises_and_waits_for_its_gpu_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, calls = FakeClock(), []
-    timer = ScopedTimer(synchronize=lambda: calls.append(clock.now), clock=clock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append((device, clock.now)))
+    timer = ScopedTimer(clock=clock)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in another thread
     with pytest.raises(RuntimeError), timer("train"):
         clock.now = 2
         raise RuntimeError
     with timer("next"):
         pass
     assert timer.consume_durations() == {"train": 2, "next": 0}
-    assert calls == [0, 2, 2, 2]
+    assert calls == [(1, 0), (1, 2), (1, 2), (1, 2)]
 
 
 class Peaks:

@@ -67,12 +67,21 @@ class CriticService:
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rewards (if the reward model is here) and values; see `ModelBackend.infer`."""
         self.critic.optimizer.offload_states()
-        answer = {}
         with self.timer("infer_time"):
-            if self.reward_model is not None:
-                answer["rewards"] = self.reward_model.rewards(tokens, lengths)
-            answer["values"] = self.critic.values(tokens, lengths)
-        return answer
+            if self.reward_model is None:
+                return {"values": self.critic.values(tokens, lengths)}
+            if not self.reward_model.is_in_place:
+                values = self.critic.values(tokens, lengths)
+                return {"rewards": self.reward_model.rewards(tokens, lengths), "values": values}
+            # Whose weights are on the device goes first: they are exchanged once per request.
+            rewards = self.reward_model.rewards(tokens, lengths)
+            self._bring_critic_back()
+            return {"rewards": rewards, "values": self.critic.values(tokens, lengths)}
+
+    def _bring_critic_back(self, *, to_change: bool = False) -> None:
+        """The critic's own weights in their place: before anything reads them or (``to_change``) changes them."""
+        if self.reward_model is not None:
+            self.reward_model.leave(to_change=to_change)
 
     def train(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
@@ -88,6 +97,7 @@ class CriticService:
         """
         before = self.step
         with self.timer("train_time"):
+            self._bring_critic_back(to_change=True)
             origin = f"training request {self.ledger.steps + 1} (its rows are in the order of the sender's samples)"
             reports = self.critic.train(ValueBatch(tokens, returns, prev_values, mask), origin)
         applied = [report for report in reports if "grad_norm" in report]
@@ -116,6 +126,7 @@ class CriticService:
         for path, state in self.checkpoints.trainer_states().items():
             newest.setdefault(state["ledger"]["history"], path)
         with self.timer("save_time"):
+            self._bring_critic_back()
             return self.checkpoints.save(
                 self.critic.model,
                 self.critic.optimizer,
@@ -130,6 +141,7 @@ class CriticService:
         wanted = {history: index for index, history in enumerate(histories)}
         if self.ledger.history in wanted:
             return wanted[self.ledger.history]
+        self._bring_critic_back(to_change=True)
         states = self.checkpoints.trainer_states()
         reachable = {
             path: wanted[state["ledger"]["history"]]

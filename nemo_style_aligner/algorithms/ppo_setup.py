@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
@@ -69,7 +68,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.checkpoints,
         run.metrics,
         run.control,
-        ScopedTimer(torch.cuda.synchronize if torch.cuda.is_available() else None, memory=peak_meter()),
+        ScopedTimer(memory=peak_meter()),
     )
     run.resume(actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()

@@ -42,6 +42,8 @@ class ValueBatch:
 class RewardModel:
     """A frozen model that gives each sequence its reward.
 
+    Where its weights take the place of another model's, they stay there until `leave`: the next request may want them.
+
     Args:
         weights: the frozen weights, or a model that is never trained.
         head: how token outputs become rewards.
@@ -63,16 +65,20 @@ class RewardModel:
         """How often these weights took the place of another model's."""
         return 0 if isinstance(self._weights, MegatronModel) else self._weights.num_swaps
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether these weights are in the place of another model's."""
+        return not isinstance(self._weights, MegatronModel) and self._weights.is_in_place
+
+    def leave(self, *, to_change: bool = False) -> None:
+        """Give the other model its weights back; see `FrozenWeights.leave`."""
+        if not isinstance(self._weights, MegatronModel):
+            self._weights.leave(to_change=to_change)
+
     def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """int64 [n, s], int64 [n], held by every rank -> fp32 [n, num_outputs] on every rank."""
-        if isinstance(self._weights, MegatronModel):
-            return self._rewards(self._weights, tokens, lengths)
-        with self._weights.active() as model:
-            return self._rewards(model, tokens, lengths)
-
-    def _rewards(self, model: MegatronModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return forward(
-            model,
+            self._weights if isinstance(self._weights, MegatronModel) else self._weights.enter(),
             ScoringBatch(tokens, lengths),
             pooled_positions(lengths, tokens.shape[1], self.head),
             self.batching,

@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.parallel.groups import moved
 from nemo_style_aligner.seeds import derive_seed
 
 _DTYPES = {
@@ -107,7 +108,7 @@ class RewardHead(torch.nn.Module):
 def merge_attributes(outputs: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
     """[..., a] -> [...]: the weighted sum of the attributes (equal weights unless configured)."""
     weights = head.attribute_weights or (1.0 / head.num_attributes,) * head.num_attributes
-    return outputs @ torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
+    return outputs @ moved(torch.tensor(weights, dtype=outputs.dtype), outputs.device)
 
 
 def pooled_positions(lengths: torch.Tensor, width: int, head: RewardHeadConfig) -> torch.Tensor:

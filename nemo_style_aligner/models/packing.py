@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from nemo_style_aligner.parallel.groups import moved
+
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatching:
@@ -77,11 +79,11 @@ class AttentionBlocks:
             sizes = torch.tensor([lengths[i] for i in block])
             positions = torch.arange(s)[:, None]
             index = starts[block] + torch.minimum(positions, sizes - 1)
-            tokens.append(index.to(device))
+            tokens.append(moved(index, device))
             real = positions < sizes
             outputs[index[real]] = offset + torch.arange(s * b).view(s, b)[real]
             offset += s * b
-        return cls(tuple(tokens), outputs.to(device))
+        return cls(tuple(tokens), moved(outputs, device))
 
 
 _SHORT = 128  # tokens; up to here attention is so little of the work that padding it costs less than another call
@@ -133,8 +135,8 @@ class PackedRow:
 
 
 def used_lengths(wanted: torch.Tensor) -> list[int]:
-    """bool [n, w], the positions whose outputs are wanted -> how many tokens of each sequence these depend on."""
-    positions = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)
+    """How many tokens of each sequence its wanted outputs depend on; ``wanted`` bool [n, w], on the CPU."""
+    positions = torch.arange(1, wanted.shape[1] + 1)
     return (wanted * positions).amax(1).tolist() if wanted.numel() else [0] * wanted.shape[0]
 
 
@@ -142,21 +144,21 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
     """Pack the rows of a micro batch.
 
     Args:
-        tokens: int64 [b, s].
+        tokens: int64 [b, s], on the CPU as ``wanted`` (see `pipeline`).
         wanted: bool [b, w], w up to s: the positions whose outputs are wanted.
         multiple: the row is filled up with zeros to a multiple of it (sequence parallelism), and to one token at least.
     """
     lengths = used_lengths(wanted)
-    limits = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
-    present = torch.arange(wanted.shape[1], device=tokens.device)[None, :] < limits[:, None]
+    limits = torch.tensor(lengths, dtype=torch.int64)
+    present = torch.arange(wanted.shape[1])[None, :] < limits[:, None]
     num_tokens = sum(lengths)
     filling = -num_tokens % multiple if num_tokens else multiple
     row = torch.nn.functional.pad(tokens[:, : wanted.shape[1]][present], (0, filling))
     # The filling is a sequence of its own: nobody sees it.
     lengths = [length for length in (*lengths, filling) if length]
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
-    boundaries = ends.to(device=tokens.device, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    boundaries = ends.to(torch.int32)
     longest = max(lengths)
     sequences = PackedSequences(
         qkv_format="thd",

@@ -1,8 +1,9 @@
 """Runs batches through megatron-core's pipeline schedules: one training step, or a forward pass.
 
 A batch is a dataclass of tensors that share their first dimension (one row per sequence), with a field
-``tokens`` int64 [n, s]. Every rank of a model-parallel group passes the same rows. Models compute packed rows without
-padding (`models.packing`); losses and results have the shapes of the batch again, zero where nothing was wanted.
+``tokens`` int64 [n, s]. It belongs on the CPU, where it is packed, and moves to the device micro batch by micro batch.
+Every rank of a model-parallel group passes the same rows. Models compute packed rows without padding
+(`models.packing`); losses and results have the shapes of the batch again, zero where nothing was wanted.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from nemo_style_aligner.parallel.groups import (
     broadcast_from_last_stage,
     data_parallel_group,
     device,
+    moved,
 )
 from nemo_style_aligner.telemetry import activity
 
 B = TypeVar("B", bound=Any)
+
+_CPU = torch.device("cpu")
 
 LossFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 """(outputs, micro batch) -> (loss summed over items, number of items, named sums to report)."""
@@ -63,13 +67,14 @@ def rows(batch: B, index: slice | torch.Tensor) -> B:
     return type(batch)(**fields)
 
 
-def to_device(batch: B, target: torch.device) -> B:
-    """The batch with its tensors on ``target``."""
-    fields = {
-        f.name: value.to(target) if isinstance(value := getattr(batch, f.name), torch.Tensor) else value
-        for f in dataclasses.fields(batch)
-    }
-    return type(batch)(**fields)
+def to_device(value: Any, target: torch.device) -> Any:
+    """A dataclass with its tensors, and those of dataclasses in it, on ``target``; other values are kept."""
+    if isinstance(value, torch.Tensor):
+        return moved(value, target)
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {f.name: to_device(getattr(value, f.name), target) for f in dataclasses.fields(value)}
+    return dataclasses.replace(value, **fields)  # type: ignore[type-var]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +97,16 @@ class _MicroBatch:
 def _micro_batches(
     model: MegatronModel, batch: Any, wanted: torch.Tensor, parts: list[list[int]], scoring: Scoring | None
 ) -> Iterator[_MicroBatch]:
-    """Pack the rows of each part, on this rank's device."""
+    """Pack the rows of each part on the CPU and move what the model needs to this rank's device.
+
+    Sizes and places depend on the data: asked of a GPU, each would make the CPU wait for all the work that the GPU has
+    been given, so that it would have none while the next micro batch is packed.
+    """
+    batch = to_device(batch, _CPU)
     multiple = model.layout.tp_size if model.config.sequence_parallel else 1
     for part in parts:
         index = torch.tensor(part, dtype=torch.int64)
-        chosen, where = to_device(rows(batch, index), device()), wanted[index].to(device())
+        chosen, where = rows(batch, index), wanted[index]
         packed = pack_row(chosen.tokens, where, multiple)
         if (largest := int(packed.tokens.max())) >= model.architecture.vocab_size:
             raise ValueError(
@@ -107,7 +117,7 @@ def _micro_batches(
         if scoring is not None:
             targets = chosen.tokens[:, 1:][where]
             prediction = Prediction(packed.outputs, targets, scoring.temperature, scoring.entropy)
-        yield _MicroBatch(chosen, packed, prediction)
+        yield to_device(_MicroBatch(chosen, packed, prediction), device())
 
 
 def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:

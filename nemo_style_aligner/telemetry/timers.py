@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import PeakMeter
 
@@ -16,29 +18,28 @@ class ScopedTimer:
 
     A scope entered inside another one is reported under both names joined by ``/``::
 
-        timer = ScopedTimer(synchronize=torch.cuda.synchronize)
+        timer = ScopedTimer()
         with timer("rollout"):
             with timer("generate"):
                 ...
         timer.consume_durations()   # {"rollout": 3.1, "rollout/generate": 2.8}
 
+    Where there is a GPU, the clock is read when it has done its work: what was queued counts where it was queued.
     Scopes nest per thread, so that work that overlaps in another thread has its own names. All methods
     may be called from any thread. The main thread's scopes are the phases that the watchdog reports.
 
     Args:
-        synchronize: called before each reading of the clock, so that work queued on a device counts where
-            it was queued. ``None`` on a CPU.
         clock: seconds, monotonic.
         memory: measures the peak of each of the main thread's scopes; None: nobody asks for it.
     """
 
     def __init__(
         self,
-        synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         memory: PeakMeter | None = None,
     ) -> None:
-        self._synchronize = synchronize
+        # The device by its number: threads have a current device of their own.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._clock = clock
         self._memory = memory
         self._open_peaks: list[int] = []  # bytes, of the main thread's open scopes
@@ -94,6 +95,6 @@ class ScopedTimer:
             self._open_peaks = [max(size, peak) for size in self._open_peaks]
 
     def _read_clock(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
         return self._clock()

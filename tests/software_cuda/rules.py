@@ -1,10 +1,12 @@
 """Run with the software devices: each rule that a test relies on, once. Prints ``kept`` at the end."""
 
 import concurrent.futures
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from software_tensors import Transfers
 
 ones = torch.ones(3, 4, device="cuda")
 assert ones.is_cuda and ones.device == torch.device("cuda", 0) and ones.type() == "torch.cuda.FloatTensor"
@@ -54,6 +56,20 @@ ones[0].copy_(pinned, non_blocking=True)
 pinned.fill_(5.0)
 with pytest.raises(RuntimeError, match="before it was copied"):
     torch.cuda.synchronize()
+
+
+# Waiting is counted.
+def waits(work: Callable[[], object]) -> int:
+    before = Transfers.num_waits
+    work()
+    return Transfers.num_waits - before
+
+
+places = torch.tensor([0, 2], device="cuda")
+assert waits(lambda: ones * 2 + ones[places].sum()) == 0
+assert waits(lambda: torch.ones(3).pin_memory().to("cuda", non_blocking=True)) == 0
+assert waits(lambda: torch.ones(3).to("cuda")) == waits(lambda: torch.tensor([1.0], device="cuda")) == 1
+assert waits(lambda: ones[ones > 0]) == waits(lambda: ones.sum().item()) == waits(lambda: ones.cpu()) == 1
 
 # Graphs.
 graph, given, taken = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")

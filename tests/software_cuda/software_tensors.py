@@ -101,6 +101,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_late = _is_late(func, args, kwargs)
     if func in _WAITS or (index is None and not is_late):
         wait_for_device(str(func))
+    elif _waits_for_sizes_or_memory(func, args, is_late):
+        Transfers.num_waits += 1
 
     originals: dict[int, tuple[torch.Tensor, DeviceTensor]] = {}
 
@@ -184,6 +186,13 @@ def _is_late(func: Any, args: Any, kwargs: Any) -> bool:
     return func is aten._to_copy.default and kwargs.get("non_blocking", False) and asked is not None and asked == CPU
 
 
+def _waits_for_sizes_or_memory(func: Any, args: Any, is_late: bool) -> bool:
+    """Whether the program waits though the result is on a device: copies of pageable memory, masks as indices."""
+    if func is aten.copy_.default:
+        return not is_late and args[1].device.type == "cpu"
+    return func is aten.index.Tensor and any(i is not None and i.is_cuda and i.dtype == torch.bool for i in args[1])
+
+
 @functools.cache
 def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
@@ -207,11 +216,14 @@ def wait_for_device(what: str = "synchronize") -> None:
     """
     if Graph.capturing is not None:
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+    Transfers.num_waits += 1
     Transfers.finish()
 
 
 class Transfers:
-    """Copies that are under way."""
+    """Copies that are under way, and how often the program waited for a device."""
+
+    num_waits = 0
 
     _arriving: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
     _leaving: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
