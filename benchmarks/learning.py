@@ -66,6 +66,10 @@ VARIANTS = {
         "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
         _AHEAD,
     ),
+    "ahead-engine": Variant(
+        "the same with PPO's ratio to the weights that generated in place of importance weights",
+        (*_AHEAD, "trainer.ppo.policy_logprobs=engine", "trainer.ppo.importance_weight_cap=null"),
+    ),
     "ahead-half-rate": Variant(
         "the same with half the learning rate", (*_AHEAD, "model.optim.lr=5e-5", "model.optim.sched.min_lr=2.5e-5")
     ),

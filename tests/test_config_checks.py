@@ -335,9 +335,26 @@ def test_weights_and_biases_that_is_not_installed_is_found(model: Path, monkeypa
     assert problem.startswith("exp_manager.create_wandb_logger=True: wandb is not installed; pip install -e '.[wandb]'")
 
 
+def test_arguments_that_weights_and_biases_do_not_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(arguments: str) -> list[str]:
+        given = [f"exp_manager.wandb_logger_kwargs.{argument}" for argument in arguments.split()]
+        return problems(model, "training_rm", " ".join(["exp_manager.create_wandb_logger=True", *given]))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda project=None, name=None, id=None: None))  # type: ignore
+    assert found("project=p version=7") == []
+    assert found("projekt=p") == [
+        "exp_manager.wandb_logger_kwargs.projekt: wandb.init takes no such argument; leave it out"
+    ]
+    assert found("log_model=True") == [
+        "exp_manager.wandb_logger_kwargs.log_model is Lightning's, and nothing here: leave it out"
+    ]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # asked for by some, an extra
+    # Asked for by some, an extra.
+    wandb = types.SimpleNamespace(init=lambda project=None, name=None, dir=None: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
     job, line, _ = COMMANDS[name]
     cfg = composed(job, *shlex.split(line), f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}")
     check_config(cfg, job)

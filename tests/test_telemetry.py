@@ -126,9 +126,11 @@ def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, mo
         return types.SimpleNamespace(id=settings.get("id", "first"), define_metric=lambda *_, **__: None)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    for kwargs in ({"project": "p"}, {"project": "p", "id": None}, {"id": "own"}, {"resume": "never"}):
+    lightnings = {"version": "own", "save_dir": "/there", "offline": True, "log_model": False}
+    for kwargs in ({"project": "p"}, {"project": "p", "id": None}, lightnings, {"resume": "never"}):
         MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs=kwargs)
     chosen = [(start.get("id"), start.get("resume")) for start in starts]
+    assert starts[2] == {"id": "own", "dir": "/there", "mode": "offline"}
     assert chosen == [(None, None), ("first", "allow"), ("own", None), (None, "never")]
 
 

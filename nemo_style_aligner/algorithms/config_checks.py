@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rollout.setup import sampling_params
+from nemo_style_aligner.telemetry.logger import wandb_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +199,17 @@ def _wandb(view: JobView) -> Iterator[str]:
     key = "exp_manager.create_wandb_logger"
     if view.get(key) and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         yield f"{view.said(key)}: wandb is not installed; pip install -e '.[wandb]', or set {key}=False"
+    elif view.get(key):
+        import wandb
+
+        try:
+            settings = wandb_settings(view.get("exp_manager.wandb_logger_kwargs") or {})
+        except ValueError as error:
+            yield str(error)
+            return
+        known = inspect.signature(wandb.init).parameters
+        if unknown := [f"exp_manager.wandb_logger_kwargs.{name}" for name in settings if name not in known]:
+            yield f"{', '.join(unknown)}: wandb.init takes no such argument; leave it out"
 
 
 # ---- layout -------------------------------------------------------------------------------------

@@ -169,14 +169,32 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
             "exp_manager.create_wandb_logger=True needs the package wandb: pip install -e '.[wandb]', "
             "or set exp_manager.create_wandb_logger=False"
         ) from error
-    settings = {key: value for key, value in kwargs.items() if value is not None}
+    settings = {"dir": str(log_dir), **wandb_settings(kwargs)}
     id_file = log_dir / WANDB_ID_FILE
     if not settings.keys() & {"id", "resume"} and id_file.exists():
         settings |= {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow"}
-    run = wandb.init(dir=str(log_dir), **settings)
+    run = wandb.init(**settings)
     id_file.write_text(f"{run.id}\n", encoding="utf-8")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``wandb.init``, from these or from those of Lightning's ``WandbLogger``, which NeMo's configs have.
+
+    Raises:
+        ValueError: one that has no counterpart.
+    """
+    settings = {key: value for key, value in kwargs.items() if value is not None}
+    if settings.pop("offline", False):
+        settings["mode"] = "offline"
+    for lightnings, name in (("save_dir", "dir"), ("version", "id")):
+        if lightnings in settings:
+            settings[name] = settings.pop(lightnings)
+    for name in ("log_model", "prefix"):
+        if settings.pop(name, None):
+            raise ValueError(f"exp_manager.wandb_logger_kwargs.{name} is Lightning's, and nothing here: leave it out")
+    return settings
 
 
 def _open_for_append(path: Path) -> TextIO:
