@@ -405,8 +405,13 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
 @pytest.mark.parametrize("by", LAUNCHERS)
 def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     started = time.monotonic()
-    result = run(script, "trainer.devices=2", "exp_manager.name=raise", by=by)
-    assert result.returncode != 0
+    log_dir = script.parent / "log"
+    options = ("exp_manager.name=raise", f"exp_manager.explicit_log_dir={log_dir}")
+    result = run(script, "trainer.devices=2", *options, by=by)
+    assert result.returncode not in (0, 75)
+    # The launcher's SIGTERM to the other rank, which is still loading, is no wish to stop and to start again.
+    assert [path.name for path in log_dir.iterdir()] == ["failed"]
+    assert "rank 1 on" in (log_dir / "failed").read_text()
     assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
     assert "[rank 1] Traceback" in result.stderr
     assert time.monotonic() - started < 150  # most of it the start; the others would sleep for 300 s

@@ -147,6 +147,19 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return found
 
 
+def test_a_rank_ends_when_another_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher leaves it running: srun of itself, without scancel in its container."""
+    monkeypatch.setattr(watchdog, "_GATHER_SECONDS", 0.01)
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    dog = Watchdog(tmp_path, 0, 2, 100.0, "job", ended.append)
+    dog._tick()
+    assert not ended
+    (tmp_path / "failed").write_text("rank 1 on host: RuntimeError: broken\n")
+    dog._tick()
+    assert ended == [1]
+
+
 def test_clocks_that_are_set_end_no_job_and_save_none(clocks: Clocks, tmp_path: Path) -> None:
     """Two ranks, on machines whose clocks differ by hours; one is stopped after 30 s. The limit is 100 s."""
     (tmp_path / "watchdog").mkdir()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -20,11 +21,13 @@ from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, FAILED_FILE
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0
 _EXIT_SECONDS = 60.0
+
+_failed_file: Path | None = None
 
 
 def shutdown(status: int = 0) -> None:
@@ -50,6 +53,26 @@ def shutdown(status: int = 0) -> None:
     worlds.leave()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def leave_failures_in(log_dir: Path, *, remove: bool) -> None:
+    """From now on a rank that fails leaves a line in `FAILED_FILE`; what an earlier run left is removed if told so."""
+    global _failed_file
+    _failed_file = log_dir / FAILED_FILE
+    if remove:
+        _failed_file.unlink(missing_ok=True)
+
+
+def has_failed(log_dir: Path, patience: float = 0.0) -> bool:
+    """Whether a rank of this run has failed, or does so within ``patience`` seconds, as far as can be seen."""
+    deadline = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(OSError):
+            if (log_dir / FAILED_FILE).exists():
+                return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
 
 
 def install_excepthook() -> None:
@@ -85,6 +108,11 @@ def fail_job(error: BaseException) -> NoReturn:
 
 def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
     rank, size = _own_rank()
+    if _failed_file is not None:
+        with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
+            _failed_file.parent.mkdir(parents=True, exist_ok=True)
+            with _failed_file.open("a", encoding="utf-8") as file:
+                file.write(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
     if issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue)):
         # All ranks find the same mistake in the config: rank 0 says it, the others only if rank 0 has not
         # ended the job by then.

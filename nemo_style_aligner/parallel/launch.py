@@ -35,7 +35,7 @@ from nemo_style_aligner.config import (
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
-from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
+from nemo_style_aligner.parallel.ending import abort_job, has_failed, install_excepthook, leave_failures_in, shutdown
 from nemo_style_aligner.parallel.machine import available_cores, free_port, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
 # ---- setting up ---------------------------------------------------------------------------------
@@ -349,18 +350,21 @@ def _run_job(
     configure_logging(info.rank, level, cfg.exp_manager.log_format)
     for note in notes:
         _logger.info(note)
-    log_dir = log_directory(cfg.exp_manager) if info.rank == 0 else None
-    if log_dir is not None:
+    log_dir = log_directory(cfg.exp_manager)
+    leave_failures_in(log_dir, remove=info.rank == 0)
+    if info.rank == 0:
         stop_signals.remove_requeue_file(log_dir)
     stop_signals.install()
     try:
         initialize(cfg)
         status = main(cfg) or 0
     except StopDuringStartError:
-        if log_dir is not None and not _is_regular_end(is_service):
+        if info.world_size > 1 and has_failed(log_dir, _FAILURE_SECONDS):
+            abort_job(1)  # the launcher ends this rank because of another
+        if info.rank == 0 and not _is_regular_end(is_service):
             stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
         raise
-    if status == EXIT_REQUEUE and log_dir is not None:
+    if status == EXIT_REQUEUE and info.rank == 0:
         stop_signals.write_requeue_file(log_dir, "stopped early, with a checkpoint where there was something to save")
     shutdown(status)
     return status

@@ -24,6 +24,9 @@ EXIT_REQUEUE = os.EX_TEMPFAIL
 REQUEUE_FILE = "requeue"
 """File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
 
+FAILED_FILE = "failed"
+"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop."""
+
 
 class StopDuringStartError(SystemExit):
     """A stop was asked for before there was anything to save."""

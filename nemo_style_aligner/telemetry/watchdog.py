@@ -29,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from nemo_style_aligner.parallel.stop_signals import FAILED_FILE
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.stacks import main_thread_location
 
@@ -102,6 +103,7 @@ class Watchdog:
         self._end = end
         self._beat = min(10.0, max(0.2, limit / 10))
         self._alarm = self._folder / f"alarm_{job}.json"
+        self._failed = log_dir / FAILED_FILE
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._backstop: TextIO | None = None
@@ -140,6 +142,11 @@ class Watchdog:
             self._write_stacks()
             if not self._stop.wait(4 * _GATHER_SECONDS):  # who raised it ends the job; if not:
                 self._end(EXIT_STUCK)
+        elif _exists(self._failed):
+            # A launcher that does not end the other ranks: srun of itself, without scancel in its container.
+            if not self._stop.wait(_GATHER_SECONDS):
+                _logger.error("another rank has failed, as %s says: ending this one", self._failed)
+                self._end(1)
         elif state.idle > _QUIET_SHARE * self._limit:
             self._read_states()
             if state.is_stuck(self._limit, 0.0) and self._others_are_stuck():
