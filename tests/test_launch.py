@@ -12,12 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.parallel import launch
 from nemo_style_aligner.parallel.detection import (
     LaunchError,
     LaunchInfo,
@@ -76,7 +80,7 @@ DETECTION = {
     "mpirun": (OMPI, MPIRUN_INFO),
     "mpirun inside an sbatch script": (BATCH_SCRIPT | OMPI, MPIRUN_INFO),
     "mpirun whose daemons srun started": (STEP | OMPI, MPIRUN_INFO),
-    "PMI": (PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
+    "PMI": (PMI, LaunchInfo(1, 2, 1, 2, "pmi")),  # MPI has to say which machine
     "PMI inside a Slurm step of other numbers": (STEP | PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
     "srun --mpi=pmi2": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "3"}, SLURM_INFO),
     "srun": (STEP, SLURM_INFO),
@@ -98,7 +102,7 @@ DETECTION = {
     "torchrun": (TORCHRUN, TORCHRUN_INFO),
     "torchrun inside a Slurm step": (STEP | TORCHRUN, TORCHRUN_INFO),
     "torchrun inside mpirun": (OMPI | TORCHRUN, TORCHRUN_INFO),
-    "torchrun's variables by hand": (BY_HAND, TORCHRUN_INFO),
+    "torchrun's variables by hand": (BY_HAND, dataclasses.replace(TORCHRUN_INFO, launcher="environment")),
     "old torchrun variables inside mpirun": (OMPI | BY_HAND, MPIRUN_INFO),
     "a supervisor's rank inside an sbatch script": (
         BATCH_SCRIPT | BY_HAND | {SUPERVISOR_PID: "1"},
@@ -115,9 +119,36 @@ def test_detection(case: str) -> None:
 
 def test_incomplete_variables_are_named() -> None:
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
-        detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+        detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(LaunchError, match="not LOCAL_WORLD_SIZE: set"):  # these may be two machines
+        detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE"):
         detect_launch({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+@pytest.mark.parametrize(("task", "terminal", "typed"), [("1", True, True), ("1", False, False), (None, True, False)])
+def test_what_is_typed_into_the_terminal_of_a_step_is_no_rank_of_it(
+    task: str | None, terminal: bool, typed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``srun -n 3 --pty bash``; ``srun -n 3 --pty python train.py`` is one."""
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: terminal))
+    env = STEP | {"SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": task or str(os.getpid())}
+    assert detect_launch(env) == (ALONE if typed else SLURM_INFO)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "expected"),
+    [("torchrun", "1", 4), ("torchrun", "2", 2), ("mpirun", "1", 1), ("mpirun", None, 4)],
+)
+def test_threads_of_a_rank(launcher: Any, given: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "available_cores", lambda: 8)
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    launch._share_cores(LaunchInfo(0, 2, 0, 2, launcher))
+    assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
 def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
@@ -432,7 +463,7 @@ def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path, b
 def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
     result = run(script, "trainer.devices=4", env=CLEAN | BY_HAND)
     assert result.returncode == 2
-    assert "torchrun started 2 ranks, but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
+    assert "2 ranks were started (environment), but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
 
 
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID
 
-Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "supervisor", "python"]
+Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "environment", "supervisor", "python"]
 
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -61,12 +63,11 @@ def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
         same = in_step and (env["PMI_RANK"], env["PMI_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"])
         if not same:
             rank, size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
-            local_rank = integer(env, "MPI_LOCALRANKID", rank)
-            return LaunchInfo(rank, size, local_rank, integer(env, "MPI_LOCALNRANKS", size), "pmi")
+            return LaunchInfo(rank, size, rank, size, "pmi")  # MPI tells which of them are on this machine
     if in_step:
         return _from_slurm(env)
     if "RANK" in env and "WORLD_SIZE" in env:
-        return _from_torchrun(env, "torchrun")
+        return _from_torchrun(env, "environment")
     return LaunchInfo(0, 1, 0, 1, "python")
 
 
@@ -96,8 +97,11 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process as one of several tasks.
 
     A batch script and the shell of ``salloc`` have most of Slurm's variables too, but are no such task; and
-    a step of one task (``srun --pty bash``) may be a shell in which someone types commands.
+    a step of one task (``srun --pty bash``), or the one of several that has the terminal, may be a shell in which
+    someone types commands.
     """
+    if "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin.isatty():
+        return False
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return False
     return integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and integer(env, "SLURM_STEP_NUM_TASKS") > 1
@@ -143,7 +147,13 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
 
 def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
     world_size = integer(env, "WORLD_SIZE")
-    local_rank = integer(env, "LOCAL_RANK", 0 if world_size == 1 else None)
+    missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
+    if world_size > 1 and missing:
+        raise LaunchError(
+            f"RANK and WORLD_SIZE={world_size} are set, but not {' and '.join(missing)}: set LOCAL_RANK to the "
+            "rank's number on its machine, LOCAL_WORLD_SIZE to how many there are on it"
+        )
+    local_rank = integer(env, "LOCAL_RANK", 0)
     if world_size > 1 and not env.get("MASTER_ADDR"):
         raise LaunchError(f"RANK and WORLD_SIZE={world_size} are set, but not MASTER_ADDR and MASTER_PORT: set them")
     return LaunchInfo(

@@ -67,7 +67,7 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:
         raise ConfigError(
-            f"{info.launcher} started {info.world_size} ranks, but {asked} asks for {wanted}: start {wanted} ranks, or "
+            f"{info.world_size} ranks were started ({info.launcher}), but {asked} asks for {wanted}: start those, or "
             f"set trainer.devices to the ranks per node and trainer.num_nodes to the nodes that are there"
         )
     if info.world_size == 1 and num_nodes > 1:
@@ -182,6 +182,9 @@ def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
             f"the launcher started {info.world_size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: it was built for "
             f"another MPI; use the mpirun that belongs to it ({os.path.dirname(sys.executable)}/mpirun, if installed)"
         )
+    if info.launcher == "pmi":
+        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        info = dataclasses.replace(info, local_rank=node.rank, local_world_size=node.size)
     address = LOOPBACK if info.local_world_size == info.world_size else own_address()
     address, port = MPI.COMM_WORLD.bcast((address, free_port()) if info.rank == 0 else None, root=0)
     return dataclasses.replace(info, master_addr=address, master_port=port)
@@ -212,7 +215,9 @@ def _loopback_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
 
 def _share_cores(info: LaunchInfo) -> None:
     """Divide this machine's cores among its ranks, unless the user has set OMP_NUM_THREADS."""
-    if "OMP_NUM_THREADS" in os.environ:
+    given = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets 1 of its own accord where there are several ranks and the variable is not set.
+    if given is not None and not (info.launcher == "torchrun" and given == "1" and info.local_world_size > 1):
         return
     if info.launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         threads = integer(os.environ, "SLURM_CPUS_PER_TASK")
