@@ -740,6 +740,7 @@ def offloaded(folder: Path) -> dict[str, Any]:
             "moments": [t.data_ptr() for p in parameters for t in inner.state[p].values()],
             "main weights": [p.data_ptr() for p in parameters],
             "weights": [p.data_ptr() for p in model.gpt.parameters()],
+            "gradients": [p.main_grad.untyped_storage().size() for p in model.gpt.parameters()],
         }
 
     def run(model: MegatronModel, optimizer: Optimizer, directory: Path, away: bool) -> Any:

@@ -238,7 +238,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     trainer.train_policy(experience)
     critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
 
-    tensors = _tensors(experience, scores)
+    tensors = _tensors(experience) | {"init_logprobs": init_logprobs, "rewards": scores.rewards}
     for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
         tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
     trainer.metrics.close()
@@ -253,9 +253,9 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 
 
-def _tensors(experience: Experience, scores: Scores) -> dict[str, torch.Tensor]:
-    fields = ("policy_mask", "logprobs", "init_logprobs", "values", "advantages", "returns", "importance_weights")
-    return {name: getattr(experience, name) for name in fields} | {"rewards": scores.rewards}
+def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
+    fields = ("policy_mask", "logprobs", "values", "advantages", "returns", "importance_weights")
+    return {name: getattr(experience, name) for name in fields}
 
 
 def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> PPOTrainer:

@@ -162,9 +162,9 @@ def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistics.generated_tokens == sum(len(result.token_ids) for result in results)
     assert statistics.prefill_tokens == sum(len(request.prompt_ids) for request in requests)
     assert 0 < statistics.decode_steps <= statistics.steps
-    assert 1 <= statistics.mean_active_slots <= 4
+    assert statistics.steps <= statistics.active_slot_steps <= 4 * statistics.steps
     assert list(engine.generate([], GREEDY)) == []
-    assert engine.statistics.mean_active_slots == 0
+    assert engine.statistics.active_slot_steps == engine.statistics.steps == 0
 
 
 def test_bfloat16_stays_close_to_float32() -> None:

@@ -163,7 +163,6 @@ def make_experience(
         mask=mask,
         policy_mask=policy_mask,
         logprobs=logprobs,
-        init_logprobs=init_logprobs,
         values=scores.values,
         advantages=advantages,
         returns=returns,

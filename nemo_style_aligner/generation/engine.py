@@ -136,11 +136,6 @@ class GenerationStatistics:
     peak_pages: int = 0  # of KV memory that sequences held at once
     num_pages: int = 0  # that there are
 
-    @property
-    def mean_active_slots(self) -> float:
-        """Occupied slots per forward pass."""
-        return self.active_slot_steps / self.steps if self.steps else 0.0
-
 
 class GenerationEngine(abc.ABC):
     """Generates responses with weights that somebody else trains.

@@ -1,7 +1,8 @@
 """Adam's states in host memory between updates (``offload_adam_states``): fp32 main weights and both moments.
 
 While rollouts are generated or a service scores, nobody needs them, and they are the largest part of a trainer's device
-memory: 12 of the 18 bytes per parameter of bf16 training without data-parallel shards.
+memory: 12 of the 18 bytes per parameter of bf16 training without data-parallel shards. The gradients, 4 bytes more, are
+freed meanwhile, too (`Optimizer.offload_states`).
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class Optimizer:
     Weights of one dimension (norms and biases) do not decay.
 
     Args:
-        offload: let `offload_states` move Adam's states to host memory (``offload_adam_states``); no effect on a CPU.
+        offload: let `offload_states` free the device of Adam's states and gradients (``offload_adam_states``); no
+            effect on a CPU.
 
     Attributes:
         step_count: updates made so far; those that were skipped do not count.
@@ -149,8 +150,9 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers; call before each training step."""
-        # DDP keeps the gradients in buffers of its own.
-        cast(DistributedDataParallel, self.model.module).zero_grad_buffer()
+        if self._offload is not None:
+            self._ddp.restore_grad_buffers(synchronize=False)  # which are there in the order of the device's work
+        self._ddp.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, loss: float, origin: str) -> dict[str, float]:
@@ -200,11 +202,22 @@ class Optimizer:
         chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        """Has the gradients, in buffers of its own."""
+        return cast(DistributedDataParallel, self.model.module)
+
     def offload_states(self) -> None:
-        """Move Adam's states to host memory until the next `step`, if the config asks for it. Gradients are dropped."""
-        if self._offload is not None:
-            self.megatron.zero_grad()  # main weights must not hold on to gradients on the device
-            self._offload.offload()
+        """Move Adam's states to host memory until the next `step`, if the config asks for it.
+
+        Gradients are dropped, and the memory of their buffers is given back until the next `zero_grad`. Nothing may
+        read them in between.
+        """
+        if self._offload is None or self._offload.is_away:
+            return
+        self.megatron.zero_grad()  # main weights must not hold on to gradients on the device
+        self._ddp.offload_grad_buffers(empty_cache=False)
+        self._offload.offload()
 
     def reload_model_params(self) -> None:
         """Take the model's weights as the new main weights (after loading a model without its optimizer)."""

@@ -117,7 +117,6 @@ class PackedRow:
         outputs: int64 [k], places in the row whose outputs are wanted.
         places: int64 [k], the same places in the unpacked b * w outputs.
         shape: (b, w) of the unpacked outputs.
-        num_tokens: tokens of the row that belong to a sequence; the rest fills the row up.
     """
 
     tokens: torch.Tensor
@@ -125,7 +124,6 @@ class PackedRow:
     outputs: torch.Tensor
     places: torch.Tensor
     shape: tuple[int, int]
-    num_tokens: int
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [k, ...] at the wanted places -> [b, w, ...], zero elsewhere. Differentiable."""
@@ -175,7 +173,6 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
         outputs=wanted[present].nonzero()[:, 0],
         places=wanted.reshape(-1).nonzero()[:, 0],
         shape=(wanted.shape[0], wanted.shape[1]),
-        num_tokens=num_tokens,
     )
 
 

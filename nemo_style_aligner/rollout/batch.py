@@ -61,7 +61,7 @@ class Experience:
         mask: fp32 [n, s-1], 1 at the predictions of response tokens (the critic trains on these);
             zero throughout samples that are not valid.
         policy_mask: fp32 [n, s-1], ``mask`` without truncated responses (the policy trains on these).
-        logprobs, init_logprobs: fp32 [n, s-1], of the policy and of the initial policy, by the trainer.
+        logprobs: fp32 [n, s-1], of the policy, by the trainer.
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
         staleness: int64 [n], policy updates made since the weights that each response was made with.
@@ -72,7 +72,6 @@ class Experience:
     mask: torch.Tensor
     policy_mask: torch.Tensor
     logprobs: torch.Tensor
-    init_logprobs: torch.Tensor
     values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor

@@ -52,7 +52,8 @@ class MetricsLogger:
 
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
-        self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"))
+        # After 10 seconds on the disk, not 120: the last steps of a run that ends by a crash are those of interest.
+        self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
 
@@ -108,11 +109,6 @@ class MetricsLogger:
         self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
         if self._wandb is not None:
             self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
-
-    def flush(self) -> None:
-        """Bring everything logged so far to the disk."""
-        if self._enabled:
-            self._tensorboard.flush()
 
     def close(self) -> None:
         """Write out what is left. Calling it twice does nothing; logging afterwards does nothing."""
