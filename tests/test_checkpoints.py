@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints import durable, manifest, sharded_writing
+from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -231,6 +231,17 @@ def test_only_one_checkpoint_is_written_at_a_time(multirank: dict[str, Any]) -> 
     result = multirank["behind"]["two"]
     assert result["order"] == [2, 3]
     assert result["names"] == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_pinned_memory_is_given_back_with_any_torch(monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
+    calls = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("2.9"), raising=False)
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    if is_public:
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("2.11"), raising=False)
+    background._empty_host_cache()
+    assert calls == ["2.11" if is_public else "2.9"]
 
 
 def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class BackgroundWriter:
         if pending is not None:
             times = pending.future.result()
             if torch.cuda.is_available():
-                torch.accelerator.empty_host_cache()  # torch would keep the pinned memory of what was written
+                _empty_host_cache()  # torch would keep the pinned memory of what was written
             pending.on_end(times)
 
     def poll(self) -> None:
@@ -130,3 +130,10 @@ class BackgroundWriter:
                 elif error := self._pending.future.exception():
                     logger.error("a checkpoint was not written: %s", error)
                 self._pending = None
+
+
+def _empty_host_cache() -> None:
+    """Give pinned memory that nobody uses back to the system. torch before 2.11 has no public name for it."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = public if public is not None else torch._C._host_emptyCache  # type: ignore[attr-defined]
+    empty()
