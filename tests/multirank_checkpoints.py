@@ -35,12 +35,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import contents, training
+from nemo_style_aligner.checkpoints import contents, optimizer_state, training
 from nemo_style_aligner.checkpoints.background import WorkTimes
+from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors, stored_shapes
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -327,6 +328,61 @@ def exact_resume(folder: Path) -> dict[str, Any]:
     # Saving itself changes nothing.
     results["without a save"] = next(iter(jobs.values())).run(straight, None)[1]
     return results
+
+
+def shared_out(folder: Path) -> dict[str, Any]:
+    """What each data-parallel rank writes, and loads at once; checkpoints of which the first rank wrote everything."""
+
+    def of_megatron_core(optimizer: Optimizer, model: MegatronModel, prefix: str) -> dict[str, Any]:
+        (inner,) = optimizer.megatron.chained_optimizers
+        optimizer_state._correct_parameter_order(inner)
+        form = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+        }
+        state = inner.sharded_state_dict(model_tensors(model.gpt, prefix), False, metadata=form)["param_state"] or {}
+        return {f"optimizer.0.{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer_state._EXCHANGE_BYTES = 12 * 1000  # parameters in pieces, and several in a batch
+        optimizer_state._LOAD_BYTES = 4 * 3000  # several rounds; the embedding is larger
+        train(model, optimizer, 2)
+        ours = contents.take(model, optimizer, {}, 2)
+        optimizer_parts = ours.tensors.below("optimizer.")
+        assert ours.bytes_copied() == optimizer_parts.num_bytes()
+        assert ours.bytes_of_copy() == ours.tensors.num_bytes()
+        own = [optimizer_parts.num_bytes(), ours.tensors.num_bytes()]
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, own)
+        most_loaded, load = 0, optimizer_state.load_sharded_tensors
+
+        def watched(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            nonlocal most_loaded
+            most_loaded = max(most_loaded, sum(4 * t.data.numel() for t in tensors.values()))
+            load(tensors, *args, **kwargs)
+
+        optimizer_state.load_sharded_tensors = watched
+        stored = {}
+        for name in ("ours", "megatron-core's"):
+            save(manager(folder / name), model, optimizer, 2)
+            stored[name] = fingerprint(model, optimizer)
+            contents.optimizer_tensors = of_megatron_core  # type: ignore[assignment]
+        loaded = {}
+        for name in stored:
+            train(model, optimizer, 1)
+            manager(folder / name).resume(model, optimizer)
+            loaded[name] = fingerprint(model, optimizer)
+        with open_source(next((folder / "ours").iterdir())) as a, open_source(next((folder / name).iterdir())) as b:
+            same_keys = stored_shapes(a, "state") == stored_shapes(b, "state")
+        largest = max(4 * p.numel() for p in model.gpt.parameters())
+        return {
+            "written": written,
+            "same": loaded == stored and same_keys,
+            "loaded at once": most_loaded <= max(largest, 12_000),
+        }
+
+    jobs = {"dp2": Job(dp=2, dtype=torch.bfloat16, reward=True), "tp2 dp2": Job(tp=2, dp=2, divisor=16)}
+    return {name: job.run(run) for name, job in jobs.items()}
 
 
 def layout_change(folder: Path) -> dict[str, Any]:
@@ -927,7 +983,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = (
     *(archives, reward_model, exact_resume, layout_change, killed, behind, offloaded, damaged, full_disk),
-    *(pruning, resuming, nonfinite, killed_at_random, not_trusted),
+    *(shared_out, pruning, resuming, nonfinite, killed_at_random, not_trusted),
 )
 
 

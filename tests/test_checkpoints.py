@@ -194,6 +194,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(multirank: dict[s
     assert result["state"] == {"step": 3, "sampler": {"epoch": 1, "position": 7}}
 
 
+@pytest.mark.parametrize("job", ["dp2", "tp2 dp2"])
+def test_data_parallel_ranks_share_the_optimizer_out(multirank: dict[str, Any], job: str) -> None:
+    """Evenly; few parameters at once when it is loaded; checkpoints that the first rank wrote alone are read too."""
+    result = multirank["shared_out"][job]
+    optimizer, _ = zip(*result["written"], strict=True)
+    assert max(optimizer) < 1.2 * min(optimizer)
+    assert result["same"] and result["loaded at once"]
+
+
 def test_saving_does_not_change_the_run(multirank: dict[str, Any]) -> None:
     results = multirank["exact_resume"]
     assert results["without a save"] == results[EXACT[0]]["straight"][1]

@@ -58,10 +58,9 @@ class PreparedTensors:
         """Those of them whose keys begin with ``prefix``."""
         return PreparedTensors(tuple(t for t in self.tensors if t.key.startswith(prefix)))
 
-    def num_bytes_of_snapshot(self, already_copies: Iterable[str] = ()) -> int:
-        """Memory that `snapshot` takes. torch pins powers of two only."""
-        copied = (t for t in self.tensors if not t.key.startswith(tuple(already_copies)))
-        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in copied)
+    def num_bytes_of_snapshot(self) -> int:
+        """Memory that a `snapshot` fills. torch pins powers of two only."""
+        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in self.tensors)
 
 
 def prepare(tensors: ShardedTensors) -> PreparedTensors:

@@ -193,11 +193,12 @@ class CheckpointManager:
 
     def _has_memory_for(self, contents: Contents) -> bool:
         """Whether the ranks of every machine can hold copies of their tensors."""
-        own = (socket.gethostname(), contents.bytes_of_copy())
-        everywhere: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        own = (socket.gethostname(), contents.bytes_of_copy(), contents.bytes_copied())
+        everywhere: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
-        needed = sum(size for host, size in everywhere if host == own[0])
-        suffices = needed <= _SNAPSHOT_SHARE * available_memory()
+        needed = sum(size for host, size, _ in everywhere if host == own[0])
+        taken = sum(size for host, _, size in everywhere if host == own[0])
+        suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # of what was free before the save
         if not suffices and not self._is_short_of_memory:
             logger.warning(
                 "checkpoints are written before training goes on: a copy of the state takes %.1f GiB on this machine, "
