@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
@@ -195,11 +197,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(multirank: dict[s
 
 
 @pytest.mark.parametrize("job", ["dp2", "tp2 dp2"])
-def test_data_parallel_ranks_share_the_optimizer_out(multirank: dict[str, Any], job: str) -> None:
+def test_data_parallel_ranks_share_out_what_they_write(multirank: dict[str, Any], job: str) -> None:
     """Evenly; few parameters at once when it is loaded; checkpoints that the first rank wrote alone are read too."""
     result = multirank["shared_out"][job]
-    optimizer, _ = zip(*result["written"], strict=True)
-    assert max(optimizer) < 1.2 * min(optimizer)
+    for written in zip(*result["written"], strict=True):  # of the optimizer, of everything
+        assert max(written) < 1.2 * min(written)
     assert result["same"] and result["loaded at once"]
 
 
@@ -491,6 +493,28 @@ def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
     with single_process(), pytest.raises(OSError, match="Input/output error"):
         manifest.verify_on_disk(tmp_path)
     assert [error.errno for error in gathered] == [errno.EIO]
+
+
+def test_ranks_wait_for_slow_disks_longer_than_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every tensor that is written says to the watchdog that the job gets on."""
+    limits, groups, steps = [], [], []
+
+    def make_group(timeout: timedelta) -> Any:
+        limits.append(timeout)
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr(background, "background_group", make_group)
+    monkeypatch.setattr(sharded_writing.activity, "progress", lambda: steps.append(1))
+    tensors = [ShardedTensor.from_rank_offsets(f"tensor {n}", torch.ones(5)) for n in range(7)]
+    with single_process():
+        writer = background.BackgroundWriter()
+        for in_background in (False, True):
+            writer.run(groups.append, 0.0, lambda _: None, in_background=in_background)
+            writer.finish()
+        sharded_writing.write_tensors(sharded_writing.PreparedTensors(tuple(tensors)), tmp_path)
+        assert groups == [torch.distributed.group.WORLD] * 2
+    assert len(limits) == 1 and limits[0] >= timedelta(hours=2)
+    assert len(steps) == len(tensors)
 
 
 def test_checkpoint_names_are_lightnings() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +94,6 @@ def start_run(cfg: DictConfig) -> Run:
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",
             CheckpointSettings.from_config(cfg.exp_manager),
-            timeout=timedelta(minutes=cfg.trainer.distributed_timeout_minutes),
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )

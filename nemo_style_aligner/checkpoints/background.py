@@ -21,6 +21,9 @@ Work = Callable[[dist.ProcessGroup | None], None]
 """What is done with the thread's process group."""
 
 _LAST_CHANCE_SECONDS = 60.0
+# Ranks wait for the slowest disk in one collective. No limit of training's collectives: a dead peer's sockets close at
+# once all the same, and what hangs is the watchdog's to find.
+_TIMEOUT = timedelta(hours=12)
 _WRITTEN, _RUNNING, _FAILED = range(3)
 
 
@@ -51,13 +54,11 @@ class BackgroundWriter:
 
     Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end.
 
-    Args:
-        timeout: of the thread's collectives; torch's own unless given.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self._timeout = timeout
-        self._group: dist.ProcessGroup | None = None
+    def __init__(self) -> None:
+        self._own_group: dist.ProcessGroup | None = None
+        self._has_group = False
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: _Pending | None = None
 
@@ -75,16 +76,16 @@ class BackgroundWriter:
         """
         if self._pending is not None:
             raise RuntimeError("the background writer is still at work: call finish() first")
+        group = self.group()
         if not in_background:
-            work(None)
+            work(group)
             done: concurrent.futures.Future[WorkTimes] = concurrent.futures.Future()
             done.set_result(WorkTimes(0.0, time.monotonic() - started))
             on_end(done.result())
             return done
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer")
-            self._group = background_group(self._timeout)
-        group, submitted = self._group, time.monotonic()
+        submitted = time.monotonic()
 
         def part() -> WorkTimes:
             work(group)
@@ -93,6 +94,12 @@ class BackgroundWriter:
 
         self._pending = _Pending(self._thread.submit(part), on_end)
         return self._pending.future
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The work's group; None for the default group, of one rank. Collective at the first call."""
+        if not self._has_group:
+            self._own_group, self._has_group = background_group(_TIMEOUT), True
+        return self._own_group
 
     def finish(self) -> None:
         """Collective: wait for the end of the work, if there is any.

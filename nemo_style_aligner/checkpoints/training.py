@@ -21,7 +21,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,6 @@ class CheckpointManager:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
         settings: see `CheckpointSettings`.
         nemo: what to put into .nemo archives; None writes none.
-        timeout: of collectives while a checkpoint is written in the background; torch's own unless given.
     """
 
     def __init__(
@@ -97,7 +95,6 @@ class CheckpointManager:
         directory: Path,
         settings: CheckpointSettings,
         nemo: NemoExport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         self.settings = settings
         self.nemo = nemo
@@ -105,7 +102,7 @@ class CheckpointManager:
         named = settings.resume_from_checkpoint
         self._named = Path(named).expanduser() if named else None
         self._resumed_from = str(self._named.resolve()) if self._named else None
-        self._writer = BackgroundWriter(timeout)
+        self._writer = BackgroundWriter()
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
         self._is_archived = False  # so has the .nemo archive
@@ -253,7 +250,7 @@ class CheckpointManager:
         elif self._is_archived:
             return
         self._save_tokenizer()
-        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)))
+        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)), self._writer.group())
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 
@@ -273,7 +270,7 @@ class CheckpointManager:
             self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
             tokenizer.save(Path(self._tokenizer_folder.name))
 
-    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None = None) -> None:
+    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None) -> None:
         """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return
