@@ -7,6 +7,7 @@ starting them by torchrun takes. A rank can be killed for real. Results go to ``
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -35,8 +36,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import contents, optimizer_state, training
-from nemo_style_aligner.checkpoints.background import WorkTimes
+from nemo_style_aligner.checkpoints import background, contents, optimizer_state, training
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
@@ -214,7 +214,7 @@ def save(m: CheckpointManager, model: MegatronModel, optimizer: Optimizer | None
 
 def start_save(
     m: CheckpointManager, model: MegatronModel, optimizer: Any, step: int, **more: Any
-) -> concurrent.futures.Future[WorkTimes]:
+) -> concurrent.futures.Future[None]:
     options = {name: more.pop(name) for name in ("on_end", "before_publishing") if name in more}
     return m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, more, **options)
 
@@ -492,12 +492,17 @@ def behind(folder: Path) -> dict[str, Any]:
         save(manager(folder / "blocking", async_save=False), model, optimizer, 2)
         export = NemoExport(model.architecture.to_nemo_config(), None)
         m = CheckpointManager(directory, CheckpointSettings(always_save_nemo=True), export)
-        start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
+        packing, write_nemo = threading.Event(), training.write_nemo
+        training.write_nemo = lambda *args, **kwargs: (packing.wait(), write_nemo(*args, **kwargs))
+        whole = start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
         train(model, optimizer, 2)
         m.poll()
         written = {"meanwhile": names(directory), "noticed before the end": len(ended)}
         dist.barrier()
         gate.set()
+        whole.result()
+        written["whole before the archive"] = names(directory)
+        packing.set()
         while not ended:
             m.poll()
         written |= {"noticed": len(ended), "afterwards": names(directory)}
@@ -551,13 +556,41 @@ def behind(folder: Path) -> dict[str, Any]:
             failure = type(problem).__name__
         results["last chance"] = [failure, names(directory)[-1]]
 
+        def fail(*_: Any, **__: Any) -> None:
+            packing.wait()
+            raise OSError("no room")
+
+        class Records(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                logged.append(record.getMessage())
+
+        logging.disable(logging.NOTSET)
+        logged: list[str] = []
+        background.logger.addHandler(Records())
+        training.write_nemo, background._LAST_CHANCE_SECONDS = fail, 0.2
+        m = CheckpointManager(folder / "no archive", CheckpointSettings(always_save_nemo=True), export)
+        for is_slow in (True, False):
+            packing.clear() if is_slow else packing.set()
+            with contextlib.suppress(ZeroDivisionError), m.last_chance():
+                start_save(m, model, optimizer, 6).result()
+                1 // 0  # noqa: B018
+            packing.set()
+        start_save(m, model, optimizer, 7).result()
+        try:
+            m.finish()
+        except OSError as problem:
+            logged.append(str(problem))
+        results["no archive"] = [*logged, names(m.directory)[-1]]
+        logging.disable(logging.WARNING)
+
         blocking = {"async_save=False": manager(folder / "no wish", async_save=False)}
         training.available_memory = lambda: 100
         blocking["no memory"] = manager(folder / "no memory")
         results["blocking"] = {}
         for case, m in blocking.items():
-            done = start_save(m, model, optimizer, 6)
-            results["blocking"][case] = [done.result().background, names(m.directory) == ["megatron_gpt-step=6-last"]]
+            ended.clear()
+            assert start_save(m, model, optimizer, 6, on_end=ended.append).done()
+            results["blocking"][case] = [ended[0].background, names(m.directory) == ["megatron_gpt-step=6-last"]]
         return results
 
     return Job(dp=2).run(run)

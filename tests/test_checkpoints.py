@@ -233,6 +233,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(multirank: dict[str, Any
     result = multirank["behind"]["written"]
     assert result["meanwhile"] == ["megatron_gpt-step=1-last", "megatron_gpt-step=2-last.unfinished"]
     assert (result["noticed before the end"], result["noticed"]) == (0, 1)
+    assert result["whole before the archive"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last"]
     assert result["afterwards"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last", "megatron_gpt.nemo"]
     assert result["archive is of then"]
     assert result["resumed"] == result["expected"] != result["trained on"]
@@ -264,6 +265,16 @@ def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: 
 
 def test_a_job_that_fails_still_finishes_its_checkpoint(multirank: dict[str, Any]) -> None:
     assert multirank["behind"]["last chance"] == ["ZeroDivisionError", "megatron_gpt-step=5-last"]
+
+
+def test_an_archive_that_is_not_written_leaves_the_checkpoint_whole(multirank: dict[str, Any]) -> None:
+    """And nothing that is logged or raised says otherwise."""
+    given_up, failed, raised, newest = multirank["behind"]["no archive"]
+    assert given_up == "an archive is given up: it is not whole after 0 s"
+    assert failed.startswith("an archive was not written: the archive ")
+    for error in (failed, raised):
+        assert error.endswith("megatron_gpt.nemo was not written: no room. The checkpoints are whole")
+    assert newest == "megatron_gpt-step=7-last"
 
 
 def test_without_memory_for_a_copy_or_without_the_wish_saves_block(multirank: dict[str, Any]) -> None:
@@ -509,7 +520,7 @@ def test_ranks_wait_for_slow_disks_longer_than_in_training(tmp_path: Path, monke
     with single_process():
         writer = background.BackgroundWriter()
         for in_background in (False, True):
-            writer.run(groups.append, 0.0, lambda _: None, in_background=in_background)
+            writer.run(lambda group, _: groups.append(group), 0.0, lambda _: None, in_background=in_background)
             writer.finish()
         sharded_writing.write_tensors(sharded_writing.PreparedTensors(tuple(tensors)), tmp_path)
         assert groups == [torch.distributed.group.WORLD] * 2

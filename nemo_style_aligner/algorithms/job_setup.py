@@ -64,7 +64,12 @@ class Run:
             trainer.load_state_dict(state)
 
     def close(self) -> int:
-        """Write out what the log still holds; the job's exit status."""
+        """Wait for the checkpoint and the archive that are being written, and for the log; the job's exit status.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self.checkpoints.finish()
         self.metrics.close()
         if self.watchdog is not None:
             self.watchdog.stop()

@@ -17,8 +17,8 @@ from nemo_style_aligner.parallel.groups import all_reduce_max, background_group
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[dist.ProcessGroup | None], None]
-"""What is done with the thread's process group."""
+Work = Callable[[dist.ProcessGroup | None, Callable[[], None]], None]
+"""What is done with the thread's process group. It calls the second argument when the checkpoint is whole."""
 
 _LAST_CHANCE_SECONDS = 60.0
 # Ranks wait for the slowest disk in one collective. No limit of training's collectives: a dead peer's sockets close at
@@ -45,7 +45,8 @@ OnEnd = Callable[[WorkTimes], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    future: concurrent.futures.Future[WorkTimes]
+    future: concurrent.futures.Future[WorkTimes]  # of all of the work
+    whole: concurrent.futures.Future[None]
     on_end: OnEnd
 
 
@@ -62,9 +63,7 @@ class BackgroundWriter:
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: _Pending | None = None
 
-    def run(
-        self, work: Work, started: float, on_end: OnEnd, *, in_background: bool
-    ) -> concurrent.futures.Future[WorkTimes]:
+    def run(self, work: Work, started: float, on_end: OnEnd, *, in_background: bool) -> concurrent.futures.Future[None]:
         """Do the work, in the thread or at once. Collective: every rank does its part. Finish what is under way first.
 
         Args:
@@ -72,28 +71,32 @@ class BackgroundWriter:
             on_end: called in the main thread of every rank, once the work has ended well.
 
         Returns:
-            This rank's part, done when the work is.
+            Done when the checkpoint is whole, on this rank: before the work is, if something follows.
         """
         if self._pending is not None:
             raise RuntimeError("the background writer is still at work: call finish() first")
         group = self.group()
+        whole: concurrent.futures.Future[None] = concurrent.futures.Future()
         if not in_background:
-            work(group)
-            done: concurrent.futures.Future[WorkTimes] = concurrent.futures.Future()
-            done.set_result(WorkTimes(0.0, time.monotonic() - started))
-            on_end(done.result())
-            return done
+            work(group, lambda: whole.set_result(None))
+            on_end(WorkTimes(0.0, time.monotonic() - started))
+            return whole
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer")
         submitted = time.monotonic()
 
         def part() -> WorkTimes:
-            work(group)
+            try:
+                work(group, lambda: whole.set_result(None))
+            except BaseException as error:
+                if not whole.done():
+                    whole.set_exception(error)
+                raise
             ended = time.monotonic()
             return WorkTimes(ended - submitted, ended - started)
 
-        self._pending = _Pending(self._thread.submit(part), on_end)
-        return self._pending.future
+        self._pending = _Pending(self._thread.submit(part), whole, on_end)
+        return whole
 
     def group(self) -> dist.ProcessGroup | None:
         """The work's group; None for the default group, of one rank. Collective at the first call."""
@@ -131,12 +134,13 @@ class BackgroundWriter:
             yield
         finally:
             if self._pending is not None:
-                done, _ = concurrent.futures.wait([self._pending.future], _LAST_CHANCE_SECONDS)
+                pending, self._pending = self._pending, None
+                done, _ = concurrent.futures.wait([pending.future], _LAST_CHANCE_SECONDS)
+                missing = "an archive" if pending.whole.done() and not pending.whole.exception() else "a checkpoint"
                 if not done:
-                    logger.error("a checkpoint is given up: it is not whole after %.0f s", _LAST_CHANCE_SECONDS)
-                elif error := self._pending.future.exception():
-                    logger.error("a checkpoint was not written: %s", error)
-                self._pending = None
+                    logger.error("%s is given up: it is not whole after %.0f s", missing, _LAST_CHANCE_SECONDS)
+                elif error := pending.future.exception():
+                    logger.error("%s was not written: %s", missing, error)
 
 
 def _empty_host_cache() -> None:

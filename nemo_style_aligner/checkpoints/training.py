@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd, WorkTimes
+from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
 from nemo_style_aligner.checkpoints.durable import on_first_rank
@@ -126,7 +126,7 @@ class CheckpointManager:
         protected: Collection[Path] = (),
         before_publishing: MayPublish | None = None,
         on_end: OnEnd | None = None,
-    ) -> concurrent.futures.Future[WorkTimes]:
+    ) -> concurrent.futures.Future[None]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
 
         Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive follows, from the same
@@ -142,7 +142,8 @@ class CheckpointManager:
                 next save.
 
         Returns:
-            Done when all is written, on this rank. `finish` and `poll` raise its error, if there is one.
+            Done when the checkpoint is whole, on this rank: before its archive is. `finish` and `poll` are for both, and
+            raise the error of either.
 
         Raises:
             OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
@@ -206,8 +207,12 @@ class CheckpointManager:
         self._is_short_of_memory = not suffices
         return not all_reduce_max(int(not suffices))
 
-    def _write(self, save: _Save, group: dist.ProcessGroup | None) -> None:
-        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one."""
+    def _write(self, save: _Save, group: dist.ProcessGroup | None, is_whole: Callable[[], None]) -> None:
+        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one.
+
+        Args:
+            is_whole: called before the archive.
+        """
         try:
             write_contents(save.contents, save.manifest, staging_of(save.target), group)
         except (OSError, ValueError, TypeError) as error:
@@ -224,6 +229,7 @@ class CheckpointManager:
             while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
                 pass
         on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        is_whole()
         if save.is_archived:
             self._export(save.contents.model(), group)
 
