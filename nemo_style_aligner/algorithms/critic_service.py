@@ -82,9 +82,11 @@ class CriticService:
         in any case, the request counts as applied, and the log and ``train/skipped_updates`` say what happened.
 
         Raises:
+            OSError: the checkpoint, or archive, that was being written could not be.
             NonFiniteError: `models.nonfinite.NonFinitePolicy` does not let it pass. The service ends; started again,
                 it goes on from its last checkpoint, which knows nothing of this request.
         """
+        self.checkpoints.poll()  # the copy's pinned memory is given back before the next save
         before = self.step
         with self.timer("train_time"):
             origin = f"training request {self.ledger.steps + 1} (its rows are in the order of the sender's samples)"

@@ -142,8 +142,8 @@ class CheckpointManager:
                 next save.
 
         Returns:
-            Done when the checkpoint is whole, on this rank: before its archive is. `finish` and `poll` are for both, and
-            raise the error of either.
+            Done when the checkpoint is whole, on this rank: before its archive is. `finish` and `poll` are for both,
+            and raise the error of either.
 
         Raises:
             OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
