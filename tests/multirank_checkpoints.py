@@ -7,6 +7,7 @@ starting them by torchrun takes. A rank can be killed for real. Results go to ``
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -35,12 +36,12 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import contents, training
-from nemo_style_aligner.checkpoints.background import WorkTimes
+from nemo_style_aligner.checkpoints import background, contents, optimizer_state, training
+from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters, optimizer_tensors
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors, stored_shapes
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -213,7 +214,7 @@ def save(m: CheckpointManager, model: MegatronModel, optimizer: Optimizer | None
 
 def start_save(
     m: CheckpointManager, model: MegatronModel, optimizer: Any, step: int, **more: Any
-) -> concurrent.futures.Future[WorkTimes]:
+) -> concurrent.futures.Future[None]:
     options = {name: more.pop(name) for name in ("on_end", "before_publishing") if name in more}
     return m.save(model, optimizer, {"step": step, "sampler": {"epoch": 1, "position": 7}}, more, **options)
 
@@ -329,6 +330,61 @@ def exact_resume(folder: Path) -> dict[str, Any]:
     return results
 
 
+def shared_out(folder: Path) -> dict[str, Any]:
+    """What each data-parallel rank writes, and loads at once; checkpoints of which the first rank wrote everything."""
+
+    def of_megatron_core(optimizer: Optimizer, model: MegatronModel, prefix: str) -> dict[str, Any]:
+        (inner,) = optimizer.megatron.chained_optimizers
+        optimizer_state._correct_parameter_order(inner)
+        form = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+        }
+        state = inner.sharded_state_dict(model_tensors(model.gpt, prefix), False, metadata=form)["param_state"] or {}
+        return {f"optimizer.0.{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
+
+    def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer_state._EXCHANGE_BYTES = 12 * 1000  # parameters in pieces, and several in a batch
+        optimizer_state._LOAD_BYTES = 4 * 3000  # several rounds; the embedding is larger
+        train(model, optimizer, 2)
+        ours = contents.take(model, optimizer, {}, 2)
+        optimizer_parts = ours.tensors.below("optimizer.")
+        assert ours.bytes_copied() == optimizer_parts.num_bytes()
+        assert ours.bytes_of_copy() == ours.tensors.num_bytes()
+        own = [optimizer_parts.num_bytes(), ours.tensors.num_bytes()]
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, own)
+        most_loaded, load = 0, optimizer_state.load_sharded_tensors
+
+        def watched(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            nonlocal most_loaded
+            most_loaded = max(most_loaded, sum(4 * t.data.numel() for t in tensors.values()))
+            load(tensors, *args, **kwargs)
+
+        optimizer_state.load_sharded_tensors = watched
+        stored = {}
+        for name in ("ours", "megatron-core's"):
+            save(manager(folder / name), model, optimizer, 2)
+            stored[name] = fingerprint(model, optimizer)
+            contents.optimizer_tensors = of_megatron_core  # type: ignore[assignment]
+        loaded = {}
+        for name in stored:
+            train(model, optimizer, 1)
+            manager(folder / name).resume(model, optimizer)
+            loaded[name] = fingerprint(model, optimizer)
+        with open_source(next((folder / "ours").iterdir())) as a, open_source(next((folder / name).iterdir())) as b:
+            same_keys = stored_shapes(a, "state") == stored_shapes(b, "state")
+        largest = max(4 * p.numel() for p in model.gpt.parameters())
+        return {
+            "written": written,
+            "same": loaded == stored and same_keys,
+            "loaded at once": most_loaded <= max(largest, 12_000),
+        }
+
+    jobs = {"dp2": Job(dp=2, dtype=torch.bfloat16, reward=True), "tp2 dp2": Job(tp=2, dp=2, divisor=16)}
+    return {name: job.run(run) for name, job in jobs.items()}
+
+
 def layout_change(folder: Path) -> dict[str, Any]:
     """Training at TP2 x PP2 that goes on at DP2, plain and bf16 forms included, against one layout throughout."""
     base = folder / "base.nemo"
@@ -436,12 +492,17 @@ def behind(folder: Path) -> dict[str, Any]:
         save(manager(folder / "blocking", async_save=False), model, optimizer, 2)
         export = NemoExport(model.architecture.to_nemo_config(), None)
         m = CheckpointManager(directory, CheckpointSettings(always_save_nemo=True), export)
-        start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
+        packing, write_nemo = threading.Event(), training.write_nemo
+        training.write_nemo = lambda *args, **kwargs: (packing.wait(), write_nemo(*args, **kwargs))
+        whole = start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=ended.append)
         train(model, optimizer, 2)
         m.poll()
         written = {"meanwhile": names(directory), "noticed before the end": len(ended)}
         dist.barrier()
         gate.set()
+        whole.result()
+        written["whole before the archive"] = names(directory)
+        packing.set()
         while not ended:
             m.poll()
         written |= {"noticed": len(ended), "afterwards": names(directory)}
@@ -495,13 +556,41 @@ def behind(folder: Path) -> dict[str, Any]:
             failure = type(problem).__name__
         results["last chance"] = [failure, names(directory)[-1]]
 
+        def fail(*_: Any, **__: Any) -> None:
+            packing.wait()
+            raise OSError("no room")
+
+        class Records(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                logged.append(record.getMessage())
+
+        logging.disable(logging.NOTSET)
+        logged: list[str] = []
+        background.logger.addHandler(Records())
+        training.write_nemo, background._LAST_CHANCE_SECONDS = fail, 0.2
+        m = CheckpointManager(folder / "no archive", CheckpointSettings(always_save_nemo=True), export)
+        for is_slow in (True, False):
+            packing.clear() if is_slow else packing.set()
+            with contextlib.suppress(ZeroDivisionError), m.last_chance():
+                start_save(m, model, optimizer, 6).result()
+                1 // 0  # noqa: B018
+            packing.set()
+        start_save(m, model, optimizer, 7).result()
+        try:
+            m.finish()
+        except OSError as problem:
+            logged.append(str(problem))
+        results["no archive"] = [*logged, names(m.directory)[-1]]
+        logging.disable(logging.WARNING)
+
         blocking = {"async_save=False": manager(folder / "no wish", async_save=False)}
         training.available_memory = lambda: 100
         blocking["no memory"] = manager(folder / "no memory")
         results["blocking"] = {}
         for case, m in blocking.items():
-            done = start_save(m, model, optimizer, 6)
-            results["blocking"][case] = [done.result().background, names(m.directory) == ["megatron_gpt-step=6-last"]]
+            ended.clear()
+            assert start_save(m, model, optimizer, 6, on_end=ended.append).done()
+            results["blocking"][case] = [ended[0].background, names(m.directory) == ["megatron_gpt-step=6-last"]]
         return results
 
     return Job(dp=2).run(run)
@@ -928,7 +1017,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = (
     *(archives, reward_model, exact_resume, layout_change, killed, behind, offloaded, damaged, full_disk),
-    *(pruning, resuming, nonfinite, killed_at_random, not_trusted),
+    *(shared_out, pruning, resuming, nonfinite, killed_at_random, not_trusted),
 )
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints import durable, manifest, sharded_writing
+from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -194,6 +196,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(multirank: dict[s
     assert result["state"] == {"step": 3, "sampler": {"epoch": 1, "position": 7}}
 
 
+@pytest.mark.parametrize("job", ["dp2", "tp2 dp2"])
+def test_data_parallel_ranks_share_out_what_they_write(multirank: dict[str, Any], job: str) -> None:
+    """Evenly; few parameters at once when it is loaded; checkpoints that the first rank wrote alone are read too."""
+    result = multirank["shared_out"][job]
+    for written in zip(*result["written"], strict=True):  # of the optimizer, of everything
+        assert max(written) < 1.2 * min(written)
+    assert result["same"] and result["loaded at once"]
+
+
 def test_saving_does_not_change_the_run(multirank: dict[str, Any]) -> None:
     results = multirank["exact_resume"]
     assert results["without a save"] == results[EXACT[0]]["straight"][1]
@@ -222,6 +233,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(multirank: dict[str, Any
     result = multirank["behind"]["written"]
     assert result["meanwhile"] == ["megatron_gpt-step=1-last", "megatron_gpt-step=2-last.unfinished"]
     assert (result["noticed before the end"], result["noticed"]) == (0, 1)
+    assert result["whole before the archive"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last"]
     assert result["afterwards"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last", "megatron_gpt.nemo"]
     assert result["archive is of then"]
     assert result["resumed"] == result["expected"] != result["trained on"]
@@ -233,6 +245,17 @@ def test_only_one_checkpoint_is_written_at_a_time(multirank: dict[str, Any]) -> 
     assert result["names"] == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
 
 
+@pytest.mark.parametrize("is_public", [True, False])
+def test_pinned_memory_is_given_back_with_any_torch(monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
+    calls = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("2.9"), raising=False)
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    if is_public:
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("2.11"), raising=False)
+    background._empty_host_cache()
+    assert calls == ["2.11" if is_public else "2.9"]
+
+
 def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: dict[str, Any]) -> None:
     errors, names = multirank["behind"]["failed"]
     assert len(errors) == 2 and all("step=4-last was not saved" in error for error in errors), errors
@@ -242,6 +265,16 @@ def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: 
 
 def test_a_job_that_fails_still_finishes_its_checkpoint(multirank: dict[str, Any]) -> None:
     assert multirank["behind"]["last chance"] == ["ZeroDivisionError", "megatron_gpt-step=5-last"]
+
+
+def test_an_archive_that_is_not_written_leaves_the_checkpoint_whole(multirank: dict[str, Any]) -> None:
+    """And nothing that is logged or raised says otherwise."""
+    given_up, failed, raised, newest = multirank["behind"]["no archive"]
+    assert given_up == "an archive is given up: it is not whole after 0 s"
+    assert failed.startswith("an archive was not written: the archive ")
+    for error in (failed, raised):
+        assert error.endswith("megatron_gpt.nemo was not written: no room. The checkpoints are whole")
+    assert newest == "megatron_gpt-step=7-last"
 
 
 def test_without_memory_for_a_copy_or_without_the_wish_saves_block(multirank: dict[str, Any]) -> None:
@@ -475,6 +508,28 @@ def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
     with single_process(), pytest.raises(OSError, match="Input/output error"):
         manifest.verify_on_disk(tmp_path)
     assert [error.errno for error in gathered] == [errno.EIO]
+
+
+def test_ranks_wait_for_slow_disks_longer_than_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every tensor that is written says to the watchdog that the job gets on."""
+    limits, groups, steps = [], [], []
+
+    def make_group(timeout: timedelta) -> Any:
+        limits.append(timeout)
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr(background, "background_group", make_group)
+    monkeypatch.setattr(sharded_writing.activity, "progress", lambda: steps.append(1))
+    tensors = [ShardedTensor.from_rank_offsets(f"tensor {n}", torch.ones(5)) for n in range(7)]
+    with single_process():
+        writer = background.BackgroundWriter()
+        for in_background in (False, True):
+            writer.run(lambda group, _: groups.append(group), 0.0, lambda _: None, in_background=in_background)
+            writer.finish()
+        sharded_writing.write_tensors(sharded_writing.PreparedTensors(tuple(tensors)), tmp_path)
+        assert groups == [torch.distributed.group.WORLD] * 2
+    assert len(limits) == 1 and limits[0] >= timedelta(hours=2)
+    assert len(steps) == len(tensors)
 
 
 def test_checkpoint_names_are_lightnings() -> None:

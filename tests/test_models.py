@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -675,8 +676,9 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
         forward_batching=batching,
         loss_clip=0.2,
     )
-    missing: Any = None
-    service = CriticService(critic, None, TrainingLedger(), missing, MetricsLogger(tmp_path, 0), reset=lambda: None)
+    polls: list[int] = []
+    checkpoints: Any = SimpleNamespace(poll=lambda: polls.append(service.step))
+    service = CriticService(critic, None, TrainingLedger(), checkpoints, MetricsLogger(tmp_path, 0), reset=lambda: None)
 
     def train(first: float, second: float) -> float:
         """Two updates of two rows each."""
@@ -692,6 +694,7 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     optimizer.skips.policy = STOP
     with pytest.raises(NonFiniteError, match=r"rows 2 to 3 of training request 1 "):
         train(1.0, too_large)
+    assert polls == [0, 0, 1]  # a checkpoint that has been written is noticed before the updates, not at the next save
     service.metrics.close()
     assert read_metrics(tmp_path)["train/skipped_updates"][-1][1] == 3.0
 

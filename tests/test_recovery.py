@@ -72,6 +72,10 @@ class Checkpoints:
         while self.writing:
             self.writing.pop().result()
 
+    def poll(self) -> None:
+        if all(written.done() for written in self.writing):
+            self.finish()
+
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
         self.finish()
         return {path: state for path, (_, state) in reversed(self.stored.items())}

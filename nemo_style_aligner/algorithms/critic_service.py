@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.checkpoints.background import WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
@@ -92,9 +91,11 @@ class CriticService:
         in any case, the request counts as applied, and the log and ``train/skipped_updates`` say what happened.
 
         Raises:
+            OSError: the checkpoint, or archive, that was being written could not be.
             NonFiniteError: `models.nonfinite.NonFinitePolicy` does not let it pass. The service ends; started again,
                 it goes on from its last checkpoint, which knows nothing of this request.
         """
+        self.checkpoints.poll()  # the copy's pinned memory is given back before the next save
         before = self.step
         with self.timer("train_time"):
             self._bring_critic_back(to_change=True)
@@ -111,7 +112,7 @@ class CriticService:
         logger.info("critic step %d: loss %.4g, %d of %d updates applied", self.step, loss, len(applied), len(reports))
         return loss
 
-    def save(self, keep_history: str | None = None) -> Future[WorkTimes]:
+    def save(self, keep_history: str | None = None) -> Future[None]:
         """Copy weights, optimizer and ledger, and write the copies as a checkpoint while the service goes on.
 
         The newest checkpoint with ``keep_history`` is not pruned. A save that no run asks for (it has no

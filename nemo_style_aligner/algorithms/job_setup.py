@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,7 +64,12 @@ class Run:
             trainer.load_state_dict(state)
 
     def close(self) -> int:
-        """Write out what the log still holds; the job's exit status."""
+        """Wait for the checkpoint and the archive that are being written, and for the log; the job's exit status.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self.checkpoints.finish()
         self.metrics.close()
         if self.watchdog is not None:
             self.watchdog.stop()
@@ -95,7 +99,6 @@ def start_run(cfg: DictConfig) -> Run:
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",
             CheckpointSettings.from_config(cfg.exp_manager),
-            timeout=timedelta(minutes=cfg.trainer.distributed_timeout_minutes),
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )

@@ -17,10 +17,13 @@ from nemo_style_aligner.parallel.groups import all_reduce_max, background_group
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[dist.ProcessGroup | None], None]
-"""What is done with the thread's process group."""
+Work = Callable[[dist.ProcessGroup | None, Callable[[], None]], None]
+"""What is done with the thread's process group. It calls the second argument when the checkpoint is whole."""
 
 _LAST_CHANCE_SECONDS = 60.0
+# Ranks wait for the slowest disk in one collective. No limit of training's collectives: a dead peer's sockets close at
+# once all the same, and what hangs is the watchdog's to find.
+_TIMEOUT = timedelta(hours=12)
 _WRITTEN, _RUNNING, _FAILED = range(3)
 
 
@@ -42,7 +45,8 @@ OnEnd = Callable[[WorkTimes], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    future: concurrent.futures.Future[WorkTimes]
+    future: concurrent.futures.Future[WorkTimes]  # of all of the work
+    whole: concurrent.futures.Future[None]
     on_end: OnEnd
 
 
@@ -51,19 +55,15 @@ class BackgroundWriter:
 
     Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end.
 
-    Args:
-        timeout: of the thread's collectives; torch's own unless given.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self._timeout = timeout
-        self._group: dist.ProcessGroup | None = None
+    def __init__(self) -> None:
+        self._own_group: dist.ProcessGroup | None = None
+        self._has_group = False
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: _Pending | None = None
 
-    def run(
-        self, work: Work, started: float, on_end: OnEnd, *, in_background: bool
-    ) -> concurrent.futures.Future[WorkTimes]:
+    def run(self, work: Work, started: float, on_end: OnEnd, *, in_background: bool) -> concurrent.futures.Future[None]:
         """Do the work, in the thread or at once. Collective: every rank does its part. Finish what is under way first.
 
         Args:
@@ -71,28 +71,38 @@ class BackgroundWriter:
             on_end: called in the main thread of every rank, once the work has ended well.
 
         Returns:
-            This rank's part, done when the work is.
+            Done when the checkpoint is whole, on this rank: before the work is, if something follows.
         """
         if self._pending is not None:
             raise RuntimeError("the background writer is still at work: call finish() first")
+        group = self.group()
+        whole: concurrent.futures.Future[None] = concurrent.futures.Future()
         if not in_background:
-            work(None)
-            done: concurrent.futures.Future[WorkTimes] = concurrent.futures.Future()
-            done.set_result(WorkTimes(0.0, time.monotonic() - started))
-            on_end(done.result())
-            return done
+            work(group, lambda: whole.set_result(None))
+            on_end(WorkTimes(0.0, time.monotonic() - started))
+            return whole
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer")
-            self._group = background_group(self._timeout)
-        group, submitted = self._group, time.monotonic()
+        submitted = time.monotonic()
 
         def part() -> WorkTimes:
-            work(group)
+            try:
+                work(group, lambda: whole.set_result(None))
+            except BaseException as error:
+                if not whole.done():
+                    whole.set_exception(error)
+                raise
             ended = time.monotonic()
             return WorkTimes(ended - submitted, ended - started)
 
-        self._pending = _Pending(self._thread.submit(part), on_end)
-        return self._pending.future
+        self._pending = _Pending(self._thread.submit(part), whole, on_end)
+        return whole
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The work's group; None for the default group, of one rank. Collective at the first call."""
+        if not self._has_group:
+            self._own_group, self._has_group = background_group(_TIMEOUT), True
+        return self._own_group
 
     def finish(self) -> None:
         """Collective: wait for the end of the work, if there is any.
@@ -104,7 +114,7 @@ class BackgroundWriter:
         if pending is not None:
             times = pending.future.result()
             if torch.cuda.is_available():
-                torch.accelerator.empty_host_cache()  # torch would keep the pinned memory of what was written
+                _empty_host_cache()  # torch would keep the pinned memory of what was written
             pending.on_end(times)
 
     def poll(self) -> None:
@@ -124,9 +134,17 @@ class BackgroundWriter:
             yield
         finally:
             if self._pending is not None:
-                done, _ = concurrent.futures.wait([self._pending.future], _LAST_CHANCE_SECONDS)
+                pending, self._pending = self._pending, None
+                done, _ = concurrent.futures.wait([pending.future], _LAST_CHANCE_SECONDS)
+                missing = "an archive" if pending.whole.done() and not pending.whole.exception() else "a checkpoint"
                 if not done:
-                    logger.error("a checkpoint is given up: it is not whole after %.0f s", _LAST_CHANCE_SECONDS)
-                elif error := self._pending.future.exception():
-                    logger.error("a checkpoint was not written: %s", error)
-                self._pending = None
+                    logger.error("%s is given up: it is not whole after %.0f s", missing, _LAST_CHANCE_SECONDS)
+                elif error := pending.future.exception():
+                    logger.error("%s was not written: %s", missing, error)
+
+
+def _empty_host_cache() -> None:
+    """Give pinned memory that nobody uses back to the system. torch before 2.11 has no public name for it."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = public if public is not None else torch._C._host_emptyCache  # type: ignore[attr-defined]
+    empty()

@@ -67,8 +67,12 @@ class Contents:
     own_prefixes: tuple[str, ...]
 
     def bytes_of_copy(self) -> int:
-        """Memory that `copied` takes on this rank."""
-        return self.tensors.num_bytes_of_snapshot(self.own_prefixes)
+        """Memory that `copied` fills on this rank, with what is in it already (`bytes_copied`)."""
+        return self.tensors.num_bytes_of_snapshot()
+
+    def bytes_copied(self) -> int:
+        """Memory of tensors that nobody else holds."""
+        return sum(self.tensors.below(prefix).num_bytes() for prefix in self.own_prefixes)
 
     def model(self) -> PreparedTensors:
         """The model's part of the tensors."""

@@ -4,21 +4,32 @@ Each parameter ``<key>`` of the model has ``optimizer.state.{param,exp_avg,exp_a
 the optimizer: plain fp32, bf16 with fp32 main weights, or sharded over data-parallel ranks. That is
 megatron-core's ``fully_reshardable`` form, which resumes exactly in the same layout and in any other one.
 Hyperparameters are not saved: those of the resumed job's config hold.
+
+A distributed optimizer's shards end anywhere within a parameter. To be written, those of a parameter are put together
+on one data-parallel rank, and parameters are shared out evenly; loading, a rank asks for the parameters of which it
+has a shard. megatron-core's own way takes the whole to the first rank, and to every rank when it is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from nemo_style_aligner.checkpoints.file_source import FileSource
-from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, load_sharded_tensors, model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import (
+    ShardedTensors,
+    check_sharded_tensors,
+    load_sharded_tensors,
+    model_tensors,
+)
+from nemo_style_aligner.parallel.groups import all_reduce_max
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -26,11 +37,10 @@ if TYPE_CHECKING:
 
 _PREFIX = "optimizer."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Memory efficient: gathered on the first data-parallel rank, in host memory, not on all and in the GPU's.
-_FULLY_RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+_KEYS = ("param", *_MOMENTS)
+# Host memory of a rank: what it sends, or receives, at once; what it loads at once. At least one tensor is loaded.
+_EXCHANGE_BYTES = 64 << 20
+_LOAD_BYTES = 256 << 20
 
 
 def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
@@ -43,8 +53,7 @@ def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -
     for index, inner in enumerate(_inner(optimizer.megatron)):
         inner.init_state_fn(inner.optimizer, inner.config)  # before the first update there are no moments yet
         if _is_sharded(inner):
-            state = _distributed_state(inner, model, prefix, is_loading=False)
-            named = {f"{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
+            named = _gathered_tensors(inner, model, prefix)
         else:
             named = _whole_tensors(inner, model, prefix)
         tensors |= {f"{_PREFIX}{index}.{name}": tensor for name, tensor in named.items()}
@@ -78,14 +87,10 @@ def load_optimizer(
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
     """
     for inner in _inner(optimizer.megatron):
+        inner.init_state_fn(inner.optimizer, inner.config)
         if _is_sharded(inner):
-            state = _distributed_state(inner, model, prefix, is_loading=True)
-            named = {f"{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
-            values = {number: {key: t.data for key, t in entry.items()} for number, entry in state.items()}
-            load_sharded_tensors(named, source, folder, ignored=(prefix, _PREFIX))
-            inner.load_parameter_state_from_fully_reshardable(values)
+            _load_shards(inner, model, source, folder, prefix)
         else:
-            inner.init_state_fn(inner.optimizer, inner.config)
             load_sharded_tensors(_whole_tensors(inner, model, prefix), source, folder, ignored=(prefix, _PREFIX))
     for group in optimizer.megatron.param_groups:
         group["step"] = counters["adam_step"]
@@ -97,18 +102,6 @@ def load_optimizer(
 def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
-
-
-def _distributed_state(
-    optimizer: DistributedOptimizer, model: MegatronModel, prefix: str, *, is_loading: bool
-) -> dict[int, dict[str, Any]]:
-    """Parameter number -> {"param", "exp_avg", "exp_avg_sq"} -> tensor of the parameter's shape.
-
-    To be written they are on the first data-parallel rank; the others have none.
-    """
-    _correct_parameter_order(optimizer)
-    tensors = model_tensors(model.gpt, prefix)
-    return optimizer.sharded_state_dict(tensors, is_loading, metadata=_FULLY_RESHARDABLE)["param_state"] or {}
 
 
 def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
@@ -128,6 +121,18 @@ def _is_sharded(optimizer: MegatronOptimizer) -> bool:
     return isinstance(optimizer, DistributedOptimizer) and optimizer.data_parallel_group.size() > 1
 
 
+def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The live main weight and moments of a parameter: whole, or a distributed optimizer's shards, which are flat."""
+    if isinstance(optimizer, DistributedOptimizer):
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+    else:
+        # bf16 parameters have an fp32 main copy; others are their own.
+        main = getattr(parameter, "main_param", parameter)
+    moments = optimizer.optimizer.state[main]
+    return [main.detach(), *(moments[key] for key in _MOMENTS)]
+
+
 def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
     """The live tensors of an optimizer that does not share them with other ranks.
 
@@ -138,17 +143,8 @@ def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: s
         _correct_parameter_order(optimizer)
     named: ShardedTensors = {}
     for name, sharded in _parameters(model, prefix):
-        parameter = sharded.data
-        if isinstance(optimizer, DistributedOptimizer):  # its only shard is the flattened parameter
-            group, order = optimizer.model_param_group_index_map[parameter]
-            main = optimizer.optimizer.param_groups[group]["params"][order]
-        else:
-            # bf16 parameters have an fp32 main copy; others are their own.
-            main = getattr(parameter, "main_param", parameter)
-        moments = optimizer.optimizer.state[main]
-        for key, value in {"param": main.detach(), **{key: moments[key] for key in _MOMENTS}}.items():
-            value = value.view(parameter.shape)
-            named[f"{key}.{name}"] = _like(sharded, f"{_PREFIX}state.{key}.{sharded.key}", value)
+        for key, value in zip(_KEYS, _states(optimizer, sharded.data), strict=True):
+            named[f"{key}.{name}"] = _like(sharded, key, value.view(sharded.data.shape))
     return named
 
 
@@ -157,7 +153,168 @@ def _parameters(model: MegatronModel, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _like(sharded: Any, key: str, data: torch.Tensor) -> Any:
-    """``data`` with the place in the global tensor that ``sharded`` has."""
+    """A parameter's main weight or moment: ``data`` with the place in the global tensor that ``sharded`` has."""
+    key = f"{_PREFIX}state.{key}.{sharded.key}"
     if isinstance(sharded, ShardedTensorFactory):
         return dataclasses.replace(sharded, key=key, data=data)
     return dataclasses.replace(sharded, key=key, data=data, dtype=data.dtype)
+
+
+# ---- shards over data-parallel ranks ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Elements ``start`` to ``stop`` of a flattened parameter, of which a rank has some; see `_exchange`."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+def _own_ranges(optimizer: DistributedOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
+    """Parameter -> from which element to which this rank has its state, of parameters of which it has any."""
+    return {
+        parameter: (ranges["param"].start, ranges["param"].end)
+        for maps in optimizer.gbuf_ranges
+        for buckets in maps.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    }
+
+
+def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
+    """Copies of the whole tensors of those parameters that fall to this rank, in host memory. Collective.
+
+    Parameters that another tensor- or pipeline-parallel rank writes are left out.
+    """
+    _correct_parameter_order(optimizer)
+    group = optimizer.data_parallel_group_gloo
+    written = [(name, t) for name, t in _parameters(model, prefix) if not any(t.replica_id[:-1])]
+    sizes, own = [t.data.numel() for _, t in written], _own_ranges(optimizer)
+    ranges: list[Any] = [None] * group.size()  # of each rank: of each parameter
+    dist.all_gather_object(ranges, [own.get(t.data, (0, 0)) for _, t in written], group=group)
+    owners = _share_out(sizes, group.size())
+    live = [_states(optimizer, t.data) if t.data in own else [] for _, t in written]
+    whole = [[torch.empty(size) for _ in _KEYS] if owners[n] == group.rank() else [] for n, size in enumerate(sizes)]
+    for batch in _batches(sizes, _EXCHANGE_BYTES // (4 * len(_KEYS))):
+        _exchange(batch, owners, ranges, live, whole, group)
+    named: ShardedTensors = {}
+    for (name, sharded), tensors in zip(written, whole, strict=True):
+        ours = dataclasses.replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))
+        for key, value in zip(_KEYS, tensors, strict=False):
+            named[f"{key}.{name}"] = _like(ours, key, value.view(sharded.data.shape))
+    return named
+
+
+def _share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that writes each parameter: always the one with the fewest elements yet, the largest parameter first."""
+    loads, owners = [0] * num_ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
+    return owners
+
+
+def _batches(sizes: Iterable[int], limit: int) -> Iterator[list[_Piece]]:
+    """All elements of all parameters, at most ``limit`` of them at once."""
+    batch: list[_Piece] = []
+    room = limit
+    for number, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            batch.append(_Piece(number, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield batch
+                batch, room = [], limit
+    if batch:
+        yield batch
+
+
+def _exchange(
+    batch: Sequence[_Piece],
+    owners: Sequence[int],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    live: Sequence[Sequence[torch.Tensor]],
+    whole: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Send what this rank has of the pieces to the owners of their parameters, and receive its own. Collective.
+
+    Between two ranks go: piece after piece, of each the part of the main weight, then those of both moments.
+
+    Args:
+        ranges: of each rank, of each parameter: the elements that it has.
+        live: of each parameter: this rank's shards, flat fp32, in any memory.
+        whole: of each parameter of which this rank is the owner: the flat fp32 tensors to fill.
+    """
+    me, ranks = group.rank(), range(group.size())
+
+    def part(rank: int, piece: _Piece) -> tuple[int, int]:
+        start, stop = ranges[rank][piece.parameter]
+        start, stop = max(start, piece.start), min(stop, piece.stop)
+        return start, max(start, stop)
+
+    def parts(rank: int, owner: int) -> list[tuple[int, int, int]]:
+        found = ((piece.parameter, *part(rank, piece)) for piece in batch if owners[piece.parameter] == owner)
+        return [(number, start, stop) for number, start, stop in found if stop > start]
+
+    outgoing, incoming = [parts(me, owner) for owner in ranks], [parts(rank, me) for rank in ranks]
+    sizes_out, sizes_in = (
+        [len(_KEYS) * sum(stop - start for _, start, stop in found) for found in direction]
+        for direction in (outgoing, incoming)
+    )
+    sent, received = torch.empty(sum(sizes_out)), torch.empty(sum(sizes_in))
+    position = 0
+    for number, start, stop in (one for found in outgoing for one in found):
+        first = ranges[me][number][0]
+        for shard in live[number]:
+            sent[position : position + stop - start].copy_(shard.view(-1)[start - first : stop - first])
+            position += stop - start
+    dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=group)
+    position = 0
+    for number, start, stop in (one for found in incoming for one in found):
+        for tensor in whole[number]:
+            tensor[start:stop] = received[position : position + stop - start]
+            position += stop - start
+
+
+def _load_shards(
+    optimizer: DistributedOptimizer, model: MegatronModel, source: FileSource, folder: str, prefix: str
+) -> None:
+    """Load the parameters of which this rank has a shard, few at once, and take the shards out of them. Collective."""
+    _correct_parameter_order(optimizer)
+    own, ignored = _own_ranges(optimizer), (prefix, _PREFIX)
+    parameters = list(_parameters(model, prefix))
+    # All at once first: an error names everything that does not fit.
+    expected = {
+        f"{key}.{name}": _like(t, key, torch.empty(t.data.shape, device="meta"))
+        for name, t in parameters
+        for key in _KEYS
+    }
+    check_sharded_tensors(expected, source, folder, ignored=ignored)
+    wanted = [
+        (t, key, shard)
+        for _, t in parameters
+        if t.data in own
+        for key, shard in zip(_KEYS, _states(optimizer, t.data), strict=True)
+    ]
+    rounds: list[list[tuple[Any, str, torch.Tensor]]] = []
+    room = 0
+    for item in wanted:
+        size = 4 * item[0].data.numel()
+        if not rounds or size > room:
+            rounds.append([])
+            room = _LOAD_BYTES
+        rounds[-1].append(item)
+        room -= size
+    for number in range(all_reduce_max(len(rounds))):  # each is collective
+        items = rounds[number] if number < len(rounds) else []
+        tensors = {str(i): _like(t, key, torch.empty(t.data.shape)) for i, (t, key, _) in enumerate(items)}
+        load_sharded_tensors(tensors, source, folder, ignored=ignored)
+        for (sharded, _, shard), loaded in zip(items, tensors.values(), strict=True):
+            start, stop = own[sharded.data]
+            shard.view(-1).copy_(loaded.data.view(-1)[start:stop])

@@ -196,14 +196,8 @@ def load_sharded_tensors(
         CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
         DamagedCheckpointError: the files cannot be read.
     """
-    metadata = _read_metadata(source, folder)
-    stored = _shapes(metadata)
-    built = build_factories(tensors.values())
-    wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
-    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, wanted)
-    all_wanted = {key: value for part in everywhere for key, value in part.items()}
-    _check_keys(all_wanted, stored, f"{source.location}/{folder}", tuple(optional), tuple(ignored), strict)
+    metadata = check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored, strict=strict)
+    built, stored = build_factories(tensors.values()), _shapes(metadata)
     present = [t for t in built if t.key in stored]
     targets = [t.data for t in present]
     # Singly, since several tensors may share a key (the layers of one stage).
@@ -223,6 +217,33 @@ def load_sharded_tensors(
             # torch fills in place, except where a tensor was not contiguous and megatron-core copied it.
             if tensor.data.data_ptr() != target.data_ptr():
                 target.copy_(tensor.data.view_as(target))
+
+
+def check_sharded_tensors(
+    tensors: ShardedTensors,
+    source: FileSource,
+    folder: str,
+    *,
+    optional: Iterable[str] = (),
+    ignored: Iterable[str] = (),
+    strict: bool = True,
+) -> Metadata:
+    """Check that the distributed checkpoint in ``folder`` has what all ranks together want, and no more. Collective.
+
+    For the arguments and errors see `load_sharded_tensors`; the tensors' data may be on the ``meta`` device.
+
+    Returns:
+        The checkpoint's metadata.
+    """
+    metadata = _read_metadata(source, folder)
+    built = build_factories(tensors.values())
+    wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
+    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, wanted)
+    all_wanted = {key: value for part in everywhere for key, value in part.items()}
+    location = f"{source.location}/{folder}"
+    _check_keys(all_wanted, _shapes(metadata), location, tuple(optional), tuple(ignored), strict)
+    return metadata
 
 
 def _check_keys(

@@ -24,9 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -36,6 +40,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_style_aligner.checkpoints.durable import OtherRankError, on_every_rank, on_first_rank
 from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
+from nemo_style_aligner.parallel.groups import data_parallel_group
+from nemo_style_aligner.telemetry import activity
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -58,15 +64,20 @@ class PreparedTensors:
         """Those of them whose keys begin with ``prefix``."""
         return PreparedTensors(tuple(t for t in self.tensors if t.key.startswith(prefix)))
 
-    def num_bytes_of_snapshot(self, already_copies: Iterable[str] = ()) -> int:
-        """Memory that `snapshot` takes. torch pins powers of two only."""
-        copied = (t for t in self.tensors if not t.key.startswith(tuple(already_copies)))
-        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in copied)
+    def num_bytes_of_snapshot(self) -> int:
+        """Memory that a `snapshot` fills. torch pins powers of two only."""
+        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in self.tensors)
 
 
 def prepare(tensors: ShardedTensors) -> PreparedTensors:
-    """Settle what each rank writes, and check that together they write everything once. Collective."""
+    """Settle what each rank writes, and check that together they write everything once. Collective.
+
+    Of what several data-parallel ranks have, each writes a part, so that all write about as much.
+    """
     built = {str(number): tensor for number, tensor in enumerate(build_factories(tensors.values()))}
+    replicas = data_parallel_group()
+    shares = determine_main_replica_uniform_distribution(built, replicas)
+    distribute_main_replicas_with_precomputed_distribution(built, replicas, shares)
     sharded, _ = save_preprocess(built)
     return PreparedTensors(tuple(t for t in sharded.values() if is_main_replica(t.replica_id)))
 
@@ -107,7 +118,7 @@ def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.Proces
         dcp.save(
             mcore_to_pyt_state_dict(by_key, is_loading=False),
             storage_writer=_Writer(directory, prepared.num_bytes()),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=_SavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
     except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
@@ -133,6 +144,13 @@ class _Writer(dcp.FileSystemWriter):
                 raise
             message = f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free)"
             raise OSError(errno.ENOSPC, message, str(self.path)) from error
+
+
+class _SavePlanner(MCoreSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        """As megatron-core's, for each tensor when its turn to be written has come: the job gets on, however slowly."""
+        activity.progress()
+        return super().resolve_data(write_item)
 
 
 def _write_common(directory: Path) -> None:

@@ -21,13 +21,12 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd, WorkTimes
+from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
 from nemo_style_aligner.checkpoints.durable import on_first_rank
@@ -89,7 +88,6 @@ class CheckpointManager:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
         settings: see `CheckpointSettings`.
         nemo: what to put into .nemo archives; None writes none.
-        timeout: of collectives while a checkpoint is written in the background; torch's own unless given.
     """
 
     def __init__(
@@ -97,7 +95,6 @@ class CheckpointManager:
         directory: Path,
         settings: CheckpointSettings,
         nemo: NemoExport | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         self.settings = settings
         self.nemo = nemo
@@ -105,7 +102,7 @@ class CheckpointManager:
         named = settings.resume_from_checkpoint
         self._named = Path(named).expanduser() if named else None
         self._resumed_from = str(self._named.resolve()) if self._named else None
-        self._writer = BackgroundWriter(timeout)
+        self._writer = BackgroundWriter()
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
         self._is_archived = False  # so has the .nemo archive
@@ -129,7 +126,7 @@ class CheckpointManager:
         protected: Collection[Path] = (),
         before_publishing: MayPublish | None = None,
         on_end: OnEnd | None = None,
-    ) -> concurrent.futures.Future[WorkTimes]:
+    ) -> concurrent.futures.Future[None]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
 
         Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive follows, from the same
@@ -145,7 +142,8 @@ class CheckpointManager:
                 next save.
 
         Returns:
-            Done when all is written, on this rank. `finish` and `poll` raise its error, if there is one.
+            Done when the checkpoint is whole, on this rank: before its archive is. `finish` and `poll` are for both,
+            and raise the error of either.
 
         Raises:
             OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
@@ -193,11 +191,12 @@ class CheckpointManager:
 
     def _has_memory_for(self, contents: Contents) -> bool:
         """Whether the ranks of every machine can hold copies of their tensors."""
-        own = (socket.gethostname(), contents.bytes_of_copy())
-        everywhere: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        own = (socket.gethostname(), contents.bytes_of_copy(), contents.bytes_copied())
+        everywhere: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
-        needed = sum(size for host, size in everywhere if host == own[0])
-        suffices = needed <= _SNAPSHOT_SHARE * available_memory()
+        needed = sum(size for host, size, _ in everywhere if host == own[0])
+        taken = sum(size for host, _, size in everywhere if host == own[0])
+        suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # of what was free before the save
         if not suffices and not self._is_short_of_memory:
             logger.warning(
                 "checkpoints are written before training goes on: a copy of the state takes %.1f GiB on this machine, "
@@ -208,8 +207,12 @@ class CheckpointManager:
         self._is_short_of_memory = not suffices
         return not all_reduce_max(int(not suffices))
 
-    def _write(self, save: _Save, group: dist.ProcessGroup | None) -> None:
-        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one."""
+    def _write(self, save: _Save, group: dist.ProcessGroup | None, is_whole: Callable[[], None]) -> None:
+        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one.
+
+        Args:
+            is_whole: called before the archive.
+        """
         try:
             write_contents(save.contents, save.manifest, staging_of(save.target), group)
         except (OSError, ValueError, TypeError) as error:
@@ -226,6 +229,7 @@ class CheckpointManager:
             while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
                 pass
         on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        is_whole()
         if save.is_archived:
             self._export(save.contents.model(), group)
 
@@ -252,7 +256,7 @@ class CheckpointManager:
         elif self._is_archived:
             return
         self._save_tokenizer()
-        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)))
+        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)), self._writer.group())
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 
@@ -272,7 +276,7 @@ class CheckpointManager:
             self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
             tokenizer.save(Path(self._tokenizer_folder.name))
 
-    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None = None) -> None:
+    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None) -> None:
         """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return

@@ -46,7 +46,9 @@ def install() -> None:
         torch.cuda.set_rng_state,
     )
     torch.cuda.nccl.version = lambda: (2, 27, 5)
-    torch.accelerator.empty_host_cache = lambda: None
+    # As in torch 2.9 and 2.10, the oldest that are supported: they have no public name for it.
+    vars(torch.accelerator).pop("empty_host_cache", None)
+    torch._C._host_emptyCache = lambda: None
     torch.Tensor.cuda = lambda self, device=None, non_blocking=False: self.to(
         torch.device("cuda", number(device)), non_blocking=non_blocking
     )
