@@ -675,6 +675,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
         (HEAD[:20], 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # silent within the header
         (HEAD + b"x" * 10, 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # truncated
         (b"HTTP/1.1 200 OK\r\nX: xx", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # truncated within the header
+        (b"HTTP/1.1 200 OK\r\nX: xx\r\nContent-Length: ", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
+        (b"HTTP/1.1 200 OK\r\nX: xx\r\nTransfer-Encoding: ", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
         (b"HTTP/1.1 409 Conflict \r\nX: xx", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
         (HEAD + b"x" * 900, 0.01, ClientLimits(read_s=0.5, total_s=1.0)),  # ever slower than it would have to be
         (b"", 0.0, ClientLimits(read_s=0.2, total_s=1.0, away_s=100.0)),  # silent is not away

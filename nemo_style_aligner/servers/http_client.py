@@ -235,7 +235,8 @@ class HttpClient:
             allow_redirects=False,
             stream=True,
         ) as response:
-            if "Content-Length" not in response.headers and "Transfer-Encoding" not in response.headers:
+            length, encoding = (response.headers.get(name, "") for name in ("Content-Length", "Transfer-Encoding"))
+            if not length.isdecimal() and encoding.lower() != "chunked":
                 # Python reads a head that ends early as a whole one, and an answer without a length to the end.
                 raise requests.ConnectionError("the answer's head is cut off: it does not say how long the answer is")
             chunks = []
