@@ -10,8 +10,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_style_aligner.parallel.groups import moved
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.transfers import moved
 
 _DTYPES = {
     "float32": torch.float32,

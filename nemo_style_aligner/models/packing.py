@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from nemo_style_aligner.parallel.groups import moved
+from nemo_style_aligner.transfers import moved
 
 
 @dataclasses.dataclass(frozen=True)

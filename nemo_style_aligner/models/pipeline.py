@@ -32,9 +32,9 @@ from nemo_style_aligner.parallel.groups import (
     broadcast_from_last_stage,
     data_parallel_group,
     device,
-    moved,
 )
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.transfers import moved
 
 B = TypeVar("B", bound=Any)
 

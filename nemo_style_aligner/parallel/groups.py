@@ -49,17 +49,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def moved(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """``tensor`` on ``target``; itself where it is there.
-
-    From the CPU to a GPU by way of pinned memory, in the order of the GPU's work: the CPU does not wait until that is
-    done, as it would for a copy of pageable memory.
-    """
-    if tensor.device.type == "cpu" and target.type == "cuda":
-        return tensor.pin_memory().to(target, non_blocking=True)
-    return tensor.to(target)
-
-
 def initialize_model_parallel(
     tp_size: int, pp_size: int, seed: int, timeout_minutes: float = _TIMEOUT_MINUTES
 ) -> ParallelLayout:

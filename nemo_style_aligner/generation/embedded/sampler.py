@@ -7,9 +7,9 @@ import torch
 
 from nemo_style_aligner.generation.embedded.scheduler import Sequence
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
-from nemo_style_aligner.generation.embedded.upload import upload
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
+from nemo_style_aligner.transfers import moved
 
 
 class SlotSampler:
@@ -59,7 +59,7 @@ class SlotSampler:
             tokens, logprobs = message[0].long(), message[1]
         self._lengths[slots] += 1
         if self._seen is not None:
-            self._seen[upload(slots, self._device), tokens] = True
+            self._seen[moved(torch.from_numpy(slots), self._device), tokens] = True
         if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
             tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
         return tokens.long().tolist(), logprobs.tolist()
@@ -68,9 +68,9 @@ class SlotSampler:
         lengths = self._lengths[slots]
         suppress = lengths < self._params.min_new_tokens
         rows = SamplingRows(
-            keys=upload(self._keys[slots], self._device),
-            positions=upload(lengths, self._device),
-            suppress_stop=upload(suppress, self._device) if suppress.any() else None,
-            seen=None if self._seen is None else self._seen[upload(slots, self._device)],
+            keys=moved(torch.from_numpy(self._keys[slots]), self._device),
+            positions=moved(torch.from_numpy(lengths), self._device),
+            suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
+            seen=None if self._seen is None else self._seen[moved(torch.from_numpy(slots), self._device)],
         )
         return self._step.sample(logits, self._params, rows, self._stop_ids, self._vocab_limit)

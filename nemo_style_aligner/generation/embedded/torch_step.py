@@ -13,8 +13,8 @@ from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
-from nemo_style_aligner.generation.embedded.upload import upload
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
+from nemo_style_aligner.transfers import moved
 
 logger = logging.getLogger(__name__)
 
@@ -173,4 +173,4 @@ class TorchStep(ModelStep):
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         """int64 tensor of ``array``."""
-        return upload(array.astype(np.int64), self._device)
+        return moved(torch.from_numpy(array.astype(np.int64)), self._device)
