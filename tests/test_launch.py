@@ -527,6 +527,11 @@ def main(cfg: DictConfig) -> int:
     from nemo_style_aligner.parallel.stop_points import StopEarlyError
 
     control = RunControl()
+    if cfg.exp_manager.name == "waiting for others":
+        import torch.distributed as dist
+
+        print("waiting\\n", end="", flush=True)
+        dist.TCPStore("127.0.0.1", 0, 2, True)  # outside of Python, where no handler runs
     if cfg.exp_manager.name == "starting":
         print("waiting\\n", end="", flush=True)
         time.sleep(300)
@@ -551,6 +556,7 @@ if __name__ == "__main__":
     [
         ("python", "running"),
         ("python", "starting"),
+        ("python", "waiting for others"),
         ("torchrun", "running"),
         pytest.param("mpirun", "running", marks=needs_mpi),
     ],

@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
@@ -300,9 +301,6 @@ def job(
             try:
                 cfg = _compose(name)
                 status = _run_job(name, check, main, cfg, is_service) if cfg is not None else 0
-            except StopDuringStartError:
-                _logger.warning("stopped by %s before there was anything to save", stop_signals.received()[0].name)
-                abort_job(0 if _is_regular_end(is_service) else EXIT_REQUEUE)
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
@@ -332,9 +330,17 @@ def _compose(name: str) -> DictConfig | None:
     return complete_config(composed[0], name) if composed else None
 
 
-def _is_regular_end(is_service: bool) -> bool:
-    """Whether the signal that stopped this job while it started is one that means its end, not a pause."""
-    return is_service and stop_signals.received()[0] == signal.SIGTERM
+def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool) -> NoReturn:
+    """End a rank that got a stop signal before there was anything to save."""
+    received = stop_signals.received()  # none where this is not the main thread, which has not come to handling it
+    if info.world_size > 1 and has_failed(log_dir, _FAILURE_SECONDS):
+        abort_job(1)  # the launcher ends this rank because of another
+    _logger.warning("stopped by %s before there was anything to save", received[0].name if received else "a signal")
+    if is_service and (not received or received[0] == signal.SIGTERM):  # its regular end
+        abort_job(0)
+    if info.rank == 0:
+        stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
+    abort_job(EXIT_REQUEUE)
 
 
 def _run_job(
@@ -359,16 +365,13 @@ def _run_job(
     leave_failures_in(log_dir, remove=info.rank == 0)
     if info.rank == 0:
         stop_signals.remove_requeue_file(log_dir)
-    stop_signals.install()
+    end_start = functools.partial(_end_start, info, log_dir, is_service)
     try:
+        stop_signals.install(end_start)
         initialize(cfg)
         status = main(cfg) or 0
     except StopDuringStartError:
-        if info.world_size > 1 and has_failed(log_dir, _FAILURE_SECONDS):
-            abort_job(1)  # the launcher ends this rank because of another
-        if info.rank == 0 and not _is_regular_end(is_service):
-            stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
-        raise
+        end_start()
     if status == EXIT_REQUEUE and info.rank == 0:
         stop_signals.write_requeue_file(log_dir, "stopped early, with a checkpoint where there was something to save")
     shutdown(status)

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,6 +29,9 @@ REQUEUE_FILE = "requeue"
 
 FAILED_FILE = "failed"
 """File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop."""
+
+
+_DEAF_SECONDS = 2.0  # for the main thread to handle a signal; it does at once, but for calls that are not Python's
 
 
 class StopDuringStartError(SystemExit):
@@ -43,10 +49,29 @@ _starting = True
 _interruptible = False
 
 
-def install() -> None:
-    """Take over SIGUSR1 and SIGTERM. Main thread only."""
+def install(end_start: Callable[[], object] | None = None) -> None:
+    """Take over SIGUSR1 and SIGTERM. Main thread only.
+
+    Args:
+        end_start: ends a process that is still starting; called in another thread where the main thread does not come
+            to handling a signal, because it waits for other ranks outside of Python.
+    """
     signal.signal(signal.SIGUSR1, _on_signal)
     signal.signal(signal.SIGTERM, _on_signal)
+    if end_start is not None:
+        ear, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)  # written to at once, by the C handler
+        threading.Thread(target=_listen, args=(ear, mouth, end_start), name="stop-signals", daemon=True).start()
+
+
+def _listen(ear: socket.socket, mouth: socket.socket, end_start: Callable[[], object]) -> None:
+    while numbers := ear.recv(64):
+        if not {signal.SIGUSR1, signal.SIGTERM}.isdisjoint(numbers):
+            time.sleep(_DEAF_SECONDS)
+            if _starting and not _received:
+                end_start()
+    mouth.close()  # which this thread has kept open until here
 
 
 def received() -> tuple[signal.Signals, ...]:
@@ -58,6 +83,8 @@ def hold() -> None:
     """From now on there is something to save: a signal no longer ends the process by itself."""
     global _starting
     _starting = False
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
 
 
 def on_request(callback: Callable[[], None]) -> None:
