@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,10 +23,14 @@ from omegaconf.errors import MissingMandatoryValue
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, FAILED_FILE
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0
 _EXIT_SECONDS = 60.0
+# Mistakes in the config, which every rank finds; jobs that hang, of which every rank learns.
+_ENDED_BY_ALL = (2, EXIT_STUCK)
+_ALL_SECONDS = 30.0  # until all of them have
 
 _failed_file: Path | None = None
 
@@ -85,7 +90,8 @@ def abort_job(exit_code: int = 1) -> NoReturn:
 
     Under MPI by ``MPI_Abort``; under srun by cancelling the step, as srun does of itself only with
     ``--kill-on-bad-exit``; torchrun, mpirun and the supervisor end the others when they see this one gone.
-    A step that is to be started again (`EXIT_REQUEUE`) is not cancelled: that would change its status.
+    A step whose ranks all end by themselves (`_ENDED_BY_ALL`) is not cancelled, or not at once: that would change its
+    status.
     """
     last_resort = threading.Timer(_ABORT_SECONDS, os._exit, args=(exit_code,))
     last_resort.daemon = True
@@ -95,9 +101,15 @@ def abort_job(exit_code: int = 1) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_code)
-    if exit_code != EXIT_REQUEUE and in_slurm_step(os.environ) and shutil.which("scancel"):
+    if exit_code not in (0, EXIT_REQUEUE) and in_slurm_step(os.environ) and shutil.which("scancel"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", slurm_step(os.environ)], timeout=_ABORT_SECONDS / 2, check=False)
+            cancel = ["scancel", slurm_step(os.environ)]
+            if exit_code in _ENDED_BY_ALL:
+                # Slurm ends this child with the step.
+                later = ["sh", "-c", f"sleep {_ALL_SECONDS:g}; exec {shlex.join(cancel)}"]
+                subprocess.Popen(later, start_new_session=True, stdin=subprocess.DEVNULL, close_fds=True)
+            else:
+                subprocess.run(cancel, timeout=_ABORT_SECONDS / 2, check=False)
     os._exit(exit_code)
 
 
@@ -107,18 +119,19 @@ def fail_job(error: BaseException) -> NoReturn:
 
 
 def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    rank, size = _own_rank()
+    rank, size, local_rank = _own_rank()
     if _failed_file is not None:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
             _failed_file.parent.mkdir(parents=True, exist_ok=True)
             with _failed_file.open("a", encoding="utf-8") as file:
                 file.write(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
     if issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue)):
-        # All ranks find the same mistake in the config: rank 0 says it, the others only if rank 0 has not
-        # ended the job by then.
+        # All ranks find the same mistake in the config: rank 0 says it, and where that has not ended the job by then,
+        # the first rank of each other machine, on which it may be another one.
         if rank > 0:
             time.sleep(3.0)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if local_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         abort_job(2)
     if issubclass(kind, LaunchError):
         text = f"{kind.__name__}: {error}"
@@ -130,9 +143,10 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
     abort_job(1)
 
 
-def _own_rank() -> tuple[int, int]:
+def _own_rank() -> tuple[int, int, int]:
+    """Rank, number of ranks, rank on this machine."""
     try:
         info = detect_launch(os.environ)
     except LaunchError:
-        return 0, 1
-    return info.rank, info.world_size
+        return 0, 1, 0
+    return info.rank, info.world_size, info.local_rank

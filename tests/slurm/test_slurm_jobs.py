@@ -213,11 +213,12 @@ def test_reward_model(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) ->
 def test_a_mistake_in_an_override(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
     """The job's own output says what is wrong, and the job fails with the script's status."""
     job = cluster.submit(
-        ("--nodes=1", "--ntasks-per-node=1"), "sft.sbatch", ["trainer.sft.max_stps=1"], tmp_path / "sft"
+        ("--nodes=1", "--ntasks-per-node=2"), "sft.sbatch", ["trainer.sft.max_stps=1"], tmp_path / "sft"
     )
     state = job.wait(TIMEOUT)
     assert (state.name, state.exit_code) == ("FAILED", 2), job.describe()
     assert "max_stps" in job.output() and "max_steps" in job.output()
+    assert "Killed" not in job.output() and job.output().count("did you mean trainer.sft.max_steps") == 1
 
 
 def test_mpi_between_nodes(cluster: Cluster) -> None:
