@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
-from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
@@ -482,6 +482,22 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         (whole / "state" / "data").unlink()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
+
+
+@pytest.mark.parametrize("lost", ["state", MANIFEST])
+def test_a_checkpoint_that_has_lost_its_state_is_missed(tmp_path: Path, lost: str) -> None:
+    """The job does not start from the beginning as if there had never been one."""
+    whole = tmp_path / "step=1-last"
+    (whole / "state").mkdir(parents=True)
+    (whole / "state" / "data").write_text("weights")
+    (tmp_path / "model.nemo" / "model_weights").mkdir(parents=True)  # no checkpoint
+    nothing: Any = None
+    with single_process():
+        Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
+        shutil.rmtree(whole / lost) if lost == "state" else (whole / lost).unlink()
+        with pytest.raises(DamagedCheckpointError, match=r"every checkpoint in .* is damaged"):
+            CheckpointManager(tmp_path, CheckpointSettings()).resume(nothing, nothing)
+    assert sorted(os.listdir(tmp_path)) == ["model.nemo", f"{whole.name}.damaged"]
 
 
 def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(

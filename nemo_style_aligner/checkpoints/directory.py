@@ -24,7 +24,7 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_file,
 )
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.manifest import Manifest
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,9 @@ class CheckpointDirectory:
         """The finished checkpoints, newest first. One without a readable manifest is put aside."""
         entries = []
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
-            if not (path / STATE).is_dir() or path.name.endswith((UNFINISHED, DAMAGED)):
+            # Either of them is a checkpoint, whatever else is gone: it shall be missed, not overlooked.
+            is_checkpoint = (path / STATE).is_dir() or (path / MANIFEST).is_file()
+            if not is_checkpoint or path.name.endswith((UNFINISHED, DAMAGED)):
                 continue
             try:
                 entries.append(Entry(path, Manifest.read(path)))

@@ -63,6 +63,7 @@ _CHECKSUMS = "checksums.json"
 _HEAD = MODEL_PREFIX + "rm_head."
 _OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
 _EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
+_COPIED_AT_ONCE = 16 << 20  # bytes; tarfile would copy 16 KiB at once
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def _move_into_tar(directory: Path, tar_path: Path) -> None:
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     # The config first: whoever wants only that need not read on.
     files.sort(key=lambda p: p.name != _CONFIG)
-    with tarfile.open(tar_path, "w") as tar:
+    with tarfile.TarFile(tar_path, "w", copybufsize=_COPIED_AT_ONCE) as tar:
         for file in files:
             activity.progress()
             tar.add(file, arcname=file.relative_to(directory).as_posix())
