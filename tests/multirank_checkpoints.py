@@ -892,8 +892,12 @@ def resuming(folder: Path) -> dict[str, Any]:
     """The keys of exp_manager, and .nemo archives at the end of training."""
 
     class FakeTokenizer:
+        def __init__(self) -> None:
+            self.folders: list[Path] = []
+
         def save(self, directory: Path) -> None:
             (directory / "tokenizer.json").write_text("{}")
+            self.folders.append(directory)
 
     def error_of(action: Callable[[], Any]) -> str:
         try:
@@ -916,7 +920,8 @@ def resuming(folder: Path) -> dict[str, Any]:
             ),
         }
         settings = {"monitor": "val_loss", "save_best_model": True, "filename": "m--{val_loss:.3f}-{step}"}
-        export = NemoExport({"num_layers": 2}, FakeTokenizer())  # type: ignore[arg-type]
+        tokenizer = FakeTokenizer()
+        export = NemoExport({"num_layers": 2}, tokenizer)  # type: ignore[arg-type]
         best = logprobs(model)
         m = CheckpointManager(directory, CheckpointSettings(**settings), export)
         save(m, model, optimizer, 1, val_loss=0.1)
@@ -941,7 +946,11 @@ def resuming(folder: Path) -> dict[str, Any]:
         file.write_bytes(content)
         m.export_at_end(model)
         results["exported"]["damaged"] = exported(m, model, made)
-        results["put aside"] = sorted(p.name for p in m.directory.glob("*.damaged"))
+        m = CheckpointManager(folder / "always", CheckpointSettings(always_save_nemo=True), export)
+        for step in (1, 2):
+            save(m, model, None, step)
+        results["tokenizers"] = [len(set(tokenizer.folders)), sum(path.exists() for path in tokenizer.folders)]
+        results["put aside"] = sorted(p.name for p in (folder / "all").glob("*.damaged"))
         results["newest"] = manager(directory).resume(model, optimizer)
         results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
         explicit = str(directory / "m--val_loss=0.100-step=1")

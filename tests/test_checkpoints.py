@@ -424,6 +424,8 @@ def test_the_end_of_training_writes_the_best_model_that_is_whole(multirank: dict
     assert results["exported"] == {"top 1": 0, "all kept": 1, "damaged": 2}
     assert results["model kept"]
     assert results["put aside"] == ["m--val_loss=0.100-step=2.damaged"]
+    # Each of five archives has a tokenizer written for it, in a folder that is gone afterwards.
+    assert results["tokenizers"] == [5, 0]
 
 
 def test_deleting_what_is_pruned_may_fail_or_be_killed(
