@@ -456,6 +456,42 @@ def test_deleting_what_is_pruned_may_fail_or_be_killed(
     assert os.listdir(tmp_path) == ["step=3-last"]
 
 
+@pytest.mark.parametrize("again", ["start", "publish"])
+def test_a_directory_that_was_being_replaced_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """The process is killed when the old one has been moved away, and the new one has not its name yet."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    def write(name: str, content: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(content)
+        return tmp_path / name
+
+    target = write("a.nemo", "old")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", kill)
+        durable.publish(write(".a.nemo.unfinished", "new"), target)
+    assert not target.exists()
+    if again == "start":
+        CheckpointDirectory(tmp_path, CheckpointSettings()).remove_unfinished()
+        assert (target / "content").read_text() == "old"
+    else:
+        with monkeypatch.context() as patch:  # killed once more, while the old one is deleted
+            patch.setattr(durable, "discard", kill)
+            with pytest.raises(Killed):
+                durable.publish(tmp_path / ".a.nemo.unfinished", target)
+        assert (target / "content").read_text() == "new"
+        durable.publish(write(".a.nemo.unfinished", "newer"), target)
+        assert (target / "content").read_text() == "newer"
+    assert os.listdir(tmp_path) == ["a.nemo"]
+
+
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read again, and then it is an error; the checkpoint keeps its name. With a file missing, it is damaged."""
     whole = tmp_path / "step=1-last"

@@ -19,6 +19,7 @@ from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
     publish,
+    put_all_back,
     remove_path,
     require_space,
     sync_file,
@@ -154,7 +155,8 @@ class CheckpointDirectory:
         return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
 
     def remove_unfinished(self) -> None:
-        """Delete what jobs that died while they wrote or deleted it have left."""
+        """Delete what jobs that died while they wrote or deleted it have left; put back what they were replacing."""
+        put_all_back(self.path)
         for path in self.path.glob(f"*{UNFINISHED}"):
             logger.warning("removing %s: it was not finished", path)
             discard(path)

@@ -33,6 +33,7 @@ from nemo_style_aligner.checkpoints.durable import (
     on_first_rank,
     patiently_on_first_rank,
     publish,
+    put_back,
     remove_path,
     require_space,
     sync_file,
@@ -110,7 +111,7 @@ def write_nemo(
         group: of all ranks; the default group where it is None.
     """
     path = Path(path)
-    as_directory = on_first_rank(lambda: as_directory or path.is_dir(), group)
+    as_directory = on_first_rank(lambda: as_directory or _is_directory(path), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
     size = bytes_to_write(tensors, group)
     on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
@@ -122,6 +123,11 @@ def write_nemo(
         patiently_on_first_rank(lambda: finish(path, staging, checksums), group)
     finally:
         on_first_rank(lambda: discard(staging), group)
+
+
+def _is_directory(path: Path) -> bool:
+    put_back(path)
+    return path.is_dir()
 
 
 def _prepare(path: Path, staging: Path, size: int) -> None:
