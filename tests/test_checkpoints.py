@@ -170,6 +170,25 @@ def test_metadata_that_would_execute_something_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "problem", "remedy"),
+    [
+        (("model_weights/model.a.weight/.zarray", "model_weights/common.pt"), "zarr", "dist_ckpt_format=torch_dist"),
+        (("model_weights.ckpt",), "model_weights.ckpt is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("mp_rank_00/model_weights.ckpt",), "mp_rank_00/.* is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("tp_rank_00_pp_rank_000/model_weights.ckpt",), "is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("model_config.yaml",), "has no file model_weights/.metadata", ""),
+    ],
+)
+def test_other_formats_of_nemo_are_named(tmp_path: Path, files: tuple[str, ...], problem: str, remedy: str) -> None:
+    with tarfile.open(tmp_path / "foreign.nemo", "w") as tar:
+        for name in files:
+            _add(tar, f"./{name}", b"content")
+    expected = pytest.raises((ValueError, FileNotFoundError), match=rf"foreign\.nemo.*{problem}.*{remedy}")
+    with open_source(tmp_path / "foreign.nemo") as source, expected:
+        stored_shapes(source, "model_weights")
+
+
 def test_a_truncated_archive_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "cut.nemo").write_bytes(b"not a tar file" * 100)
     with pytest.raises(ValueError, match=r"cut\.nemo is not a readable tar file"):

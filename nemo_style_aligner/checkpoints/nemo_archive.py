@@ -243,6 +243,7 @@ def load_nemo_weights(
     Raises:
         FileNotFoundError: no archive at ``path``.
         DamagedCheckpointError: its files are not what was written, as its checksums say.
+        UnsupportedFormatError: its weights are in another format of NeMo's.
         CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
     """
     skipped = tuple(MODEL_PREFIX + prefix.removeprefix(MODEL_PREFIX) for prefix in skip_prefixes)
