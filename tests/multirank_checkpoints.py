@@ -185,7 +185,7 @@ def fingerprint(model: MegatronModel, optimizer: Optimizer) -> str:
     digest = hashlib.sha256()
     tensors = [p.detach() for _, p in model.named_parameters()]
     inner = optimizer.megatron.chained_optimizers[0].optimizer
-    for group in inner.param_groups:
+    for group in (group for group in inner.param_groups if group["params"]):  # a rank may have none of a group's
         digest.update(f"{group['step']} {group['weight_decay']}".encode())
         for p in group["params"]:
             tensors += [p.detach(), inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"]]
@@ -381,7 +381,11 @@ def shared_out(folder: Path) -> dict[str, Any]:
             "loaded at once": most_loaded <= max(largest, 12_000),
         }
 
-    jobs = {"dp2": Job(dp=2, dtype=torch.bfloat16, reward=True), "tp2 dp2": Job(tp=2, dp=2, divisor=16)}
+    jobs = {
+        "dp2": Job(dp=2, dtype=torch.bfloat16, reward=True),
+        "tp2 dp2": Job(tp=2, dp=2, divisor=16),
+        "pp2 dp2 tied": Job(pp=2, dp=2, architecture=TIED, dtype=torch.bfloat16),
+    }
     return {name: job.run(run) for name, job in jobs.items()}
 
 
