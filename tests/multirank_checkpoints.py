@@ -185,7 +185,7 @@ def fingerprint(model: MegatronModel, optimizer: Optimizer) -> str:
     digest = hashlib.sha256()
     tensors = [p.detach() for _, p in model.named_parameters()]
     inner = optimizer.megatron.chained_optimizers[0].optimizer
-    for group in inner.param_groups:
+    for group in (group for group in inner.param_groups if group["params"]):  # a rank may have none of a group's
         digest.update(f"{group['step']} {group['weight_decay']}".encode())
         for p in group["params"]:
             tensors += [p.detach(), inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"]]
@@ -381,7 +381,11 @@ def shared_out(folder: Path) -> dict[str, Any]:
             "loaded at once": most_loaded <= max(largest, 12_000),
         }
 
-    jobs = {"dp2": Job(dp=2, dtype=torch.bfloat16, reward=True), "tp2 dp2": Job(tp=2, dp=2, divisor=16)}
+    jobs = {
+        "dp2": Job(dp=2, dtype=torch.bfloat16, reward=True),
+        "tp2 dp2": Job(tp=2, dp=2, divisor=16),
+        "pp2 dp2 tied": Job(pp=2, dp=2, architecture=TIED, dtype=torch.bfloat16),
+    }
     return {name: job.run(run) for name, job in jobs.items()}
 
 
@@ -893,8 +897,12 @@ def resuming(folder: Path) -> dict[str, Any]:
     """The keys of exp_manager, and .nemo archives at the end of training."""
 
     class FakeTokenizer:
+        def __init__(self) -> None:
+            self.folders: list[Path] = []
+
         def save(self, directory: Path) -> None:
             (directory / "tokenizer.json").write_text("{}")
+            self.folders.append(directory)
 
     def error_of(action: Callable[[], Any]) -> str:
         try:
@@ -917,7 +925,8 @@ def resuming(folder: Path) -> dict[str, Any]:
             ),
         }
         settings = {"monitor": "val_loss", "save_best_model": True, "filename": "m--{val_loss:.3f}-{step}"}
-        export = NemoExport({"num_layers": 2}, FakeTokenizer())  # type: ignore[arg-type]
+        tokenizer = FakeTokenizer()
+        export = NemoExport({"num_layers": 2}, tokenizer)  # type: ignore[arg-type]
         best = logprobs(model)
         m = CheckpointManager(directory, CheckpointSettings(**settings), export)
         save(m, model, optimizer, 1, val_loss=0.1)
@@ -942,7 +951,11 @@ def resuming(folder: Path) -> dict[str, Any]:
         file.write_bytes(content)
         m.export_at_end(model)
         results["exported"]["damaged"] = exported(m, model, made)
-        results["put aside"] = sorted(p.name for p in m.directory.glob("*.damaged"))
+        m = CheckpointManager(folder / "always", CheckpointSettings(always_save_nemo=True), export)
+        for step in (1, 2):
+            save(m, model, None, step)
+        results["tokenizers"] = [len(set(tokenizer.folders)), sum(path.exists() for path in tokenizer.folders)]
+        results["put aside"] = sorted(p.name for p in (folder / "all").glob("*.damaged"))
         results["newest"] = manager(directory).resume(model, optimizer)
         results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)
         explicit = str(directory / "m--val_loss=0.100-step=1")

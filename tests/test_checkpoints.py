@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
-from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
@@ -170,6 +170,25 @@ def test_metadata_that_would_execute_something_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "problem", "remedy"),
+    [
+        (("model_weights/model.a.weight/.zarray", "model_weights/common.pt"), "zarr", "dist_ckpt_format=torch_dist"),
+        (("model_weights.ckpt",), "model_weights.ckpt is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("mp_rank_00/model_weights.ckpt",), "mp_rank_00/.* is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("tp_rank_00_pp_rank_000/model_weights.ckpt",), "is not a megatron-core", "convert_gpt_nemo_to_mcore.py"),
+        (("model_config.yaml",), "has no file model_weights/.metadata", ""),
+    ],
+)
+def test_other_formats_of_nemo_are_named(tmp_path: Path, files: tuple[str, ...], problem: str, remedy: str) -> None:
+    with tarfile.open(tmp_path / "foreign.nemo", "w") as tar:
+        for name in files:
+            _add(tar, f"./{name}", b"content")
+    expected = pytest.raises((ValueError, FileNotFoundError), match=rf"foreign\.nemo.*{problem}.*{remedy}")
+    with open_source(tmp_path / "foreign.nemo") as source, expected:
+        stored_shapes(source, "model_weights")
+
+
 def test_a_truncated_archive_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "cut.nemo").write_bytes(b"not a tar file" * 100)
     with pytest.raises(ValueError, match=r"cut\.nemo is not a readable tar file"):
@@ -196,12 +215,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(multirank: dict[s
     assert result["state"] == {"step": 3, "sampler": {"epoch": 1, "position": 7}}
 
 
-@pytest.mark.parametrize("job", ["dp2", "tp2 dp2"])
+@pytest.mark.parametrize("job", ["dp2", "tp2 dp2", "pp2 dp2 tied"])
 def test_data_parallel_ranks_share_out_what_they_write(multirank: dict[str, Any], job: str) -> None:
     """Evenly; few parameters at once when it is loaded; checkpoints that the first rank wrote alone are read too."""
     result = multirank["shared_out"][job]
-    for written in zip(*result["written"], strict=True):  # of the optimizer, of everything
-        assert max(written) < 1.2 * min(written)
+    ranks = result["written"]
+    stages = (ranks[:2], ranks[2:]) if job.startswith("pp2") else (ranks,)
+    for stage in stages:
+        for written in zip(*stage, strict=True):  # of the optimizer, of everything
+            assert max(written) < 1.2 * min(written), written
     assert result["same"] and result["loaded at once"]
 
 
@@ -428,6 +450,8 @@ def test_the_end_of_training_writes_the_best_model_that_is_whole(multirank: dict
     assert results["exported"] == {"top 1": 0, "all kept": 1, "damaged": 2}
     assert results["model kept"]
     assert results["put aside"] == ["m--val_loss=0.100-step=2.damaged"]
+    # Each of five archives has a tokenizer written for it, in a folder that is gone afterwards.
+    assert results["tokenizers"] == [5, 0]
 
 
 def test_deleting_what_is_pruned_may_fail_or_be_killed(
@@ -458,6 +482,42 @@ def test_deleting_what_is_pruned_may_fail_or_be_killed(
     assert os.listdir(tmp_path) == ["step=3-last"]
 
 
+@pytest.mark.parametrize("again", ["start", "publish"])
+def test_a_directory_that_was_being_replaced_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """The process is killed when the old one has been moved away, and the new one has not its name yet."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    def write(name: str, content: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(content)
+        return tmp_path / name
+
+    target = write("a.nemo", "old")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", kill)
+        durable.publish(write(".a.nemo.unfinished", "new"), target)
+    assert not target.exists()
+    if again == "start":
+        CheckpointDirectory(tmp_path, CheckpointSettings()).remove_unfinished()
+        assert (target / "content").read_text() == "old"
+    else:
+        with monkeypatch.context() as patch:  # killed once more, while the old one is deleted
+            patch.setattr(durable, "discard", kill)
+            with pytest.raises(Killed):
+                durable.publish(tmp_path / ".a.nemo.unfinished", target)
+        assert (target / "content").read_text() == "new"
+        durable.publish(write(".a.nemo.unfinished", "newer"), target)
+        assert (target / "content").read_text() == "newer"
+    assert os.listdir(tmp_path) == ["a.nemo"]
+
+
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read again, and then it is an error; the checkpoint keeps its name. With a file missing, it is damaged."""
     whole = tmp_path / "step=1-last"
@@ -486,6 +546,22 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         (whole / "state" / "data").unlink()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
+
+
+@pytest.mark.parametrize("lost", ["state", MANIFEST])
+def test_a_checkpoint_that_has_lost_its_state_is_missed(tmp_path: Path, lost: str) -> None:
+    """The job does not start from the beginning as if there had never been one."""
+    whole = tmp_path / "step=1-last"
+    (whole / "state").mkdir(parents=True)
+    (whole / "state" / "data").write_text("weights")
+    (tmp_path / "model.nemo" / "model_weights").mkdir(parents=True)  # no checkpoint
+    nothing: Any = None
+    with single_process():
+        Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
+        shutil.rmtree(whole / lost) if lost == "state" else (whole / lost).unlink()
+        with pytest.raises(DamagedCheckpointError, match=r"every checkpoint in .* is damaged"):
+            CheckpointManager(tmp_path, CheckpointSettings()).resume(nothing, nothing)
+    assert sorted(os.listdir(tmp_path)) == ["model.nemo", f"{whole.name}.damaged"]
 
 
 def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(

@@ -169,7 +169,9 @@ def test_sequence_classifier_becomes_a_reward_model(tmp_path: Path) -> None:
     assert torch.equal(again.score.weight, reference.score.weight)
 
 
-def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = random_source(TINY)
     write_checkpoint(tmp_path / "out", TINY, iter(weights.items()), max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -182,6 +184,14 @@ def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(tmp_path: Path)
         assert torch.equal(source.read(name, 0, 0, shapes[name][0]), tensor)
     with pytest.raises(FileExistsError, match="not empty"):
         write_checkpoint(tmp_path / "out", TINY, iter(weights.items()))
+
+    synced = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+        write_checkpoint(tmp_path / "again", TINY, iter(weights.items()))
+    work = tmp_path / ".again.incomplete"  # before it gets its name, and the name last
+    assert sorted(synced[:-1]) == [str(work), *(str(work / name) for name in sorted(os.listdir(tmp_path / "again")))]
+    assert synced[-1] == str(tmp_path)
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "model.embed_tokens.weight", torch.zeros(2, 2)
@@ -392,6 +402,8 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
     tiny_tokenizer(tmp_path / "in")
 
     hf_to_nemo(tmp_path / "in", tmp_path / "model.nemo", torch.bfloat16)
+    with pytest.raises(FileExistsError, match="not empty"):  # before anything is read: there is no such archive
+        nemo_to_hf(tmp_path / "missing.nemo", tmp_path / "in", torch.bfloat16)
     nemo_to_hf(tmp_path / "model.nemo", tmp_path / "out", torch.bfloat16)
 
     again = kind.from_pretrained(tmp_path / "out")

@@ -19,12 +19,13 @@ from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
     publish,
+    put_all_back,
     remove_path,
     require_space,
     sync_file,
 )
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.manifest import Manifest
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,9 @@ class CheckpointDirectory:
         """The finished checkpoints, newest first. One without a readable manifest is put aside."""
         entries = []
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
-            if not (path / STATE).is_dir() or path.name.endswith((UNFINISHED, DAMAGED)):
+            # Either of them is a checkpoint, whatever else is gone: it shall be missed, not overlooked.
+            is_checkpoint = (path / STATE).is_dir() or (path / MANIFEST).is_file()
+            if not is_checkpoint or path.name.endswith((UNFINISHED, DAMAGED)):
                 continue
             try:
                 entries.append(Entry(path, Manifest.read(path)))
@@ -152,7 +155,8 @@ class CheckpointDirectory:
         return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
 
     def remove_unfinished(self) -> None:
-        """Delete what jobs that died while they wrote or deleted it have left."""
+        """Delete what jobs that died while they wrote or deleted it have left; put back what they were replacing."""
+        put_all_back(self.path)
         for path in self.path.glob(f"*{UNFINISHED}"):
             logger.warning("removing %s: it was not finished", path)
             discard(path)

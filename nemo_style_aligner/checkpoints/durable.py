@@ -24,6 +24,9 @@ UNFINISHED = ".unfinished"
 """Suffix of what is still being written or already being deleted. A leftover of a killed process; never read."""
 
 
+_REPLACED = ".replaced"  # suffix of a directory that has made room for its successor, behind a dot before its name
+
+
 class OtherRankError(OSError):
     """Another rank could not read or write; says which, and why."""
 
@@ -111,15 +114,40 @@ def sync_tree(directory: Path) -> None:
 def publish(finished: Path, target: Path) -> None:
     """Rename into place, for good. An existing file is replaced in the same instant.
 
-    An existing directory cannot be replaced in one step: it is moved aside first and deleted after.
+    An existing directory cannot be replaced in one step: it is moved aside first and deleted after. Whoever is killed
+    in between leaves nothing at ``target``; `put_back` makes up for it.
     """
-    aside = target.with_name(f".{target.name}.old{UNFINISHED}")
+    put_back(target)
+    aside = target.with_name(f".{target.name}{_REPLACED}")
     if target.is_dir():
-        remove_path(aside)
         os.rename(target, aside)
-    os.replace(finished, target)
+    try:
+        os.replace(finished, target)
+    except OSError:
+        put_back(target)
+        raise
     sync_file(target.parent)
-    discard(aside)
+    if aside.exists():
+        discard(aside)
+
+
+def put_back(target: Path) -> None:
+    """Undo, or complete, what a `publish` that was killed has left of replacing ``target``."""
+    aside = target.with_name(f".{target.name}{_REPLACED}")
+    if not aside.exists():
+        return
+    if target.exists():
+        discard(aside)
+    else:
+        logger.warning("%s is put back: whoever was replacing it was killed", target)
+        os.rename(aside, target)
+        sync_file(target.parent)
+
+
+def put_all_back(folder: Path) -> None:
+    """`put_back` of everything in a folder."""
+    for aside in folder.glob(f".*{_REPLACED}"):
+        put_back(aside.with_name(aside.name[1:].removesuffix(_REPLACED)))
 
 
 def remove_path(path: Path) -> None:
@@ -138,6 +166,7 @@ def discard(path: Path) -> None:
     doomed = path if path.name.endswith(UNFINISHED) else path.with_name(path.name + UNFINISHED)
     try:
         if doomed != path:
+            remove_path(doomed)  # of an earlier attempt
             os.rename(path, doomed)
         remove_path(doomed)
     except OSError as error:

@@ -33,6 +33,7 @@ from nemo_style_aligner.checkpoints.durable import (
     on_first_rank,
     patiently_on_first_rank,
     publish,
+    put_back,
     remove_path,
     require_space,
     sync_file,
@@ -63,6 +64,7 @@ _CHECKSUMS = "checksums.json"
 _HEAD = MODEL_PREFIX + "rm_head."
 _OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
 _EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
+_COPIED_AT_ONCE = 16 << 20  # bytes; tarfile would copy 16 KiB at once
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def write_nemo(
         group: of all ranks; the default group where it is None.
     """
     path = Path(path)
-    as_directory = on_first_rank(lambda: as_directory or path.is_dir(), group)
+    as_directory = on_first_rank(lambda: as_directory or _is_directory(path), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
     size = bytes_to_write(tensors, group)
     on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
@@ -121,6 +123,11 @@ def write_nemo(
         patiently_on_first_rank(lambda: finish(path, staging, checksums), group)
     finally:
         on_first_rank(lambda: discard(staging), group)
+
+
+def _is_directory(path: Path) -> bool:
+    put_back(path)
+    return path.is_dir()
 
 
 def _prepare(path: Path, staging: Path, size: int) -> None:
@@ -170,7 +177,7 @@ def _move_into_tar(directory: Path, tar_path: Path) -> None:
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     # The config first: whoever wants only that need not read on.
     files.sort(key=lambda p: p.name != _CONFIG)
-    with tarfile.open(tar_path, "w") as tar:
+    with tarfile.TarFile(tar_path, "w", copybufsize=_COPIED_AT_ONCE) as tar:
         for file in files:
             activity.progress()
             tar.add(file, arcname=file.relative_to(directory).as_posix())
@@ -236,6 +243,7 @@ def load_nemo_weights(
     Raises:
         FileNotFoundError: no archive at ``path``.
         DamagedCheckpointError: its files are not what was written, as its checksums say.
+        UnsupportedFormatError: its weights are in another format of NeMo's.
         CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
     """
     skipped = tuple(MODEL_PREFIX + prefix.removeprefix(MODEL_PREFIX) for prefix in skip_prefixes)

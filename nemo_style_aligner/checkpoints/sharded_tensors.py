@@ -40,6 +40,10 @@ class CheckpointMismatchError(ValueError):
     """A checkpoint does not hold what the model wants."""
 
 
+class UnsupportedFormatError(ValueError):
+    """A checkpoint in a format that is not read here; says what to do."""
+
+
 class UnsafeCheckpointError(ValueError):
     """A checkpoint's metadata refers to something that has no place in a checkpoint."""
 
@@ -124,9 +128,29 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _refuse_other_formats(source: FileSource, folder: str) -> None:
+    """Raise an error that names the format, with what makes it readable, if it is another one that NeMo has written."""
+    names = source.names()
+    if any(name.startswith(f"{folder}/") and name.endswith("/.zarray") for name in names):
+        raise UnsupportedFormatError(
+            f"{source.location}: {folder}/ is a distributed checkpoint in the zarr format; torch_dist is read here. "
+            "Load it with NeMo and save it with model.dist_ckpt_format=torch_dist"
+        )
+    old = [name for name in names if name.endswith(".ckpt") or name.startswith(("mp_rank_", "tp_rank_"))]
+    if old:
+        raise UnsupportedFormatError(
+            f"{source.location}: {old[0]} is not a megatron-core checkpoint, which is read here. Convert it with "
+            "NeMo's scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py"
+        )
+
+
 def _read_metadata(source: FileSource, folder: str) -> Metadata:
-    with source.open(f"{folder}/.metadata") as stream:
-        content = io.BytesIO(stream.read())
+    try:
+        with source.open(f"{folder}/.metadata") as stream:
+            content = io.BytesIO(stream.read())
+    except FileNotFoundError:
+        _refuse_other_formats(source, folder)
+        raise
     try:
         metadata = _MetadataUnpickler(content).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -164,7 +188,11 @@ class _SafeReader(dcp.FileSystemReader):
 
 
 def stored_shapes(source: FileSource, folder: str) -> dict[str, tuple[int, ...]]:
-    """Key -> global shape of every tensor in the distributed checkpoint in ``folder``."""
+    """Key -> global shape of every tensor in the distributed checkpoint in ``folder``.
+
+    Raises:
+        FileNotFoundError, UnsupportedFormatError: there is none.
+    """
     return _shapes(_read_metadata(source, folder))
 
 

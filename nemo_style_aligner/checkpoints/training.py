@@ -70,6 +70,7 @@ class _Save:
         manifest: without its files.
         contents: what is in it, apart from the job that goes on if it is written in the background.
         is_archived: whether the .nemo archive is written after it.
+        tokenizer_folder: the archive's; on rank 0, if there is one.
         protected, before_publishing: see `CheckpointManager.save`.
     """
 
@@ -77,6 +78,7 @@ class _Save:
     manifest: Manifest
     contents: Contents
     is_archived: bool
+    tokenizer_folder: tempfile.TemporaryDirectory[str] | None
     protected: Collection[Path]
     before_publishing: MayPublish | None
 
@@ -106,7 +108,6 @@ class CheckpointManager:
         self._verified: Path | None = None
         self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
         self._is_archived = False  # so has the .nemo archive
-        self._tokenizer_folder: tempfile.TemporaryDirectory[str] | None = None
         self._is_short_of_memory = False
 
     @property
@@ -163,11 +164,10 @@ class CheckpointManager:
             Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}, self._resumed_from),
             contents.copied() if in_background else contents,
             self.settings.always_save_nemo,
+            self._save_tokenizer() if self.settings.always_save_nemo else None,
             protected,
             before_publishing,
         )
-        if save.is_archived:
-            self._save_tokenizer()
         on_end = on_end or (lambda _: None)
         written = self._writer.run(functools.partial(self._write, save), started, on_end, in_background=in_background)
         self._current, self._is_archived = target, save.is_archived
@@ -213,25 +213,26 @@ class CheckpointManager:
         Args:
             is_whole: called before the archive.
         """
-        try:
-            write_contents(save.contents, save.manifest, staging_of(save.target), group)
-        except (OSError, ValueError, TypeError) as error:
-            free = on_first_rank(lambda: self._files.give_up(save.target), group)
-            if isinstance(error, OSError):
-                raise OSError(
-                    f"the checkpoint {save.target} was not saved: {error}. It needs {save.contents.size:,} bytes and "
-                    f"some more, {free:,} bytes are free now that what was written of it is gone. The earlier "
-                    "checkpoints are whole; start again when the cause is removed"
-                ) from error
-            raise
-        if may_publish := save.before_publishing:
-            # However long it takes, no rank waits in a collective for long.
-            while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
-                pass
-        on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
-        is_whole()
-        if save.is_archived:
-            self._export(save.contents.model(), group)
+        with save.tokenizer_folder or contextlib.nullcontext() as tokenizer_dir:
+            try:
+                write_contents(save.contents, save.manifest, staging_of(save.target), group)
+            except (OSError, ValueError, TypeError) as error:
+                free = on_first_rank(lambda: self._files.give_up(save.target), group)
+                if isinstance(error, OSError):
+                    raise OSError(
+                        f"the checkpoint {save.target} was not saved: {error}. It needs {save.contents.size:,} bytes "
+                        f"and some more, {free:,} bytes are free now that what was written of it is gone. The earlier "
+                        "checkpoints are whole; start again when the cause is removed"
+                    ) from error
+                raise
+            if may_publish := save.before_publishing:
+                # However long it takes, no rank waits in a collective for long.
+                while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
+                    pass
+            on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+            is_whole()
+            if save.is_archived:
+                self._export(save.contents.model(), tokenizer_dir, group)
 
     # ---- archives ---------------------------------------------------------------------------
 
@@ -255,8 +256,8 @@ class CheckpointManager:
             restore_model(best, model)
         elif self._is_archived:
             return
-        self._save_tokenizer()
-        self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)), self._writer.group())
+        with self._save_tokenizer() or contextlib.nullcontext() as tokenizer_dir:
+            self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)), tokenizer_dir, self._writer.group())
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 
@@ -269,21 +270,27 @@ class CheckpointManager:
                 return path
         return None
 
-    def _save_tokenizer(self) -> None:
-        """Rank 0's files for the archive, in the main thread: elsewhere it would meet those that use the tokenizer."""
-        tokenizer = self.nemo.tokenizer if self.nemo is not None else None
-        if tokenizer is not None and self._tokenizer_folder is None and dist.get_rank() == 0:
-            self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
-            tokenizer.save(Path(self._tokenizer_folder.name))
+    def _save_tokenizer(self) -> tempfile.TemporaryDirectory[str] | None:
+        """Rank 0's files for the archive, in the main thread: elsewhere it would meet those that use the tokenizer.
 
-    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None) -> None:
+        Anew for each archive: whoever cleans up temporary files may remove old ones.
+        """
+        tokenizer = self.nemo.tokenizer if self.nemo is not None else None
+        if tokenizer is None or dist.get_rank() != 0:
+            return None
+        folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
+        tokenizer.save(Path(folder.name))
+        return folder
+
+    def _export(self, tensors: PreparedTensors, tokenizer_dir: str | None, group: dist.ProcessGroup | None) -> None:
         """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return
-        tokenizer_dir = Path(self._tokenizer_folder.name) if self._tokenizer_folder is not None else None
         path = self.directory / f"{self.settings.nemo_name}.nemo"
         try:
-            write_nemo(path, tensors, self.nemo.model_config, tokenizer_dir, group=group)
+            write_nemo(
+                path, tensors, self.nemo.model_config, Path(tokenizer_dir) if tokenizer_dir else None, group=group
+            )
         except OSError as error:
             raise OSError(f"the archive {path} was not written: {error}. The checkpoints are whole") from error
         logger.info("saved %s", path)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.durable import on_first_rank
 from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_weights,
@@ -40,6 +41,7 @@ from nemo_style_aligner.weights.huggingface import (
     copy_tokenizer_files,
     hf_family,
     read_architecture,
+    require_empty,
     write_checkpoint,
 )
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -134,6 +136,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
         FileExistsError: ``output_dir`` has something in it.
         ValueError: no Hugging Face family can express the model.
     """
+    on_first_rank(lambda: require_empty(output_dir))  # before the weights are loaded, which takes long
     config = load_nemo_config(input_path)
     architecture = ModelArchitecture.from_nemo_config(config)
     hf_family(architecture)

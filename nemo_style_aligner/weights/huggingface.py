@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
+from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -293,8 +294,8 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory that transformers loads. At most one shard is held in memory.
 
-    It is written under a temporary name beside ``directory`` and renamed when complete. One rank calls this;
-    the others of the model-parallel group must drain their own `export_weights`.
+    It is written under a temporary name beside ``directory``, and renamed when it is complete and on disk. One
+    rank calls this; the others of the model-parallel group must drain their own `export_weights`.
 
     Args:
         directory: must not exist, or be empty.
@@ -309,8 +310,7 @@ def write_checkpoint(
         ValueError: no Hugging Face family can express the architecture.
     """
     target = Path(directory)
-    if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty: choose another directory or remove it")
+    require_empty(target)
     hf_family(architecture)  # fails before any work
     work = target.parent / f".{target.name}.incomplete"
     shutil.rmtree(work, ignore_errors=True)
@@ -326,9 +326,21 @@ def write_checkpoint(
         _write_json(work / GENERATION_CONFIG, {k: v for k, v in token_ids.items() if v is not None})
     for file in work.glob("*.safetensors"):
         shutil.copymode(work / "config.json", file)  # safetensors makes files that only their owner can read
+    sync_tree(work)
     if target.exists():
         target.rmdir()
     work.rename(target)
+    sync_file(target.parent)
+
+
+def require_empty(directory: Path) -> None:
+    """Check that `write_checkpoint` can write into ``directory``.
+
+    Raises:
+        FileExistsError: it has something in it, or is a file.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory} is not empty: choose another directory or remove it")
 
 
 def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, int | None]:
