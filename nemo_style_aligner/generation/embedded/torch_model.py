@@ -10,7 +10,6 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from nemo_style_aligner.generation.embedded.rotary import apply_rotary, rotary_tables
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
@@ -217,5 +216,7 @@ def _segment_mask(segment: ChunkSegment, device: torch.device) -> torch.Tensor |
         return None
     end = segment.start + segment.length
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second or two
+
         return causal_lower_right(segment.length, end)  # flash attention, which takes no masks, knows this one
     return torch.ones(segment.length, end, dtype=torch.bool, device=device).tril_(segment.start)
