@@ -21,8 +21,8 @@ Work = Callable[[dist.ProcessGroup | None, Callable[[], None]], None]
 """What is done with the thread's process group. It calls the second argument when the checkpoint is whole."""
 
 _LAST_CHANCE_SECONDS = 60.0
-# Ranks wait for the slowest disk in one collective. No limit of training's collectives: a dead peer's sockets close at
-# once all the same, and what hangs is the watchdog's to find.
+# Ranks wait for the slowest disk in one collective: the limit of training's is too short. A dead peer's sockets close
+# at once all the same, and what hangs is the watchdog's to find.
 _TIMEOUT = timedelta(hours=12)
 _WRITTEN, _RUNNING, _FAILED = range(3)
 
