@@ -53,9 +53,7 @@ class _Pending:
 class BackgroundWriter:
     """Runs work in a thread. All ranks use theirs in step, and what the work does together, it does in its group.
 
-    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end.
-
-    """
+    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end."""
 
     def __init__(self) -> None:
         self._own_group: dist.ProcessGroup | None = None
