@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import datetime
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +25,7 @@ import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel import launch
+from nemo_style_aligner.parallel import launch, meeting
 from nemo_style_aligner.parallel.detection import (
     LaunchError,
     LaunchInfo,
@@ -31,7 +35,16 @@ from nemo_style_aligner.parallel.detection import (
     tasks_per_node,
 )
 from nemo_style_aligner.parallel.launch import _stay_on_loopback, bind_address, check_world_size
-from nemo_style_aligner.parallel.machine import _cgroup_quotas, _cgroup_rooms, available_cores, computes_in_bf16
+from nemo_style_aligner.parallel.machine import (
+    _cgroup_cpusets,
+    _cgroup_quotas,
+    _cgroup_rooms,
+    available_cores,
+    computes_in_bf16,
+    free_port,
+    machine_cores,
+)
+from nemo_style_aligner.parallel.meeting import meet
 from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
@@ -137,11 +150,18 @@ def test_what_is_typed_into_the_terminal_of_a_step_is_no_rank_of_it(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "given", "expected"),
-    [("torchrun", "1", 4), ("torchrun", "2", 2), ("mpirun", "1", 1), ("mpirun", None, 4)],
-)
-def test_threads_of_a_rank(launcher: Any, given: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "available_cores", lambda: 8)
+    ("launcher", "given", "bound_to", "expected"),
+    [
+        ("torchrun", "1", 8, 4), ("torchrun", "2", 8, 2), ("torchrun", None, 4, 2),
+        ("mpirun", "1", 8, 1), ("mpirun", None, 8, 4), ("mpirun", None, 4, 4), ("mpirun", None, 1, 1),
+    ],
+)  # fmt: skip
+def test_threads_of_a_rank(
+    launcher: Any, given: str | None, bound_to: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two on a machine of 8 cores. MPI's launchers may have bound each to its own."""
+    monkeypatch.setattr(launch, "machine_cores", lambda: 8)
+    monkeypatch.setattr(launch, "available_cores", lambda: bound_to)
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
@@ -289,7 +309,52 @@ def test_cores_are_what_the_narrowest_control_group_leaves(tmp_path: Path) -> No
         listed.write_text(lines + "\n")
         assert _cgroup_quotas(listed, tmp_path) == quotas, lines
     assert _cgroup_quotas(tmp_path / "nowhere", tmp_path) == []
+    (tmp_path / "a" / "cpuset.cpus.effective").write_text("0-3,8\n")
+    listed.write_text("0::/a/b\n")
+    assert _cgroup_cpusets(listed, tmp_path) == [5]
+    assert 1 <= machine_cores() <= (os.cpu_count() or 1)
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+# ---- meeting -------------------------------------------------------------------------------------
+
+
+def _meet(rank: int, port: int, seconds: float, backend: str = "gloo") -> str:
+    """A rank of two; what becomes of it."""
+    info = LaunchInfo(rank, 2, 0, 1, "environment", "127.0.0.1", port)
+    try:
+        meet(info, backend, datetime.timedelta(seconds=seconds))
+    except LaunchError as error:
+        return str(error)
+    return "met"
+
+
+def test_ranks_that_do_not_find_each_other_say_where_they_waited_and_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "_QUIET_SECONDS", 0.2)
+    port = free_port()
+    assert re.match(rf"not all ranks .* 127.0.0.1:{port} within .*: 1 of 2 .*missing: 1$", _meet(0, port, 0.5))
+    assert f"waiting at 127.0.0.1:{port}: 1 of 2 ranks are there; missing: 1" in caplog.text
+    assert re.match(rf"rank 1 has not found rank 0 at 127.0.0.1:{port} within", _meet(1, port, 0.5))
+    assert f"waiting for rank 0 at 127.0.0.1:{port}" in caplog.text
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert f"port {port}, on which the ranks were to meet, cannot be used" in _meet(0, port, 0.5)
+
+
+@pytest.mark.parametrize("backends", [("gloo", "gloo"), ("nccl", "gloo")])
+def test_ranks_that_meet_compare_what_they_compute_with(backends: tuple[str, str]) -> None:
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        started = [pool.submit(_meet, rank, port, 20.0, backend) for rank, backend in enumerate(backends)]
+        first, second = (found.result() for found in started)
+    if len(set(backends)) == 1:
+        assert (first, second) == ("met", "met")
+    else:
+        assert first.startswith(f"of 2 ranks these have no GPU that torch can use: 1 ({socket.gethostname()})")
+        assert second.startswith(f"rank 0, at 127.0.0.1:{port}, has ended")
 
 
 # ---- the log directory's lock ------------------------------------------------------------------

@@ -152,7 +152,8 @@ def test_a_row_of_nan_spoils_no_other_request() -> None:
 
 def test_a_request_given_up_in_the_batch_or_in_the_queue_spoils_no_other() -> None:
     backend = CountingBackend()
-    impatient = infer_body([[1, 2]], [2], parameters={"timeout": 300000})
+    # Long enough for a busy machine to see the first one in its batch.
+    impatient = infer_body([[1, 2]], [2], parameters={"timeout": 3_000_000})
     with serve(backend, preferred=(4,), delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         backend.gate.clear()
         first = pool.submit(post, server, "critic_infer", impatient)

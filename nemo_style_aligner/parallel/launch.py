@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
@@ -37,17 +37,13 @@ from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
 from nemo_style_aligner.parallel.ending import abort_job, has_failed, install_excepthook, leave_failures_in, shutdown
-from nemo_style_aligner.parallel.machine import available_cores, free_port, own_address
+from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port, machine_cores, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.logging import configure_logging
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 _logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
@@ -104,9 +100,9 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
 
     from nemo_style_aligner.parallel import worlds
+    from nemo_style_aligner.parallel.meeting import meet
 
     if torch.cuda.is_available():
         # megatron-core's overlap of tensor-parallel exchanges with products counts on one queue, before CUDA starts.
@@ -126,16 +122,13 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
-    if info.master_addr == LOOPBACK and info.launcher != "torchrun":  # torchrun brings a store of its own
-        store, rank, size = _loopback_store(info, timeout), info.rank, info.world_size
-    else:
-        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store = meet(info, backend, timeout)
     store.set_timeout(timeout)
     try:
         if rollout_ranks:
-            worlds.initialize(store, rank, size, rollout_ranks, backend, timeout)
+            worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
         else:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     finally:
         sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
     _logger.info(
@@ -191,29 +184,6 @@ def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
     return dataclasses.replace(info, master_addr=address, master_port=port)
 
 
-def _loopback_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
-    """Where the ranks of one machine meet. torch's own would listen on every interface; it asks for no secret."""
-    from torch.distributed import TCPStore
-
-    assert info.master_port is not None  # whoever sets the address sets it, too
-    listener = None
-    if info.rank == 0:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                opened.bind((LOOPBACK, info.master_port))
-            except OSError as error:
-                raise LaunchError(
-                    f"port {info.master_port}, on which the ranks were to meet, cannot be used ({error.strerror}): "
-                    f"start the job again, with another MASTER_PORT if you have set one"
-                ) from error
-            opened.listen(info.world_size)
-            listener = opened.detach()  # the store closes it
-    return TCPStore(
-        LOOPBACK, info.master_port, info.world_size, info.rank == 0, timeout=timeout, master_listen_fd=listener
-    )
-
-
 def _share_cores(info: LaunchInfo) -> None:
     """Divide this machine's cores among its ranks, unless the user has set OMP_NUM_THREADS."""
     given = os.environ.get("OMP_NUM_THREADS")
@@ -222,6 +192,8 @@ def _share_cores(info: LaunchInfo) -> None:
         return
     if info.launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         threads = integer(os.environ, "SLURM_CPUS_PER_TASK")
+    elif info.launcher in ("mpirun", "pmi", "slurm"):  # they may bind each rank to cores: its share already
+        threads = min(available_cores(), max(1, machine_cores() // info.local_world_size))
     else:
         threads = max(1, available_cores() // info.local_world_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that load their thread pool later

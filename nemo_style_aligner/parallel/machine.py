@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
 _SERVER_PORTS = range(10000, 32000)
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
 # Of control groups: the files with the limit and what is used, and the prefix of the numbers that include groups below.
@@ -26,6 +27,11 @@ def available_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, min([cores, *_cgroup_quotas()]))
+
+
+def machine_cores() -> int:
+    """Cores that the processes of this control group may use together, however each of them is bound. At least 1."""
+    return max(1, min([os.cpu_count() or 1, *_cgroup_quotas(), *_cgroup_cpusets()]))
 
 
 def available_memory() -> int:
@@ -92,6 +98,17 @@ def _cgroup_quotas(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int
             if quota not in ("max", "-1"):
                 quotas.append(max(1, int(quota) // int(period)))
     return quotas
+
+
+def _cgroup_cpusets(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int]:
+    """Cores of each of our control groups that has a set of them."""
+    sizes = []
+    for folder, is_version_2 in _own_groups("cpuset", groups, mounted):
+        with contextlib.suppress(OSError, ValueError):
+            name = "cpuset.cpus.effective" if is_version_2 else "cpuset.effective_cpus"
+            ranges = [part.split("-") for part in (folder / name).read_text().strip().split(",")]  # 0-3,8
+            sizes.append(sum(int(bounds[-1]) - int(bounds[0]) + 1 for bounds in ranges))
+    return sizes
 
 
 def _cgroup_rooms(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int]:
