@@ -209,17 +209,20 @@ def measure_rates(device: torch.device, buffer_bytes: int) -> MachineRates:
     ways = (numbers.sum, functools.partial(torch.mv, matrix, vector))
     memory = max(numbers.numel() * 4 / best_seconds(way, device) for way in ways)
     del numbers, matrix, ways
-    gemm = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        rate = 0.0
-        for size in (512, 1024, 2048) if device.type == "cpu" else (4096, 8192):
-            operations = 2 * size**3
-            if rate and operations / rate > _TRY_SECONDS:
-                break  # emulated bf16 can be a hundred times slower
-            a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-            rate = max(rate, operations / best_seconds(functools.partial(torch.nn.functional.linear, a, b), device))
-        gemm[str(dtype).removeprefix("torch.")] = rate
-    return MachineRates(memory, gemm)
+    dtypes = (torch.bfloat16, torch.float32)
+    return MachineRates(memory, {str(d).removeprefix("torch."): measure_gemm(device, d) for d in dtypes})
+
+
+def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of products of square matrices: the best size and try."""
+    rate = 0.0
+    for size in (512, 1024, 2048) if device.type == "cpu" else (4096, 8192):
+        operations = 2 * size**3
+        if rate and operations / rate > _TRY_SECONDS:
+            break  # emulated bf16 can be a hundred times slower
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        rate = max(rate, operations / best_seconds(functools.partial(torch.nn.functional.linear, a, b), device))
+    return rate
 
 
 def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4) -> float:
