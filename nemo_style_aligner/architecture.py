@@ -91,6 +91,12 @@ class ModelArchitecture:
                     f"{self.num_attention_heads}; set kv_channels to the size of one head"
                 )
             object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        turned = (int(self.kv_channels * self.rotary_percentage) + 1) // 2 * 2
+        if turned > self.kv_channels:
+            raise ValueError(
+                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {turned} channels of "
+                "each head would be turned, an even number; heads need at least as many"
+            )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "

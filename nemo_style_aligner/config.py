@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 _MODEL_KEYS = frozenset(
     ModelArchitecture(
         num_layers=1,
-        hidden_size=1,
+        hidden_size=2,
         ffn_hidden_size=1,
         num_attention_heads=1,
         num_query_groups=1,

@@ -86,7 +86,7 @@ NULLABLE: tuple[str, ...] = (
 says."""
 
 _ARCHITECTURE = ModelArchitecture(
-    num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
+    num_layers=1, hidden_size=2, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
 ).to_nemo_config()
 
 

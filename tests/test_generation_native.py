@@ -234,7 +234,7 @@ SHAPE = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
 )
 def test_the_check_of_compiled_kernels_passes(kernel: str, weight_format: str, tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16, weight_format=weight_format)
-    check(compile_command("g++", shape, kernel), tmp_path)
+    check(compile_command(["g++"], shape, kernel), tmp_path)
 
 
 def test_a_failed_check_is_reported(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
     if not missing:
         pytest.skip("this processor has every kernel's instructions")
     with pytest.raises(NativeUnavailable, match="fail their check"):
-        check(compile_command("g++", dataclasses.replace(SHAPE, dtype=torch.bfloat16), missing[0]), tmp_path)
+        check(compile_command(["g++"], dataclasses.replace(SHAPE, dtype=torch.bfloat16), missing[0]), tmp_path)
 
 
 def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert not load_library(SHAPE, "avx2")[1]
     assert not load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")[1]
     assert load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")[1]
-    assert len({tuple(compile_command("g++", dataclasses.replace(SHAPE, **change), "avx2")) for change in CHANGES}) == 3
+    assert len({tuple(compile_command(["g++"], dataclasses.replace(SHAPE, **change), "avx2")) for change in CHANGES}) == 3
 
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="compiled kernels need an x86-64 processor with AVX2 and FMA"
 )
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 # The last has vectors of 16 numbers on any processor: how AVX-512 computes.
 NAMES = [name for name in KERNELS if KERNELS[name].number == 0] + ["avx512-bf16-emulated"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative; bf16 results are rounded to 8 bits
@@ -166,6 +170,66 @@ def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
     assert kernels.swiglu(x).isnan().any() and kernels.swiglu_backward(x, numbers(3, 16)).isnan().any()
     out, _ = kernels.rms_norm(x, torch.ones(32), 1e-5)
     assert out[1].isnan().all() and not out[0].isnan().any()
+
+
+def test_what_is_no_number_stays_that_when_rounded(kernels: LayerKernels) -> None:
+    """NaN with any bits: rounding carries into those above, which made zeros and infinities of some."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32).repeat(12)
+    out, _ = kernels.rms_norm(torch.ones(3, 48, dtype=torch.bfloat16), bits.view(torch.float32), 1e-5)
+    assert out.isnan().all()
+
+
+SHORT_OF_MEMORY = """
+import os, resource, torch
+from nemo_style_aligner.models.layer_kernels import load
+
+kernels = load("avx2")
+t, heads, d = 2048, 64, 128  # the backward pass wants 128 MiB
+qkv, grad = torch.zeros(t, 1, heads + 2, d, dtype=torch.bfloat16), torch.zeros(t, heads, d, dtype=torch.bfloat16)
+arguments = grad, torch.zeros(t, heads), qkv, None, torch.ones(t, dtype=torch.int32), 1.0
+used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, resource.RLIM_INFINITY))
+try:
+    kernels.attention_backward(*arguments)
+except MemoryError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(kernels.attention_backward(*arguments).shape)
+"""
+
+BOUND_THREADS = """
+import os, torch
+from nemo_style_aligner.models.layer_kernels import load
+
+load("avx2").swiglu(torch.zeros(64, 96))
+print(len(os.sched_getaffinity(0)), max(len(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")))
+"""
+
+
+def run_alone(program: str, **environment: str) -> list[str]:
+    """The lines that a Python program of its own prints, with two threads."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)} | environment
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_too_little_memory_is_an_error_and_no_end() -> None:
+    message, shape = run_alone(SHORT_OF_MEMORY)
+    assert "got no memory: use smaller micro batches" in message
+    assert shape == "torch.Size([2048, 1, 66, 128])"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_do_not_share_the_core_that_openmp_binds_the_first_one_to() -> None:
+    bound, freest = map(int, run_alone(BOUND_THREADS, OMP_PROC_BIND="close")[0].split())
+    assert bound == 1 and freest >= 2
+
+
+def test_sequences_that_do_not_fill_their_row_are_refused(kernels: LayerKernels) -> None:
+    with pytest.raises(ValueError, match="sequences of 8 tokens in a row of 9"):
+        kernels.attention(numbers(9, 1, 3, 8), None, torch.tensor([8], dtype=torch.int32), 1.0)
 
 
 @pytest.mark.usefixtures("two_threads")

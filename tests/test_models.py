@@ -76,6 +76,12 @@ ARCHITECTURES = {
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 
 
+@pytest.mark.parametrize("settings", [{"kv_channels": 11}, {"kv_channels": 8, "rotary_percentage": 1.5}])
+def test_heads_that_are_turned_further_than_they_reach_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="12 channels of each head would be turned"):
+        ModelArchitecture(**SHAPE | settings)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
     from megatron.core import parallel_state

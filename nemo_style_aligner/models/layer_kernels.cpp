@@ -15,7 +15,7 @@ std::mutex team_in_use;
 Team& team(int threads) {
     static Team* current = nullptr;
     static pid_t owner = 0;
-    if (!current || owner != getpid() || current->size != threads) {
+    if (!current || owner != getpid() || current->wanted != threads) {
         if (owner == getpid()) delete current;
         current = new Team(threads);
         owner = getpid();
@@ -24,14 +24,21 @@ Team& team(int threads) {
 }
 
 // f(i) for i in 0..n-1, each on whichever thread asks next. A caller that finds the team at work for another thread of
-// this process computes alone.
+// this process computes alone. What has no memory on any thread has none in the caller.
 template <class F> void parallel(int threads, int n, F&& f) {
     Counter counter;
-    if (threads > 1 && n > 1) {
-        const std::unique_lock<std::mutex> lock(team_in_use, std::try_to_lock);
-        if (lock) return team(threads).run([&](int) { counter.each(n, 1, f); });
-    }
-    counter.each(n, 1, f);
+    std::atomic<bool> is_short{false};
+    const auto work = [&](int) {
+        try {
+            counter.each(n, 1, f);
+        } catch (const std::bad_alloc&) {
+            is_short = true;
+        }
+    };
+    std::unique_lock<std::mutex> lock(team_in_use, std::defer_lock);
+    if (threads > 1 && n > 1 && lock.try_lock()) team(threads).run(work);
+    else work(0);
+    if (is_short) throw std::bad_alloc();
 }
 
 // f(begin, end) for pieces of 0..n-1, one per thread.
@@ -44,7 +51,10 @@ class Scratch {
   public:
     explicit Scratch(size_t floats) {
         static thread_local std::vector<float> memory;
-        if (memory.size() < floats + 16) memory.resize(floats + 16);
+        if (memory.size() < floats + 16) {
+            memory.clear(); // or it would be copied
+            memory.resize(floats + 16);
+        }
         next = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     }
     float* take(size_t floats) {
@@ -408,38 +418,54 @@ void rms_norm_backward(const T* x, const float* weight, const float* scale, cons
 
 } // namespace
 
+// f with a value of the type that numbers have in memory. 0, or 1 where memory is short.
+template <class F> static int with_type(int is_bf16, F&& f) {
+    try {
+        is_bf16 ? f(bf16()) : f(float());
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
 extern "C" {
 
-void layer_attention(const Attention* a) {
-    a->is_bf16 ? attention_forward<bf16>(*a) : attention_forward<float>(*a);
+int layer_attention(const Attention* a) {
+    return with_type(a->is_bf16, [&](auto x) { attention_forward<decltype(x)>(*a); });
 }
 
-void layer_attention_backward(const Attention* a) {
-    a->is_bf16 ? attention_backward<bf16>(*a) : attention_backward<float>(*a);
+int layer_attention_backward(const Attention* a) {
+    return with_type(a->is_bf16, [&](auto x) { attention_backward<decltype(x)>(*a); });
 }
 
-void layer_swiglu(const void* x, void* out, int rows, int width, int is_bf16, int threads) {
-    is_bf16 ? swiglu((const bf16*)x, (bf16*)out, rows, width, threads)
-            : swiglu((const float*)x, (float*)out, rows, width, threads);
+int layer_swiglu(const void* x, void* out, int rows, int width, int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        swiglu((const T*)x, (T*)out, rows, width, threads);
+    });
 }
 
-void layer_swiglu_backward(const void* x, const void* grad, void* grad_x, int rows, int width, int is_bf16,
-                           int threads) {
-    is_bf16 ? swiglu_backward((const bf16*)x, (const bf16*)grad, (bf16*)grad_x, rows, width, threads)
-            : swiglu_backward((const float*)x, (const float*)grad, (float*)grad_x, rows, width, threads);
+int layer_swiglu_backward(const void* x, const void* grad, void* grad_x, int rows, int width, int is_bf16,
+                          int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        swiglu_backward((const T*)x, (const T*)grad, (T*)grad_x, rows, width, threads);
+    });
 }
 
-void layer_rms_norm(const void* x, const float* weight, void* out, float* scale, int rows, int width, float epsilon,
-                    int is_bf16, int threads) {
-    is_bf16 ? rms_norm((const bf16*)x, weight, (bf16*)out, scale, rows, width, epsilon, threads)
-            : rms_norm((const float*)x, weight, (float*)out, scale, rows, width, epsilon, threads);
+int layer_rms_norm(const void* x, const float* weight, void* out, float* scale, int rows, int width, float epsilon,
+                   int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        rms_norm((const T*)x, weight, (T*)out, scale, rows, width, epsilon, threads);
+    });
 }
 
-void layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, void* grad_x,
-                             float* grad_weight, int rows, int width, int is_bf16, int threads) {
-    is_bf16 ? rms_norm_backward((const bf16*)x, weight, scale, (const bf16*)grad, (bf16*)grad_x, grad_weight, rows,
-                                width, threads)
-            : rms_norm_backward((const float*)x, weight, scale, (const float*)grad, (float*)grad_x, grad_weight, rows,
-                                width, threads);
+int layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, void* grad_x,
+                            float* grad_weight, int rows, int width, int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        rms_norm_backward((const T*)x, weight, scale, (const T*)grad, (T*)grad_x, grad_weight, rows, width, threads);
+    });
 }
 }

@@ -73,7 +73,7 @@ class LayerKernels:
         out, lse = qkv.new_empty(t, heads, d), qkv.new_empty(t, heads, dtype=torch.float32)
         call = self._attention(qkv, rotary, lengths, scale)
         call.out, call.lse = out.data_ptr(), lse.data_ptr()
-        self._library.layer_attention(ctypes.byref(call))
+        self._check(self._library.layer_attention(ctypes.byref(call)))
         return out, lse
 
     def attention_backward(
@@ -89,7 +89,7 @@ class LayerKernels:
         grad_qkv = torch.empty_like(qkv)
         call = self._attention(qkv, rotary, lengths, scale)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
-        self._library.layer_attention_backward(ctypes.byref(call))
+        self._check(self._library.layer_attention_backward(ctypes.byref(call)))
         return grad_qkv
 
     def _attention(
@@ -99,8 +99,12 @@ class LayerKernels:
         lengths: torch.Tensor,
         scale: float,
     ) -> _Attention:
-        _, groups, parts, d = qkv.shape
+        t, groups, parts, d = qkv.shape
         cos, sin = rotary or (None, None)
+        if int(lengths.sum()) != t:
+            raise ValueError(f"sequences of {int(lengths.sum())} tokens in a row of {t}")
+        if cos is not None and cos.shape[-1] > d:
+            raise ValueError(f"{cos.shape[-1]} channels are to be turned, heads have {d}")
         return _Attention(
             qkv=qkv.data_ptr(),
             cos=None if cos is None else cos.data_ptr(),
@@ -147,7 +151,13 @@ class LayerKernels:
         self, name: str, tensors: Sequence[torch.Tensor], rows: tuple[int, int], *numbers: ctypes.c_float
     ) -> None:
         pointers = [_Pointer(x.data_ptr()) for x in tensors]
-        getattr(self._library, name)(*pointers, *rows, *numbers, _is_bf16(tensors[0]), torch.get_num_threads())
+        function = getattr(self._library, name)
+        self._check(function(*pointers, *rows, *numbers, _is_bf16(tensors[0]), torch.get_num_threads()))
+
+    @staticmethod
+    def _check(is_short_of_memory: int) -> None:
+        if is_short_of_memory:
+            raise MemoryError("a layer's kernel got no memory: use smaller micro batches (max_tokens_per_micro_batch)")
 
 
 def kernels_for(x: torch.Tensor) -> LayerKernels | None:
@@ -161,7 +171,7 @@ def load(kernel: str) -> LayerKernels:
     Raises:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
-    command = [find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
+    command = [*find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
     kernels = LayerKernels(find_or_compile(command, _SOURCES)[0])
     error = _largest_error(kernels)
     if not error < _CHECK_TOLERANCE:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -86,16 +89,19 @@ def usable_kernels(dtype: torch.dtype) -> list[str]:
     return names if dtype == torch.bfloat16 else [name for name in names if KERNELS[name].number == 0]
 
 
-def find_compiler() -> str:
-    """The C++ compiler: ``CXX``, or g++.
+def find_compiler() -> list[str]:
+    """The C++ compiler: ``CXX``, which may have arguments (``ccache g++``), or g++.
 
     Raises:
         NativeUnavailable: there is none.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    name, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    compiler = shutil.which(name)
     if compiler is None:
-        raise NativeUnavailable("no C++ compiler found: install g++ (or set CXX) for code that is several times faster")
-    return compiler
+        raise NativeUnavailable(
+            f"no C++ compiler found ({name}): install g++ (or set CXX) for code that is several times faster"
+        )
+    return [compiler, *arguments]
 
 
 def compiler_flags(kernel: str) -> list[str]:
@@ -126,7 +132,7 @@ def find_or_compile(
     except OSError as error:
         raise NativeUnavailable(
             f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder on a disk of this machine "
-            "that can be written and executed from"
+            "that can be written and executed from, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
 
 
@@ -147,7 +153,11 @@ def _find_or_compile(
         started = time.monotonic()
         if check is not None:
             check(path.parent)
-        compile_to([*command, "-fPIC", "-shared"], source, path)
+        command = [*command, "-fPIC", "-shared"]
+        compile_to(command, source, path)
+        if _open(path) is None:  # a compiler newer than the C++ library that Python has loaded
+            with contextlib.suppress(NativeUnavailable):
+                compile_to([*command, "-static-libstdc++", "-static-libgcc"], source, path)
         logger.info("compiled %s in %.1f s: %s", source.name, time.monotonic() - started, path)
     return ctypes.CDLL(str(path)), True
 
@@ -164,8 +174,9 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
     """Of everything the result depends on: the command (but not where this package lies), the compiler, the sources."""
     digest = hashlib.sha256("\0".join(command).replace(str(INCLUDES), "").encode())
     try:
+        compiler = itertools.takewhile(lambda part: not part.startswith("-"), command)
         version = subprocess.run(
-            [command[0], "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS
+            [*compiler, "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} --version took more than {_VERSION_SECONDS:.0f} s") from error
@@ -184,7 +195,8 @@ def _cache_folder() -> Path:
     root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError as error:
         raise NativeUnavailable(f"{folder} cannot be made ({error}): set NEMO_STYLE_ALIGNER_CACHE") from error

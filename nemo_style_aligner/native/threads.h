@@ -4,16 +4,32 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <mutex>
+#include <pthread.h>
 #include <sched.h>
+#include <strings.h>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 class Team {
   public:
-    explicit Team(int size) : size(size) {
-        for (int t = 1; t < size; ++t) helpers.emplace_back([this, t] { serve(t); });
+    // As many threads as there are to be had, if that is fewer than `wanted`.
+    explicit Team(int wanted) : wanted(wanted) {
+        const bool is_bound = binds_threads(wanted);
+        cpu_set_t all;
+        memset(&all, 0xff, sizeof all); // the system leaves those that this process may use
+        try {
+            for (int t = 1; t < wanted; ++t) {
+                helpers.emplace_back([this, t] { serve(t); });
+                if (is_bound) pthread_setaffinity_np(helpers.back().native_handle(), sizeof all, &all);
+            }
+        } catch (const std::system_error&) {
+        }
+        size = (int)helpers.size() + 1; // which helpers read in their first call, not before
     }
     ~Team() {
         {
@@ -51,9 +67,18 @@ class Team {
         }
     }
 
-    const int size;
+    const int wanted;
+    int size;
 
   private:
+    // Whether OpenMP has bound this thread to fewer cores than it has threads: ours would all inherit its core.
+    static bool binds_threads(int threads) {
+        const char* bind = getenv("OMP_PROC_BIND");
+        if (!(bind && strcasecmp(bind, "false")) && !getenv("GOMP_CPU_AFFINITY") && !getenv("KMP_AFFINITY")) return false;
+        cpu_set_t own;
+        return !sched_getaffinity(0, sizeof own, &own) && CPU_COUNT(&own) < threads;
+    }
+
     void serve(int t) {
         unsigned seen = 0;
         for (;;) {

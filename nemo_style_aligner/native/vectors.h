@@ -10,6 +10,7 @@
 #define KERNEL_FMA 0
 #define KERNEL_DOT 1
 #define KERNEL_AMX 2
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -62,7 +63,13 @@ static INLINE float widen(float x) { return x; }
 static INLINE bf16 narrow(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
+    if (std::isnan(x)) return (bf16)(u >> 16 | 0x40); // rounding could carry into the exponent or the sign
     return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+// The same of the bits of floats, a vector of uint32_t.
+template <class V> static INLINE V narrowed(V u) {
+    const V nan = (V)((u & 0x7fffffff) > 0x7f800000);
+    return (((u + 0x7fff + ((u >> 16) & 1)) & ~nan) | ((u | 0x400000) & nan)) >> 16;
 }
 static INLINE void store_as(float* p, vf v) { store(p, v); }
 static INLINE void store_as(bf16* p, vf v) {
@@ -70,9 +77,7 @@ static INLINE void store_as(bf16* p, vf v) {
     __m256bh h = _mm512_cvtneps_pbh((__m512)v);
     memcpy(p, &h, 32);
 #else
-    vu u = (vu)v;
-    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    store(p, __builtin_convertvector(u, vh));
+    store(p, __builtin_convertvector(narrowed((vu)v), vh));
 #endif
 }
 static INLINE void set_as(float* p, float x) { *p = x; }

@@ -83,9 +83,11 @@ class TiedDestination:
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers in [-127, 127] as float32 [rows, in], and float32 scales [rows], of ``weight`` [rows, in]: symmetric,
-    the largest magnitude of a row becomes 127. A row with NaN or Inf becomes zeros and a scale of NaN."""
+    the largest magnitude of a row becomes 127. A row with NaN or Inf becomes zeros and a scale of NaN; one of subnormal
+    numbers, whose quotients are not exact, becomes zeros."""
     weight = weight.float()
     scale = weight.abs().amax(dim=1) / _INT8_LIMIT
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     integers = (weight / torch.where(scale == 0, 1.0, scale)[:, None]).round()
     finite = scale.isfinite()
     return integers.masked_fill_(~finite[:, None], 0.0), torch.where(finite, scale, torch.nan)

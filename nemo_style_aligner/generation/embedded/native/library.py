@@ -7,6 +7,8 @@ import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,26 +51,27 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
         NativeUnavailable: there is no compiler, it failed, what it made does not compute what it should, or there is no
             folder to keep it in and to execute it from.
     """
-    command = compile_command(find_compiler(), shape, kernel)
+    compiler = find_compiler()
+    command = compile_command(compiler, shape, kernel)
 
     def require_check(folder: Path) -> None:
-        _require_check(command[0], shape, kernel, folder)
+        _require_check(compiler, shape, kernel, folder)
 
     check_first = require_check if KERNELS[kernel].checked else None
     library, compiled = find_or_compile(command, _SOURCES, check_first)
-    if library.step_prepare():
+    if error := library.step_prepare():
         raise NativeUnavailable(
-            f"the operating system refused the {kernel} instructions (Linux 5.16 or newer has them)"
+            f"the system refused the {kernel} instructions ({os.strerror(error)}): Linux 5.16 or newer has them"
         )
     return library, compiled
 
 
-def compile_command(compiler: str, shape: EngineShape, kernel: str) -> list[str]:
+def compile_command(compiler: Sequence[str], shape: EngineShape, kernel: str) -> list[str]:
     """Compiler and flags for ``shape``, without source and output."""
-    return [compiler, *compiler_flags(kernel), *(f"-D{name}={value}" for name, value in _macros(shape).items())]
+    return [*compiler, *compiler_flags(kernel), *(f"-D{name}={value}" for name, value in _macros(shape).items())]
 
 
-def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path) -> None:
+def _require_check(compiler: Sequence[str], shape: EngineShape, kernel: str, folder: Path) -> None:
     """Run `check` unless it is on record: once per kernel, dtype and weight format, on a small model of its own.
 
     Raises:
@@ -78,14 +81,15 @@ def _require_check(compiler: str, shape: EngineShape, kernel: str, folder: Path)
     command = compile_command(
         compiler, dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel()), kernel
     )
-    record = folder / f"check-{compilation_key(command, _SOURCES)}.txt"
-    if not record.exists():
+    # What Linux refuses, another Linux may allow.
+    record = folder / f"check-{compilation_key(command, _SOURCES)}-{os.uname().release}.txt"
+    if not record.exists() or not record.read_text():  # empty: the machine went down before it was on disk
         try:
             check(command, folder)
             outcome = "passed"
         except CheckFailed as error:
             outcome = str(error)
-        written = folder / f"check-{os.getpid()}.tmp"  # a rank that compiles another shape may look for the record now
+        written = _new_file(folder)  # a rank that compiles another shape may look for the record now
         written.write_text(outcome)
         os.replace(written, record)
     if record.read_text() != "passed":
@@ -99,7 +103,7 @@ def check(command: list[str], folder: Path) -> None:
         CheckFailed: products or attention are wrong, or the program died of them.
         NativeUnavailable: it could not be compiled, or did not get to the end.
     """
-    program = folder / f"check-{os.getpid()}"
+    program = _new_file(folder)
     try:
         compile_to(command, _FOLDER / "check.cpp", program)
         result = subprocess.run([str(program)], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
@@ -114,6 +118,13 @@ def check(command: list[str], folder: Path) -> None:
         )
     if result.returncode:
         raise NativeUnavailable(f"the check of the compiled kernels was cut short (status {result.returncode})")
+
+
+def _new_file(folder: Path) -> Path:
+    """With a name of its own: machines that share the folder may have processes of equal numbers."""
+    handle, name = tempfile.mkstemp(dir=folder, prefix="check-", suffix=".tmp")
+    os.close(handle)
+    return Path(name)
 
 
 def _macros(shape: EngineShape) -> dict[str, object]:

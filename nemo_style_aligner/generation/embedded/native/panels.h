@@ -56,12 +56,14 @@ static void tiles_end() {}
 #define TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
 #define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
 static void tiles_begin() { // eight tiles of 16 rows of 64 bytes
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, zero[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
-    for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = 16;
+    struct alignas(64) Config {
+        uint8_t palette, start, zero[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    };
+    static_assert(sizeof(Config) == 64);
+    // A constant: GCC's intrinsic says that it reads 8 bytes, and stores to the others might be left out.
+    static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&config);
 }
 static void tiles_end() { _tile_release(); }
@@ -69,6 +71,9 @@ static void tiles_end() { _tile_release(); }
 
 // c[16 * TALL][32] = a[16 * TALL rows][k] * panel
 template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, float* c) {
+#if !EMULATE
+    __asm__ volatile("" ::: "memory"); // GCC's tile loads do not say that they read memory: what is stored must be there
+#endif
     TILE_ZERO(0);
     TILE_ZERO(1);
     if (TALL == 2) {
@@ -256,8 +261,8 @@ static INLINE vu8 words_of(const bf16* source, const float*) {
 }
 static INLINE vu8 words_of(const float* source, const bf16*) {
     vu8 a = load<vu8>(source), b = load<vu8>(source + 8);
-    a = (a + 0x7fff + ((a >> 16) & 1)) >> 16; // as `narrow`
-    b = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    a = narrowed(a);
+    b = narrowed(b);
     return __builtin_shuffle(a, b, vu8{0, 2, 4, 6, 8, 10, 12, 14}) |
            __builtin_shuffle(a, b, vu8{1, 3, 5, 7, 9, 11, 13, 15}) << 16;
 }
@@ -282,7 +287,7 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
         float most;
         memcpy(&most, &most_bits, 4);
         const bool finite = most_bits < 0x7f800000; // else the scale is NaN, and so is every product
-        const float scale = !finite ? NAN : most > 0 ? most / 127 : 1;
+        const float scale = !finite ? NAN : most / 127 >= FLT_MIN ? most / 127 : 1; // below, integers could overflow
         p.scales[place.panel * PANEL + place.lane + i] = scale;
         for (int k = 0; k < p.columns; ++k)
             panel[pair_index<weight_t>(k, place.lane + i, PANEL)] =

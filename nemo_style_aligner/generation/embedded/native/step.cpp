@@ -306,6 +306,7 @@ class Worker {
 // ---- what Python calls ----------------------------------------------------------------------------------------------
 
 #if KERNEL == KERNEL_AMX && !EMULATE
+#include <cerrno>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -318,17 +319,24 @@ void step_sizes(int32_t* out) {
     for (size_t i = 0; i < 5; ++i) out[i] = (int32_t)sizes[i];
 }
 
-// Asks the kernel for what the processor's tiles need; 0 if they may be used. Once per process, before step_create.
+// Asks the kernel for what the processor's tiles need; 0 if they may be used, else errno. Once per process, before step_create.
 int step_prepare() {
 #if KERNEL == KERNEL_AMX && !EMULATE
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-    return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) ? errno : 0;
 #else
     return 0;
 #endif
 }
 
-void* step_create(const Model* model, int threads) { return new Context(*model, threads); }
+// Null where memory is short.
+void* step_create(const Model* model, int threads) {
+    try {
+        return new Context(*model, threads);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 void step_destroy(void* context) { delete (Context*)context; }
 
 void step_run(void* context, const Pass* pass, int first_stage, int end_stage) {

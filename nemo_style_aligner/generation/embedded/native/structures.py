@@ -91,7 +91,10 @@ class Context:
     def __init__(self, library: ctypes.CDLL, model: Model, num_threads: int) -> None:
         library.step_create.restype = Pointer
         self._library = library
-        self._pointer = Pointer(library.step_create(ctypes.byref(model), num_threads))
+        pointer = library.step_create(ctypes.byref(model), num_threads)
+        if pointer is None:
+            raise MemoryError(f"the native step got no memory for {num_threads} threads")
+        self._pointer = Pointer(pointer)
         self._pid = os.getpid()
         weakref.finalize(self, _destroy, library, self._pointer, self._pid)
 
