@@ -211,3 +211,19 @@ class ModelArchitecture:
         norm = h if self.normalization == "rmsnorm" else 2 * h
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
+
+    def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
+        """Floating-point operations of matrix products in the forward pass of one sequence.
+
+        Two per weight and token, and four per channel of a head and pair of a query and a key, of which causal
+        attention has n (n + 1) / 2.
+
+        Args:
+            num_tokens: of the sequence.
+            num_outputs: positions with logits.
+        """
+        head = self.vocab_size * self.hidden_size
+        body = self.num_parameters - head * (1 if self.tied_embeddings else 2)
+        pairs = num_tokens * (num_tokens + 1) // 2
+        attention = 4 * self.num_layers * self.num_attention_heads * self.kv_channels * pairs
+        return 2 * body * num_tokens + 2 * head * num_outputs + attention

@@ -310,7 +310,8 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert not load_library(SHAPE, "avx2")[1]
     assert not load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")[1]
     assert load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")[1]
-    assert len({tuple(compile_command(["g++"], dataclasses.replace(SHAPE, **change), "avx2")) for change in CHANGES}) == 3
+    shapes = [dataclasses.replace(SHAPE, **change) for change in CHANGES]
+    assert len({tuple(compile_command(["g++"], shape, "avx2")) for shape in shapes}) == 3
 
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from job_processes import ROOT, run
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from small_models import SHAPE, VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
@@ -503,6 +506,45 @@ def test_data_parallel_ranks_get_equal_work() -> None:
     assert shares([5, 5], 4).count([]) == 2
 
 
+def test_operations_are_those_that_torch_counts() -> None:
+    """Of Hugging Face's model, which computes attention to what comes later, too, and logits everywhere."""
+    shape = ModelArchitecture(**SHAPE)
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_query_groups,
+        attn_implementation="eager",
+    )
+    n, model = 48, transformers.LlamaForCausalLM(config)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, n, dtype=torch.int64))
+    later = 4 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * (n * n - n * (n + 1) // 2)
+    # Weights of norms are in no product, and the angles of the rotation are one here.
+    assert shape.forward_operations(n, n) + later == pytest.approx(counter.get_total_flops(), rel=0.02)
+    without = shape.forward_operations(n, n) - shape.forward_operations(n, 0)
+    assert without == 2 * n * shape.vocab_size * shape.hidden_size and shape.forward_operations(0, 0) == 0
+
+
+def test_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
+    """Few long sequences of a model of 1B: the square of attention counts."""
+    shape = ModelArchitecture(
+        num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8,
+        vocab_size=128256,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    lengths = (600 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(32, 5000).tolist()
+    work = [shape.forward_operations(length, length // 2) for length in lengths]
+
+    def balance(parts: list[list[int]]) -> float:
+        sums = [sum(work[row] for row in part) for part in parts]
+        return sum(sums) / len(sums) / max(sums)
+
+    assert balance(shares(work, 8)) > 0.98 > 0.95 > balance(shares(lengths, 8))
+
+
 # ---- reward heads -------------------------------------------------------------------------------
 
 
@@ -948,6 +990,27 @@ def test_the_gradient_norm_is_reported_without_clipping() -> None:
         import_weights(model, export_weights(reference_model()))
         norms.append(make_actor(model, None, clip).update(policy_batch(tokens()))["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 1e-2
+
+
+def test_gradients_are_clipped_as_by_megatron() -> None:
+    """In place, with the same bits."""
+    optimizer = make_actor(build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32), None).optimizer
+    parameters = optimizer.megatron.get_parameters()
+    draw = torch.Generator().manual_seed(3)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+    before = [parameter.grad.clone() for parameter in parameters]
+    norm = torch.cat([gradient.flatten() for gradient in before]).norm().item()
+    optimizer.clip_grad = 0.37
+    optimizer._clip(norm)
+    clipped = [parameter.grad.clone() for parameter in parameters]
+    assert torch.cat([gradient.flatten() for gradient in clipped]).norm() == pytest.approx(0.37, rel=1e-4)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad.copy_(gradient)
+    clip_grad_by_total_norm_fp32(parameters, 0.37, norm)
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(clipped, parameters, strict=True))
+    optimizer._clip(0.36)
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(clipped, parameters, strict=True))
 
 
 def reference_model() -> MegatronModel:

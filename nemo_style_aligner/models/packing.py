@@ -200,14 +200,14 @@ def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]]
 
 
-def shares(used: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
-    """The rows of each data-parallel rank: about as many tokens for each. Rows that nothing is wanted of are left out.
+def shares(work: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
+    """The rows of each data-parallel rank: about as much work for each. Rows without any are left out.
 
     Args:
-        used: tokens of each row (`used_lengths`).
+        work: of each row, in any unit.
         group: rows that stay together.
     """
-    sums = _group_sums(used, group)
+    sums = _group_sums(work, group)
     present = [index for index, tokens in enumerate(sums) if tokens]
     parts = divide_evenly([sums[index] for index in present], num_ranks)
     return [[present[i] * group + row for i in part for row in range(group)] for part in parts]

@@ -172,20 +172,21 @@ def train_step(
         batching: how rows are divided into micro batches.
         loss_function: see `LossFunction`; called on the last stage only.
         scoring: what a language model reports; None for a model with a reward head.
-        is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as many
-            tokens; otherwise these are this rank's rows.
+        is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as much
+            work; otherwise these are this rank's rows.
         forward_only: evaluate without gradients.
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items (all zero when there is none), ``num_items``,
         ``padding_efficiency``: the share of the computed tokens that the loss depends on, and ``dp_balance``: mean over
-        largest number of tokens of a data-parallel rank. The same on every rank.
+        largest number of floating-point operations of a data-parallel rank. The same on every rank.
     """
     wanted = wanted.cpu()
     used = used_lengths(wanted)
+    work = _work(model, used, wanted, scoring)
     mine = list(range(len(used)))
     if is_whole:
-        mine = shares(used, model.layout.dp_size, batching.group)[model.layout.dp_rank]
+        mine = shares(work, model.layout.dp_size, batching.group)[model.layout.dp_rank]
     parts = _micro_batches_of(mine, used, batching)
     totals: dict[str, float] = {}
     num_computed = 0
@@ -213,19 +214,26 @@ def train_step(
     for report in reports:
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
-    return _global_means(totals) | _packing_metrics(model, sum(used[i] for i in mine), num_computed)
+    num_used, own_work = (sum(numbers[i] for i in mine) for numbers in (used, work))
+    return _global_means(totals) | _packing_metrics(model, num_used, num_computed, own_work)
 
 
-def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int) -> dict[str, float]:
-    """``padding_efficiency`` and ``dp_balance`` from this data-parallel rank's numbers of tokens. Collective."""
-    by_rank = torch.zeros(2, model.layout.dp_size, dtype=torch.float64, device=device())
-    by_rank[:, model.layout.dp_rank] = torch.tensor([num_used, num_computed], dtype=torch.float64)
+def _work(model: MegatronModel, used: list[int], wanted: torch.Tensor, scoring: Scoring | None) -> list[int]:
+    """Floating-point operations of each row's forward pass. A backward pass takes twice as many."""
+    outputs = [0] * len(used) if scoring is None else wanted.sum(1).tolist()
+    return [model.architecture.forward_operations(*row) for row in zip(used, outputs, strict=True)]
+
+
+def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int, work: int) -> dict[str, float]:
+    """``padding_efficiency`` and ``dp_balance`` from this data-parallel rank's tokens and operations. Collective."""
+    by_rank = torch.zeros(3, model.layout.dp_size, dtype=torch.float64, device=device())
+    by_rank[:, model.layout.dp_rank] = torch.tensor([num_used, num_computed, work], dtype=torch.float64)
     if model.layout.dp_size > 1:
         torch.distributed.all_reduce(by_rank, group=data_parallel_group())
-    used, computed = by_rank
+    total_used, total_computed = by_rank[:2].sum(1)
     return {
-        "padding_efficiency": (used.sum() / computed.sum().clamp(min=1)).item(),
-        "dp_balance": (computed.mean() / computed.max().clamp(min=1)).item(),
+        "padding_efficiency": (total_used / total_computed.clamp(min=1)).item(),
+        "dp_balance": (by_rank[2].mean() / by_rank[2].max().clamp(min=1)).item(),
     }
 
 
@@ -272,7 +280,7 @@ def forward(
     results = torch.zeros(len(used), *row_shape, dtype=torch.float32, device=device())
     if not any(used):
         return results
-    by_rank = shares(used, model.layout.dp_size, batching.group)
+    by_rank = shares(_work(model, used, wanted, scoring), model.layout.dp_size, batching.group)
     parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
     parts = parts_by_rank[model.layout.dp_rank]
 
