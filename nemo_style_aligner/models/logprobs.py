@@ -167,12 +167,31 @@ class _Slice:
             step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
         # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
         to_fp32 = {"out_dtype": torch.float32} if rows.is_cuda and rows.dtype != torch.float32 else {}
-        buffer = rows.new_empty(min(step, rows.shape[0]), self.size, dtype=to_fp32.get("out_dtype", rows.dtype))
         for start in range(0, rows.shape[0], step):
             part = slice(start, min(start + step, rows.shape[0]))
-            chunk = buffer[: part.stop - part.start]
-            logits = torch.mm(rows[part], self.weight.t(), **to_fp32, out=chunk).float()
+            shape = (part.stop - part.start, self.size)
+            product = _buffer(shape, to_fp32.get("out_dtype", rows.dtype), rows.device)
+            logits = torch.mm(rows[part], self.weight.t(), **to_fp32, out=product)
+            if logits.dtype != torch.float32:
+                logits = _buffer(shape, torch.float32, rows.device).copy_(logits)
             yield part, logits if temperature == 1.0 else logits.div_(temperature)
+
+
+_buffers: dict[torch.dtype, torch.Tensor] = {}
+
+
+def _buffer(shape: tuple[int, int], dtype: torch.dtype, target: torch.device) -> torch.Tensor:
+    """Memory with whatever is in it; on a CPU the same as the last time.
+
+    The C library would give 64 MiB back and fetch new pages for each chunk, which takes as long as a softmax.
+    """
+    if target.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=target)
+    size = shape[0] * shape[1]
+    kept = _buffers.get(dtype)
+    if kept is None or kept.numel() < size:
+        kept = _buffers[dtype] = torch.empty(size, dtype=dtype)
+    return kept[:size].view(shape)
 
 
 def chunk_bytes(device: torch.device) -> int:
