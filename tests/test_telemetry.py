@@ -21,7 +21,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables, read_timeline
 from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.progress import ProgressBar
@@ -175,6 +175,29 @@ class Peaks:
 
     def take(self) -> int:
         return self._peaks.pop(0) << 30
+
+
+def test_phases_are_on_a_timeline_that_tools_read(tmp_path: Path) -> None:
+    """Also of a run that goes on after one that was killed in the middle of a line."""
+    for run in range(2):
+        logger = MetricsLogger(tmp_path / "run")
+        timer = ScopedTimer(on_close=logger.log_scope)
+        before = time.time()
+        with timer("step"), timer("rollout"):
+            time.sleep(0.02)
+        logger.close()
+        if run == 0:
+            with (tmp_path / "run" / "timeline.json").open("a") as file:
+                file.write('{"name": "st')
+    text = (tmp_path / "run" / "timeline.json").read_text()
+    events = json.loads(text.rstrip(",\n") + "]")  # the format lets the bracket be left out
+    assert events == read_timeline(tmp_path / "run")
+    assert [event["name"] for event in events] == ["process_name", "rollout", "step"] * 2
+    assert events[0]["args"] == {"name": "run"} and events[0]["ph"] == "M"
+    inner, outer = events[-2:]
+    assert (inner["cat"], outer["cat"], inner["ph"]) == ("step/rollout", "step", "X")
+    assert before * 1e6 - 1e3 <= outer["ts"] <= inner["ts"] + 1e3
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e3 and inner["dur"] >= 20_000
 
 
 def test_each_scope_has_its_peak_of_memory() -> None:

@@ -51,7 +51,7 @@ class CriticService:
         self.metrics = metrics
         self.reset = reset
         self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it was about to write
-        self.timer = ScopedTimer(memory=peak_meter())
+        self.timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
 
     @property
     def step(self) -> int:

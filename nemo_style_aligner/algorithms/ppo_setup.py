@@ -68,7 +68,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.checkpoints,
         run.metrics,
         run.control,
-        ScopedTimer(memory=peak_meter()),
+        ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
     )
     run.resume(actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()

@@ -97,7 +97,7 @@ class SupervisedTrainer(TrainingLoop):
         batching: MicroBatching,
         val_batching: MicroBatching | None = None,
     ) -> None:
-        timer = ScopedTimer(memory=peak_meter())
+        timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
         super().__init__(settings, model, optimizer, checkpoints, metrics, run_control, timer)
         self.objective = objective
         self.train_sampler = train_sampler

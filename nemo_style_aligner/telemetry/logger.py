@@ -7,12 +7,17 @@
 and ``tables.jsonl`` one per table. Both are only ever appended to. A run that resumes from a checkpoint
 repeats the steps since then: readers take the last line of a step (`read_metrics` does). In Weights & Biases it goes on
 in its run, whose id is in ``wandb_run_id``.
+
+``timeline.json`` has when each phase began and how long it took, in Chrome's trace event format, which Perfetto
+(ui.perfetto.dev) and chrome://tracing show. The format lets the closing bracket be left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -26,6 +31,7 @@ from nemo_style_aligner.telemetry import activity
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
+TIMELINE_FILE = "timeline.json"
 WANDB_ID_FILE = "wandb_run_id"
 
 
@@ -33,7 +39,8 @@ class MetricsLogger:
     """Logs scalars, tables and hyperparameters from rank 0; does nothing on the other ranks.
 
     Args:
-        log_dir: the job's directory; ``metrics.jsonl``, ``tables.jsonl`` and ``tensorboard/`` are made in it.
+        log_dir: the job's directory; ``metrics.jsonl``, ``tables.jsonl``, ``timeline.json`` and ``tensorboard/`` are
+            made in it.
         rank: this process's rank.
         wandb_kwargs: arguments of ``wandb.init`` (project, name, ...); ``None`` leaves Weights & Biases out.
 
@@ -56,6 +63,10 @@ class MetricsLogger:
         self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
+        self._timeline_file = _open_for_append(self.log_dir / TIMELINE_FILE)
+        if self._timeline_file.tell() == 0:
+            self._timeline_file.write("[\n")
+        self._write_event("process_name", ph="M", args={"name": self.log_dir.name})
 
     @classmethod
     def from_config(cls, exp_manager: DictConfig, log_dir: str | Path, rank: int) -> MetricsLogger:
@@ -99,6 +110,17 @@ class MetricsLogger:
 
             self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
+    def log_scope(self, path: str, seconds: float) -> None:
+        """Put a phase that ends now into the timeline; `ScopedTimer` calls this. Of any thread."""
+        if self._enabled:
+            name, begin = path.rpartition("/")[2], time.time() - seconds
+            # Microseconds, by the clock that the jobs of a run have in common.
+            self._write_event(name, cat=path, ph="X", ts=round(begin * 1e6), dur=round(seconds * 1e6))
+
+    def _write_event(self, name: str, **fields: Any) -> None:
+        ids = {"pid": os.getpid(), "tid": threading.get_native_id()}
+        self._timeline_file.write(json.dumps({"name": name, **fields, **ids}) + ",\n")
+
     def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard."""
         if not self._enabled:
@@ -118,6 +140,7 @@ class MetricsLogger:
         self._tensorboard.close()
         self._metrics_file.close()
         self._tables_file.close()
+        self._timeline_file.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -136,6 +159,12 @@ def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
 def read_tables(log_dir: str | Path) -> list[dict[str, Any]]:
     """All tables in a job's ``tables.jsonl``: dicts of step, time, key, columns, rows, in the order written."""
     return read_json_lines(Path(log_dir) / TABLES_FILE)
+
+
+def read_timeline(log_dir: str | Path) -> list[dict[str, Any]]:
+    """The events of a job's ``timeline.json``: name, cat (the phases around it, too), ts and dur in microseconds."""
+    lines = (Path(log_dir) / TIMELINE_FILE).read_text(encoding="utf-8").split("\n")[1:-1]
+    return [json.loads(line.removesuffix(",")) for line in lines]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -31,17 +31,20 @@ class ScopedTimer:
     Args:
         clock: seconds, monotonic.
         memory: measures the peak of each of the main thread's scopes; None: nobody asks for it.
+        on_close: called with the path and the seconds of each scope, in its thread, when it closes.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         memory: PeakMeter | None = None,
+        on_close: Callable[[str, float], None] | None = None,
     ) -> None:
         # The device by its number: threads have a current device of their own.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._clock = clock
         self._memory = memory
+        self._on_close = on_close
         self._open_peaks: list[int] = []  # bytes, of the main thread's open scopes
         self._peaks: dict[str, int] = {}
         self._open_scopes = threading.local()
@@ -71,6 +74,8 @@ class ScopedTimer:
                 self._peaks[path] = max(self._peaks.get(path, 0), self._open_peaks.pop())
             with self._lock:
                 self._durations[path] = self._durations.get(path, 0.0) + elapsed
+            if self._on_close is not None:
+                self._on_close(path, elapsed)
 
     def record(self, name: str, seconds: float) -> None:
         """Add what was measured elsewhere, under a name of its own."""
