@@ -141,7 +141,7 @@ class Optimizer:
             if dist.get_rank() == 0:
                 logger.info("offload_adam_states has no effect on a CPU: the optimizer's states are in host memory")
         elif offload:
-            self._offload = AdamOffload(self._parts(), model.module)
+            self._offload = AdamOffload(self.parts(), model.module)
 
     @property
     def learning_rate(self) -> float:
@@ -193,12 +193,12 @@ class Optimizer:
         """As megatron-core's own ``step`` does between preparing gradients and applying them."""
         if self.clip_grad <= 0.0:
             return
-        for inner in self._parts():
+        for inner in self.parts():
             if parameters := inner.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, self.clip_grad, grad_norm)
 
-    def _parts(self) -> list[MegatronOptimizer]:
-        """Those that this rank has parameters in."""
+    def parts(self) -> list[MegatronOptimizer]:
+        """megatron-core's optimizers that this rank has parameters in."""
         chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
