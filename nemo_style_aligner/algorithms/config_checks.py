@@ -80,11 +80,6 @@ class JobView:
     def pp_size(self) -> int:
         return int(self.get(_PP) or 1)
 
-    @property
-    def section(self) -> str:
-        """The job's own section of ``trainer``."""
-        return {"gpt_sft": "trainer.sft", "training_rm": "trainer.rm"}.get(self.name, "trainer.ppo")
-
 
 Check = Callable[[JobView], Iterator[str]]
 
