@@ -31,7 +31,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_n
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.groups import single_process
 
 ROOT = Path(__file__).parent.parent

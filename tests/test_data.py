@@ -31,7 +31,8 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rollout.prompts import PromptSource
