@@ -12,6 +12,7 @@ to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -222,6 +223,28 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
         return dict(json.loads(source.read_text(_CHECKSUMS)))
     except ValueError as error:
         raise DamagedCheckpointError(f"{source.location}: {_CHECKSUMS} cannot be read: {error}") from error
+
+
+def archive_identity(path: Path) -> str:
+    """SHA-256, in hex, of an archive's checksums; of its files' names and sizes where it has none.
+
+    A tar has that of the directory that it was made of. Weights are not read. Not collective.
+
+    Raises:
+        FileNotFoundError: no archive at ``path``.
+        ValueError: not an archive.
+    """
+    digest = hashlib.sha256()
+    with open_source(Path(path)) as source:
+        names = source.names()
+        if _CHECKSUMS in names:
+            with source.open(_CHECKSUMS) as stream:
+                digest.update(stream.read())
+        else:
+            for name in names:
+                with source.open(name) as stream:
+                    digest.update(f"{name}\0{stream.seek(0, os.SEEK_END)}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def load_nemo_weights(path: Path, model: MegatronModel) -> None:
