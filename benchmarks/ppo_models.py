@@ -13,7 +13,8 @@ from common import long_tailed
 from model_files import INSTALL_SMOLLM2, find_smollm2, prepare
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.weights.huggingface import (

@@ -13,7 +13,6 @@ returns NaN for a batch in which everything is masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,15 +55,8 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
     return total.sum(dim) / count.sum(dim).clamp(min=1)
 
 
-def whiten(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    unbiased: bool,
-    shift_mean: bool = True,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    epsilon: float = 1e-8,
-) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + epsilon)`` over the mask, two passes; zeros where masked.
+def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the mask, two passes; zeros where masked.
 
     The variance is summed around the mean in a second pass, because ``E[x^2] - E[x]^2`` loses all
     its digits in fp32 when the mean is large.
@@ -72,21 +64,14 @@ def whiten(
     Args:
         x, mask: [b, s-1].
         unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
-        shift_mean: False keeps the mean and only scales.
-        sum_over_ranks: sums a small fp64 tensor over all data-parallel ranks, for global statistics.
-            Called exactly twice, also where a rank has nothing unmasked.
     """
-    reduce = sum_over_ranks or (lambda t: t)
-    # In fp64 the statistics are the same, to fp32 rounding, however the rows are spread over ranks.
+    # In fp64 the statistics are the same, to fp32 rounding, in whatever order the rows come.
     values = zero_where_masked(x, mask).double()
-    total, count = reduce(torch.stack([values.sum(), (mask != 0).sum().double()]))
-    mean = total / count.clamp(min=1)
-    squares = reduce(zero_where_masked(values - mean, mask).square().sum().reshape(1))[0]
+    count = (mask != 0).sum().double()
+    mean = values.sum() / count.clamp(min=1)
+    squares = zero_where_masked(values - mean, mask).square().sum()
     variance = squares / (count - 1 if unbiased else count).clamp(min=1)
-    scaled = (values - mean) * torch.rsqrt(variance + epsilon)
-    if not shift_mean:
-        scaled = scaled + mean
-    return zero_where_masked(scaled, mask).to(x.dtype)
+    return zero_where_masked((values - mean) * torch.rsqrt(variance + 1e-8), mask).to(x.dtype)
 
 
 # ---- KL penalty, rewards, advantages ----------------------------------------------------------
@@ -170,13 +155,12 @@ def generalized_advantage_estimation(
 
 
 class PolicyLossSums(NamedTuple):
-    """Sums over the masked-in tokens, detached scalars; divide by ``tokens`` (both summed over ranks)."""
+    """Sums over the masked-in tokens, detached scalars; for means, divide by the mask's sum (over all ranks)."""
 
     ratio: torch.Tensor  # probability ratios, new policy to old
     clipped_ratio: torch.Tensor  # the same after clamping to [1 - eps, 1 + eps]
     clipped: torch.Tensor  # tokens whose clipped objective was the one in force
     approximate_kl: torch.Tensor  # k3 estimate of KL(old policy || new policy)
-    tokens: torch.Tensor  # how many tokens counted
 
 
 def clipped_policy_loss(
@@ -213,7 +197,6 @@ def clipped_policy_loss(
             clipped_ratio=zero_where_masked(clipped_ratio, mask).sum(),
             clipped=zero_where_masked((clipped_loss > unclipped_loss).to(loss.dtype), mask).sum(),
             approximate_kl=(torch.expm1(log_ratio) - log_ratio).sum(),
-            tokens=(mask != 0).sum().to(loss.dtype),
         )
     return zero_where_masked(loss, mask).sum(), sums
 

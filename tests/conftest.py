@@ -144,7 +144,7 @@ def _lock(path: Path) -> Iterator[None]:
 def _make_artefacts(folder: Path) -> Artefacts:
     from job_processes import ROOT, run, script
 
-    from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+    from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 
     found = Artefacts(folder, folder / "sft", folder / "rm", {})
     make_data = [sys.executable, str(ROOT / "examples" / "nlp" / "data" / "make_arithmetic.py")]

@@ -228,8 +228,8 @@ def archives(folder: Path) -> dict[str, Any]:
     for name, architecture in (("tied", TIED), ("untied", UNTIED)):
         first, second = folder / f"{name}.nemo", folder / f"{name}_directory.nemo"
 
-        def write(model: MegatronModel, _: Optimizer, path: Path, as_directory: bool = False) -> Any:
-            save_nemo(path, model, model.architecture.to_nemo_config(), None, as_directory=as_directory)
+        def write(model: MegatronModel, _: Optimizer, path: Path) -> Any:
+            save_nemo(path, model, model.architecture.to_nemo_config(), None)
             return logprobs(model)
 
         def read(model: MegatronModel, _: Optimizer, path: Path) -> Any:
@@ -238,7 +238,11 @@ def archives(folder: Path) -> dict[str, Any]:
 
         def read_and_write(model: MegatronModel, optimizer: Optimizer, source: Path, target: Path) -> Any:
             load_nemo_weights(source, model)
-            return write(model, optimizer, target, as_directory=True)
+            if dist.get_rank() == 0:
+                target.mkdir()  # so that it stays a directory
+            result = write(model, optimizer, target)
+            assert target.is_dir()
+            return result
 
         job = Job(architecture=architecture)
         results[f"{name} written"] = job.run(write, first)
@@ -279,12 +283,6 @@ def reward_model(folder: Path) -> dict[str, Any]:
             return f"{type(error).__name__}: {error}"
         return "no error"
 
-    def keeps_embedding(model: MegatronModel, _: Optimizer) -> bool:
-        embedding = dict(model.named_parameters())["embedding.word_embeddings.weight"]
-        before = embedding.detach().clone()
-        load_nemo_weights(sft, model, skip_prefixes=("embedding.",))
-        return torch.equal(embedding, before)
-
     Job(seed=3).run(write, sft)
     head = Job(reward=True)
     return {
@@ -293,7 +291,6 @@ def reward_model(folder: Path) -> dict[str, Any]:
         "language model from reward model": Job(tp=2).run(fails, rm),
         "other width": Job(architecture=dataclasses.replace(UNTIED, ffn_hidden_size=64)).run(fails, sft),
         "more tokens": Job(architecture=dataclasses.replace(UNTIED, vocab_size=VOCAB + 40)).run(fails, sft),
-        "skipped": Job(seed=8).run(keeps_embedding),
     }
 
 
@@ -333,14 +330,14 @@ def exact_resume(folder: Path) -> dict[str, Any]:
 def shared_out(folder: Path) -> dict[str, Any]:
     """What each data-parallel rank writes, and loads at once; checkpoints of which the first rank wrote everything."""
 
-    def of_megatron_core(optimizer: Optimizer, model: MegatronModel, prefix: str) -> dict[str, Any]:
+    def of_megatron_core(optimizer: Optimizer, model: MegatronModel) -> dict[str, Any]:
         (inner,) = optimizer.megatron.chained_optimizers
         optimizer_state._correct_parameter_order(inner)
         form = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": True,
         }
-        state = inner.sharded_state_dict(model_tensors(model.gpt, prefix), False, metadata=form)["param_state"] or {}
+        state = inner.sharded_state_dict(model_tensors(model.gpt), False, metadata=form)["param_state"] or {}
         return {f"optimizer.0.{number}.{key}": t for number, entry in state.items() for key, t in entry.items()}
 
     def run(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
@@ -684,9 +681,7 @@ def full_tmpfs(folder: Path) -> dict[str, Any]:
         train(model, optimizer, 1)
         save(m, model, optimizer, 1)
         first = fingerprint(model, optimizer)
-        size = bytes_to_write(
-            prepare(model_tensors(model.gpt, "model.") | optimizer_tensors(optimizer, model, "model."))
-        )
+        size = bytes_to_write(prepare(model_tensors(model.gpt) | optimizer_tensors(optimizer, model)))
         outcomes = []
         for room in (size // 2, size + 4096):
             if dist.get_rank() == 0:
@@ -840,7 +835,7 @@ def offloaded(folder: Path) -> dict[str, Any]:
         seed_everything(0)
         m, losses, moved = manager(directory), [], {}
         if away:
-            optimizer._offload = AdamOffload(optimizer._parts(), model.module)
+            optimizer._offload = AdamOffload(optimizer.parts(), model.module)
         optimizer.offload_states()  # before there are any
         for step in range(1, 4):
             losses += train(model, optimizer, 1)

@@ -37,7 +37,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model

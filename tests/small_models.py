@@ -1,11 +1,14 @@
-"""The shape of small models that are trained in tests, as arguments of `ModelArchitecture`."""
+"""Small models of tests: the shape of those that are trained, and weights in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 VOCAB = 53
-SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {  # arguments of `ModelArchitecture`
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -15,3 +18,16 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "init_method_std": 0.2,
 }
+
+
+class TensorSource:
+    """A `WeightSource` of tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        return self.tensors[name].narrow(dim, start, length)

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +25,27 @@ import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.algorithms.ppo import InitialArchive, PPOTrainer
+from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, nemo_tokenizer_dir
+from nemo_style_aligner.checkpoints.nemo_archive import (
+    archive_identity,
+    load_nemo_config,
+    load_nemo_tokenizer,
+    nemo_tokenizer_dir,
+)
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.data.tokenizer import train_character_tokenizer
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.datasets import PromptItem
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.rollout.prompts import PromptSource
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,7 +95,6 @@ def test_an_archive_that_does_not_fit_is_refused_by_name(multirank: dict[str, An
     assert "not in the model: model.rm_head.bias, model.rm_head.weight" in wrong_head
     assert "linear_fc1.weight: checkpoint [2, 96, 32], model [2, 128, 32]" in results["other width"]
     assert "64 embeddings" in results["more tokens"]
-    assert results["skipped"]
 
 
 def test_the_tokenizer_travels_in_the_archive(tmp_path: Path) -> None:
@@ -124,6 +136,68 @@ def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "model_config.yaml").write_text("num_layers: 2\n")
     with pytest.raises(FileNotFoundError, match="has no tokenizer"), nemo_tokenizer_dir(tmp_path):
         pass
+
+
+def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) -> None:
+    def identity(checksums: str | None, weights: bytes = b"weights", as_tar: bool = False) -> str:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        files = {"model_config.yaml": b"num_layers: 2", "model_weights/0.distcp": weights}
+        if checksums is not None:
+            files["checksums.json"] = checksums.encode()
+        for name, content in files.items():
+            path = folder / "directory.nemo" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        if not as_tar:
+            return archive_identity(folder / "directory.nemo")
+        with tarfile.open(folder / "tar.nemo", "w") as tar:
+            for name, content in reversed(files.items()):
+                _add(tar, f"./{name}", content)
+        return archive_identity(folder / "tar.nemo")
+
+    assert identity("{}") == identity("{}", as_tar=True) != identity("[]")
+    # Others' archives have no checksums: names and sizes have to do.
+    assert identity(None) == identity(None, as_tar=True) == identity(None, b"WEIGHTS") != identity("{}")
+    assert identity(None) != identity(None, b"weights of another size")
+    with pytest.raises(FileNotFoundError):
+        archive_identity(tmp_path / "nowhere.nemo")
+
+
+def test_a_run_that_goes_on_with_another_initial_policy_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [PromptItem([i], "", {}, "") for i in range(8)]
+
+    def trainer(identity: str | None, penalty: float = 0.1) -> PPOTrainer:
+        cfg = load_defaults("gpt_ppo_actor")
+        cfg.trainer.ppo.initial_policy_kl_penalty = penalty
+        cfg.model.global_batch_size = 4
+        missing: Any = None
+        critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+        actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
+        archive = None if identity is None else InitialArchive(Path("/models/sft.nemo"), identity)
+        return PPOTrainer(
+            PPOSettings.from_config(cfg, 2), actor, missing, critic, PromptSource(prompts, 4, 7, True), missing,
+            missing, missing, missing, missing, archive,
+        )  # fmt: skip
+
+    def resumed(state: dict[str, Any], identity: str | None, penalty: float = 0.1) -> tuple[dict[str, Any], str]:
+        caplog.clear()
+        other = trainer(identity, penalty)
+        other.load_state_dict(state)
+        return json.loads(json.dumps(other.state_dict())), caplog.text
+
+    state, warning = resumed(trainer("first").state_dict(), "first")
+    assert not warning
+    for _ in range(2):  # what the run began with is remembered, and not what it was started again with
+        state, warning = resumed(state, "second")
+        assert "/models/sft.nemo" in warning and "NOT the archive that this run began with" in warning
+        assert "put the archive back, or start a new run" in warning
+    state, warning = resumed(state, "first")
+    assert not warning
+    assert not resumed(state, "second", penalty=0.0)[1]  # nothing refers to the initial policy
+    assert not resumed(state, None)[1]  # another rank
+    older = {key: value for key, value in state.items() if key != "initial_archive"}
+    state, warning = resumed(older, "second")
+    assert not warning and state["initial_archive"] == "second"
 
 
 # ---- foreign files --------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import torch
 
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
+from nemo_style_aligner.algorithms.supervised import MISSING, Batcher
+from nemo_style_aligner.algorithms.supervised_setup import reward_task, sft_task
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
@@ -22,15 +24,16 @@ from nemo_style_aligner.data.datasets import (
     PromptDataset,
     PromptItem,
     RegressionDataset,
-    collate_comparisons,
-    collate_regression,
+    lengths_of,
     load_data_prefix,
     pad_tokens,
 )
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rollout.prompts import PromptSource
 
@@ -141,6 +144,15 @@ def test_long_prompts_are_dropped_with_one_count(
 # ---- comparisons ------------------------------------------------------------------------------
 
 
+def reward_batcher(tokenizer: Tokenizer, path: Path, seq_length: int, **model: Any) -> Batcher:
+    """How the reward model's job makes batches of a file."""
+    cfg = load_defaults("training_rm")
+    cfg.model.data.update(data_prefix={"train": [str(path)]}, seq_length=seq_length)
+    cfg.model.merge_with(model)
+    task = reward_task(cfg, tokenizer, RewardHeadConfig.from_model_config(cfg.model))
+    return task.batcher(task.train)
+
+
 def test_comparisons_are_consecutive_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a = jsonl(tmp_path / "a.jsonl", *({"text": t} for t in ["good", "bad", "much too long", "x", "y", "longer"]))
     pairs = ComparisonDataset([a], tokenizer, seq_length=8)
@@ -151,11 +163,11 @@ def test_comparisons_are_consecutive_lines(tmp_path: Path, tokenizer: Tokenizer)
     ended = ComparisonDataset([a], tokenizer, seq_length=8, append_eod=True)
     assert ended[0].rejected_ids == [*ids("bad"), tokenizer.eos_id]
 
-    batch = collate_comparisons([pairs[0], pairs[1]], tokenizer.pad_id, multiple=4)
-    assert batch.chosen_tokens.shape == batch.rejected_tokens.shape == (2, 8)
-    assert batch.chosen_tokens.dtype == batch.chosen_lengths.dtype == torch.int64
-    assert batch.chosen_lengths.tolist() == [4, 1] and batch.rejected_lengths.tolist() == [3, 6]
-    assert batch.rejected_tokens[0].tolist() == ids("bad") + [tokenizer.pad_id] * 5
+    batch = reward_batcher(tokenizer, a, 8)([0, 1, MISSING])
+    assert batch.tokens.shape == (6, 6) and batch.tokens.dtype == batch.lengths.dtype == torch.int64
+    assert batch.lengths.tolist() == [4, 3, 1, 6, 4, 3]
+    assert batch.tokens[1].tolist() == ids("bad") + [tokenizer.pad_id] * 3
+    assert torch.equal(batch.tokens[4:], batch.tokens[:2]) and batch.weights.tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_an_odd_number_of_comparisons_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -173,9 +185,10 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
                  {"text": "e", "label": [0.5, 2]})  # fmt: skip
     data = RegressionDataset([path], tokenizer, seq_length=8)
     assert (len(data), data.num_dropped) == (2, 1)
-    batch = collate_regression([data[0], data[1]], tokenizer.pad_id)
-    assert batch.labels.tolist() == [[1, -100], [0.5, 2]] and batch.labels.dtype == torch.float32
-    assert batch.lengths.tolist() == [3, 1] and batch.tokens.shape == (2, 3)
+    regression = {"reward_model_type": "regression", "regression": {"num_attributes": 2}}
+    batch = reward_batcher(tokenizer, path, 8, **regression)([0, 1, MISSING])
+    assert batch.labels.tolist() == [[1, -100], [0.5, 2], [-100, -100]] and batch.labels.dtype == torch.float32
+    assert batch.lengths.tolist() == [3, 1, 3] and batch.tokens.shape == (3, 3)
     single = RegressionDataset([jsonl(tmp_path / "s.jsonl", {"text": "a", "label": 3})], tokenizer, 8)
     assert single[0].labels == [3.0]
     with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' has 2 attributes where 1 are expected"):
@@ -295,18 +308,19 @@ def test_bad_formats_are_refused(changes: dict[str, Any], complaint: str) -> Non
 
 
 def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    data = sft(tmp_path, tokenizer, {"input": "ab", "output": "c"}, {"input": "abcd", "output": "efg"})
-    batch = collate_sft([data[0], data[1]], tokenizer.pad_id, multiple=4)
-    assert batch.tokens.shape == (2, 12) and batch.loss_mask.shape == (2, 11)
-    assert batch.lengths.tolist() == [5, 9]
+    rows = [{"input": "ab", "output": "c"}, {"input": "abcd", "output": "efg"}]
+    cfg = load_defaults("gpt_sft")
+    cfg.model.data.train_ds.file_path = str(jsonl(tmp_path / "sft.jsonl", *rows))
+    cfg.model.data.validation_ds.file_path = None
+    task = sft_task(cfg, tokenizer)
+    batch = task.batcher(task.train)([0, 1, MISSING])
+    assert batch.tokens.shape == (3, 9) and batch.loss_mask.shape == (3, 8)
     assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.float32
     for row, text in enumerate([" c$", " efg$"]):
         predicted = batch.tokens[row, 1:][batch.loss_mask[row] == 1]
         assert spell(tokenizer, predicted.tolist()) == text
     assert torch.all(batch.tokens[0, 5:] == tokenizer.pad_id)
-    assert collate_sft([data[0]], tokenizer.pad_id, length=20).loss_mask.shape == (1, 19)
-    with pytest.raises(ValueError, match="9 tokens does not fit into 8"):
-        collate_sft([data[1]], tokenizer.pad_id, length=8)
+    assert torch.equal(batch.tokens[2], batch.tokens[0]) and not batch.loss_mask[2].any()
 
 
 # ---- SFT: chats -------------------------------------------------------------------------------
@@ -488,7 +502,7 @@ def test_blend_keeps_its_proportions_everywhere(tmp_path: Path, tokenizer: Token
 
 def test_pad_tokens() -> None:
     assert pad_tokens([[1, 2, 3], [4]], 0).tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert pad_tokens([[1, 2, 3], [4]], 9, multiple=2).tolist() == [[1, 2, 3, 9], [4, 9, 9, 9]]
+    assert lengths_of([[1, 2, 3], [4]]).tolist() == [3, 1]
 
 
 # ---- samplers ---------------------------------------------------------------------------------

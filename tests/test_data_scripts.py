@@ -16,7 +16,8 @@ import pytest
 from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "nlp" / "data"
 TEMPLATE = (

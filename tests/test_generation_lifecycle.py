@@ -171,7 +171,7 @@ def test_unload_gives_memory_back() -> None:
     engine = EmbeddedEngine(architecture, dtype=torch.float32, num_slots=16, max_sequence_length=512, eos_id=0)
     process = psutil.Process()
     engine.build()
-    engine.refit(((name, torch.ones(shape)) for name, shape in engine.weight_shapes.items()), version=0)
+    engine.refit(((name, torch.ones(shape)) for name, shape in engine._step.weights.shapes.items()), version=0)
     loaded = process.memory_info().rss
     engine.unload()
     weights = 4 * architecture.num_parameters

@@ -176,7 +176,7 @@ def test_a_thousand_refits_and_reloads_leak_nothing(step: Any, weight_format: An
     )
     engine.build()
     compilations = engine.num_compilations
-    weights = {name: torch.randn(shape) * 0.1 for name, shape in engine.weight_shapes.items()}
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in engine._step.weights.shapes.items()}
     process = psutil.Process()
 
     def cycle(version: int) -> None:

@@ -98,8 +98,8 @@ def test_every_tensor_is_viewed_and_every_update_seen(name: str) -> None:
     """Responses equal, through updates and unloading, those of an engine with copies; to the last bit."""
     model, actor = trained_model(name, torch.float32)
     viewing, copying = engine_of(model, lends=True), engine_of(model, lends=False)
-    assert viewing.weight_shapes == {} and own_bytes(viewing) == 0
-    assert viewing.viewed_weights == copying.weight_shapes.keys()
+    assert viewing._step.weights.shapes == {} and own_bytes(viewing) == 0
+    assert viewing.viewed_weights == copying._step.weights.shapes.keys()
     for version in range(3):
         if version == 1:
             viewing.unload()
@@ -133,7 +133,7 @@ def test_what_differs_is_copied() -> None:
     """bf16 norms, which the engine keeps in fp32; int8 weights, and the tied table that they are made of."""
     model, _ = trained_model("llama", torch.bfloat16)
     engine = engine_of(model, lends=True, refit_check="full")
-    assert {name.split(".")[-2] for name in engine.weight_shapes} == {
+    assert {name.split(".")[-2] for name in engine._step.weights.shapes} == {
         "input_layernorm", "post_attention_layernorm", "norm",
     }  # fmt: skip
     refit(engine, model, 0)
@@ -170,11 +170,11 @@ def test_the_native_step_packs_from_lent_memory(name: str, weight_format: str) -
     model, actor = trained_model(name, torch.bfloat16)
     options: dict[str, Any] = {"step": "native", "weight_format": weight_format, "refit_check": "full"}
     packing, copying = engine_of(model, lends=True, **options), engine_of(model, lends=False, **options)
-    brought = {key for key in copying.weight_shapes if key.endswith(("norm.weight", ".bias"))}
+    brought = {key for key in copying._step.weights.shapes if key.endswith(("norm.weight", ".bias"))}
     if name != "tied" or weight_format == "int8":  # a table that is also looked up
         brought.add("model.embed_tokens.weight")
-    assert packing.weight_shapes.keys() == brought
-    assert packing.viewed_weights == copying.weight_shapes.keys() - brought
+    assert packing._step.weights.shapes.keys() == brought
+    assert packing.viewed_weights == copying._step.weights.shapes.keys() - brought
     for version in range(2):
         for engine in (packing, copying):
             refit(engine, model, version)

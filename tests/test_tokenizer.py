@@ -12,13 +12,8 @@ import sentencepiece
 import tokenizers
 import transformers
 
-from nemo_style_aligner.data.tokenizer import (
-    Tokenizer,
-    TokenizerError,
-    load_tokenizer,
-    train_bpe_tokenizer,
-    train_character_tokenizer,
-)
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 
 TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
 CHATML = (

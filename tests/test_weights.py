@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
@@ -25,7 +26,7 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import TensorSource, export_weights, import_weights
+from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 VOCAB = 101
 SIZES: dict[str, Any] = {
@@ -238,7 +239,7 @@ def test_export_on_one_rank_is_views_of_the_parameters() -> None:
 
 def test_padded_vocabulary_is_zero_after_import() -> None:
     model = build(TINY)
-    import_weights(model, TensorSource(random_source(TINY)))
+    import_weights(model, random_source(TINY).items())
     for weight in (model.gpt.embedding.word_embeddings.weight, model.gpt.output_layer.weight):
         assert weight.shape[0] == 112
         assert not weight[VOCAB:].any()
@@ -263,16 +264,9 @@ def test_faulty_weights_are_named(as_stream: bool) -> None:
             assert all(torch.equal(a, b) for a, b in zip(before, model.gpt.parameters(), strict=True))
 
 
-def test_reward_model_starts_from_a_language_model_only_when_told() -> None:
-    model = build(TINY, head=RewardHeadConfig())
-    language_model = TensorSource(random_source(TINY))
+def test_a_language_models_weights_are_no_reward_models() -> None:
     with pytest.raises(ValueError, match=r"lack score\.weight"):
-        import_weights(model, language_model)
-    head = model.gpt.rm_head.weight.clone()
-    import_weights(model, language_model, new_head=True)
-    assert torch.equal(model.gpt.rm_head.weight, head)
-    with pytest.raises(ValueError, match="new_head"):
-        import_weights(build(TINY), language_model, new_head=True)
+        import_weights(build(TINY, head=RewardHeadConfig()), TensorSource(random_source(TINY)))
 
 
 def test_table_knows_transformer_engines_names() -> None:

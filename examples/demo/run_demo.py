@@ -17,7 +17,7 @@ from pathlib import Path
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, mpirun, print_table, python
 
 from nemo_style_aligner.data.jsonl import read_jsonl
-from nemo_style_aligner.data.tokenizer import train_bpe_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.logger import read_metrics
 from nemo_style_aligner.telemetry.report import write_report

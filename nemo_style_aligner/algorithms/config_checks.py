@@ -13,7 +13,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -23,14 +22,13 @@ from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
 from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.models.restore import lay_over
+from nemo_style_aligner.models.restore import lay_over, read_base_config
 from nemo_style_aligner.rollout.setup import sampling_params
 from nemo_style_aligner.telemetry.logger import wandb_settings
 
@@ -80,11 +78,6 @@ class JobView:
     def pp_size(self) -> int:
         return int(self.get(_PP) or 1)
 
-    @property
-    def section(self) -> str:
-        """The job's own section of ``trainer``."""
-        return {"gpt_sft": "trainer.sft", "training_rm": "trainer.rm"}.get(self.name, "trainer.ppo")
-
 
 Check = Callable[[JobView], Iterator[str]]
 
@@ -118,7 +111,8 @@ def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
     cfg = cfg.copy()
     architecture = None
     try:
-        base = _read_model_config(name, cfg)
+        key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
+        _, base = read_base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
         cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
         architecture = ModelArchitecture.from_nemo_config(cfg.model)
@@ -135,16 +129,6 @@ def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
 
 def _any_size_wrong(problems: list[str]) -> bool:
     return any(problem.split("=")[0].endswith(("_size", "_length", "_samples", "_layers")) for problem in problems)
-
-
-def _read_model_config(name: str, cfg: DictConfig) -> dict[str, Any]:
-    key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
-    path = OmegaConf.select(cfg, key)
-    if not path:
-        raise ConfigError(f"{key} is not set: pass {key}=/path/to/model.nemo")
-    if not Path(path).expanduser().exists():
-        raise ConfigError(f"{key}={path} does not exist")
-    return load_nemo_config(Path(path).expanduser())
 
 
 # ---- single values ------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.data.datasets import PromptDataset
+from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_tokens
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.models.critic import RewardModel
@@ -153,12 +152,7 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     reward_model = RewardModel(base.load(head=head, trainable=False), head, MicroBatching(num_rows=16))
     for start in range(0, len(responses.rows), _SCORING_BATCH):
         batch = responses.rows[start : start + _SCORING_BATCH]
-        tokens, lengths = _pad([row.tokens for row in batch])
-        for row, reward in zip(batch, reward_model.rewards(tokens, lengths)[:, 0].tolist(), strict=True):
+        sequences = [row.tokens for row in batch]
+        rewards = reward_model.rewards(pad_tokens(sequences, 0), lengths_of(sequences))
+        for row, reward in zip(batch, rewards[:, 0].tolist(), strict=True):
             row.reward = reward
-
-
-def _pad(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = [torch.tensor(s, dtype=torch.int64) for s in sequences]
-    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True), lengths

@@ -112,7 +112,7 @@ def make_experience(
 
     Args:
         rollouts, scores: n sequences of s tokens.
-        logprobs: fp32 [n, s-1], of the policy, by the trainer.
+        logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
         init_logprobs: fp32 [n, s-1], of the initial policy; None where there is no KL penalty.
         version: of the policy's weights, those that ``logprobs`` belong to.
 

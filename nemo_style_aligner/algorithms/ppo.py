@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +30,26 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
+logger = logging.getLogger(__name__)
+
 # Metrics of two policies' log-probs: without a pass of the trained model there is one only.
 _OF_TWO_POLICIES = ("engine_", "importance_")
 
 
+@dataclasses.dataclass(frozen=True)
+class InitialArchive:
+    """The archive that holds the initial policy: where it is, and its `archive_identity`."""
+
+    path: Path
+    identity: str
+
+
 class PPOTrainer(TrainingLoop):
     """The steps of PPO. Every rank of the actor job runs `fit`; each phase of `make_step` has the paper's word for it.
+
+    Args:
+        initial_archive: of the initial policy, on the rank whose state is saved. It is compared with the one that the
+            run began with when the run goes on; None: it is not.
 
     Attributes:
         consumed_samples: training prompts used.
@@ -55,6 +72,7 @@ class PPOTrainer(TrainingLoop):
         metrics: MetricsLogger,
         run_control: RunControl,
         timer: ScopedTimer,
+        initial_archive: InitialArchive | None = None,
     ) -> None:
         super().__init__(settings, actor.model, actor.optimizer, checkpoints, metrics, run_control, timer)
         self.actor = actor
@@ -73,6 +91,9 @@ class PPOTrainer(TrainingLoop):
         self.consumed_samples = 0
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
+        self._initial_archive = initial_archive
+        # The identity of the archive that the run began with, whichever is there now.
+        self._began_with = None if initial_archive is None else initial_archive.identity
 
     def make_step(self) -> None:
         """One PPO step, counted. Until the critic gets its batch it may be abandoned: nothing of it is in the state."""
@@ -276,6 +297,7 @@ class PPOTrainer(TrainingLoop):
             "critic": self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
+            "initial_archive": self._began_with,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -296,6 +318,20 @@ class PPOTrainer(TrainingLoop):
             self.val_prompts.load_state_dict(state["val_prompts"])
         generation = state.get("generation", {"rollouts": None})  # older checkpoints have none
         self.schedule.load_state_dict(generation, self.step, self.train_prompts, self.consumed_samples)
+        self._began_with = state.get("initial_archive") or self._began_with  # older checkpoints have none
+        self._warn_of_another_initial_policy()
+
+    def _warn_of_another_initial_policy(self) -> None:
+        """Every start says so until the archive is put back: nothing else shows that the KL penalty has moved."""
+        archive = self._initial_archive
+        if archive is None or archive.identity == self._began_with or self.settings.advantages.kl_coef <= 0:
+            return
+        logger.warning(
+            "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the initial "
+            "policy, to which the KL penalty (trainer.ppo.initial_policy_kl_penalty) refers, is another one now. Stop "
+            "the job and put the archive back, or start a new run with this one in another log directory",
+            archive.path,
+        )
 
 
 def _without(metrics: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:

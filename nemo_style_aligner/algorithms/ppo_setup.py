@@ -6,9 +6,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
+from nemo_style_aligner.algorithms.ppo import InitialArchive, PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -39,6 +40,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
+    initial_archive = InitialArchive(base.path, archive_identity(base.path)) if dist.get_rank() == 0 else None
     longest_response = int(cfg.model.ppo.length_params.max_length)
     longest_trained = train_prompts.longest + longest_response
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
@@ -69,6 +71,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.metrics,
         run.control,
         ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
+        initial_archive,
     )
     run.resume(actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()

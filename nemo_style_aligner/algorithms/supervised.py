@@ -63,6 +63,9 @@ def _interval(value: Any, max_steps: int) -> int:
 Batcher = Callable[[Sequence[int]], Any]
 """Indices of this rank's examples -> a batch for the pipeline (one row per sequence)."""
 
+MISSING = -1
+"""The index of an example that only fills up a batch: it takes the form of example 0 and counts nothing."""
+
 
 class SupervisedTrainer(TrainingLoop):
     """Updates from examples. Every rank runs `fit`.
@@ -165,10 +168,10 @@ class SupervisedTrainer(TrainingLoop):
         )
 
     def _share(self, indices: Sequence[int], batching: MicroBatching) -> Sequence[int]:
-        """This data-parallel rank's part of a global batch; -1 stands for a missing example (masked out)."""
+        """This data-parallel rank's part of a global batch; `MISSING` stands for a missing example."""
         layout = self.model.layout
         missing = -len(indices) % (batching.num_rows // batching.group * layout.dp_size)
-        filled = [*indices, *[-1] * missing]
+        filled = [*indices, *[MISSING] * missing]
         size = len(filled) // layout.dp_size
         return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
-from nemo_style_aligner.algorithms.supervised import Batcher, SupervisedSettings, SupervisedTrainer
+from nemo_style_aligner.algorithms.supervised import MISSING, Batcher, SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -19,11 +19,12 @@ from nemo_style_aligner.data.datasets import (
     RegressionDataset,
     RegressionItem,
     data_source,
+    lengths_of,
     load_data_prefix,
     pad_tokens,
 )
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem, collate_sft
+from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -38,9 +39,6 @@ from nemo_style_aligner.models.supervised_losses import (
     language_model_objective,
     ranking_objective,
 )
-
-MISSING = -1
-"""The index of an example that only fills up a batch: it takes the form of example 0 and counts nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +150,11 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
 
     def batcher(items: Dataset[SFTItem]) -> Batcher:
         def make(indices: Sequence[int]) -> LanguageModelBatch:
-            collated = collate_sft([items[max(i, 0)] for i in indices], tokenizer.pad_id)
+            chosen = [items[max(i, 0)] for i in indices]
+            tokens = pad_tokens([item.token_ids for item in chosen], tokenizer.pad_id)
+            mask = pad_tokens([item.targets for item in chosen], 0)[:, 1:].float()
             present = torch.tensor([float(i != MISSING) for i in indices])
-            return LanguageModelBatch(collated.tokens, collated.loss_mask * present[:, None])
+            return LanguageModelBatch(tokens, mask * present[:, None])
 
         return make
 
@@ -222,7 +222,7 @@ def _pair_batcher(tokenizer: Tokenizer) -> Callable[[Dataset[ComparisonItem]], B
             sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
             return PairBatch(
                 tokens=pad_tokens(sequences, tokenizer.pad_id),
-                lengths=torch.tensor([len(ids) for ids in sequences], dtype=torch.int64),
+                lengths=lengths_of(sequences),
                 weights=torch.tensor([float(i != MISSING) for i in indices]).repeat_interleave(2),
             )
 
@@ -235,12 +235,11 @@ def _labelled_batcher(tokenizer: Tokenizer, ignore_value: float) -> Callable[[Da
     def batcher(items: Dataset[RegressionItem]) -> Batcher:
         def make(indices: Sequence[int]) -> LabelledBatch:
             chosen = [items[max(i, 0)] for i in indices]
+            sequences = [item.token_ids for item in chosen]
             labels = torch.tensor([item.labels for item in chosen], dtype=torch.float32)
             labels[torch.tensor(indices) == MISSING] = ignore_value
             return LabelledBatch(
-                tokens=pad_tokens([item.token_ids for item in chosen], tokenizer.pad_id),
-                lengths=torch.tensor([len(item.token_ids) for item in chosen], dtype=torch.int64),
-                labels=labels,
+                tokens=pad_tokens(sequences, tokenizer.pad_id), lengths=lengths_of(sequences), labels=labels
             )
 
         return make

@@ -30,7 +30,12 @@ from nemo_style_aligner.checkpoints.optimizer_state import (
     optimizer_tensors,
 )
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
-from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, load_sharded_tensors, model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    load_sharded_tensors,
+    model_tensors,
+)
 from nemo_style_aligner.checkpoints.sharded_writing import (
     PreparedTensors,
     bytes_to_write,
@@ -45,8 +50,6 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
-
-_OPTIMIZER_PREFIX = "optimizer."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +94,17 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
         TypeError: ``trainer_state`` is not JSON.
     """
     state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
-    tensors = model_tensors(model.gpt, MODEL_PREFIX)
+    tensors = model_tensors(model.gpt)
     if optimizer is not None:
         state["optimizer"] = optimizer_counters(optimizer)
-        tensors |= optimizer_tensors(optimizer, model, MODEL_PREFIX)
+        tensors |= optimizer_tensors(optimizer, model)
     if spoilt := nonfinite_tensors(tensors):
         raise FloatingPointError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
             "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
         )
     prepared = prepare(tensors)
-    own = (_OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
+    own = (OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
     return Contents(prepared, encoded_random_states(), _encode(state), bytes_to_write(prepared), own)
 
 
@@ -133,7 +136,7 @@ def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) 
         if "optimizer" not in state:
             raise ValueError(f"{directory} was saved without an optimizer: it cannot resume training")
         with open_source(directory) as source:
-            load_optimizer(optimizer, model, state["optimizer"], source, STATE, MODEL_PREFIX)
+            load_optimizer(optimizer, model, state["optimizer"], source, STATE)
     if state["layout"] == _layout(model):
         load_random_states(_random_file(directory))
     else:
@@ -144,7 +147,7 @@ def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) 
 def restore_model(directory: Path, model: MegatronModel) -> None:
     """Load a checkpoint's weights and nothing else."""
     with open_source(directory) as source:
-        load_sharded_tensors(model_tensors(model.gpt, MODEL_PREFIX), source, STATE, ignored=(_OPTIMIZER_PREFIX,))
+        load_sharded_tensors(model_tensors(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX,))
 
 
 def _write_synced(path: Path, content: bytes) -> None:

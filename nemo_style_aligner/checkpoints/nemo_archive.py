@@ -12,6 +12,7 @@ to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import shutil
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,24 +76,22 @@ def save_nemo(
     model: MegatronModel,
     model_config: Mapping[str, Any],
     tokenizer_dir: Path | None,
-    *,
-    as_directory: bool = False,
 ) -> None:
     """Write an archive. Collective; it appears at ``path`` when it is whole, and replaces what was there.
+
+    It is a tar file, or a directory where ``path`` is one already.
 
     Args:
         path: where; all ranks must see the same file system.
         model: its weights are written as they are.
         model_config: the contents of ``model_config.yaml``; only rank 0's is used.
         tokenizer_dir: Hugging Face tokenizer files to put in; its contents are copied.
-        as_directory: write a directory instead of a tar file. An existing directory stays one.
 
     Raises:
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
         ValueError: ``path`` is a directory that holds something other than an archive.
     """
-    tensors = prepare(model_tensors(model.gpt, MODEL_PREFIX))
-    write_nemo(path, tensors, model_config, tokenizer_dir, as_directory=as_directory)
+    write_nemo(path, prepare(model_tensors(model.gpt)), model_config, tokenizer_dir)
 
 
 def write_nemo(
@@ -101,7 +100,6 @@ def write_nemo(
     model_config: Mapping[str, Any],
     tokenizer_dir: Path | None,
     *,
-    as_directory: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """`save_nemo` of tensors that are prepared already, in any thread. Collective in ``group``.
@@ -111,7 +109,7 @@ def write_nemo(
         group: of all ranks; the default group where it is None.
     """
     path = Path(path)
-    as_directory = on_first_rank(lambda: as_directory or _is_directory(path), group)
+    as_directory = on_first_rank(lambda: _is_directory(path), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
     size = bytes_to_write(tensors, group)
     on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
@@ -227,18 +225,34 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{source.location}: {_CHECKSUMS} cannot be read: {error}") from error
 
 
-def load_nemo_weights(
-    path: Path, model: MegatronModel, *, strict: bool = True, skip_prefixes: Iterable[str] = ()
-) -> None:
+def archive_identity(path: Path) -> str:
+    """SHA-256, in hex, of an archive's checksums; of its files' names and sizes where it has none.
+
+    A tar has that of the directory that it was made of. Weights are not read. Not collective.
+
+    Raises:
+        FileNotFoundError: no archive at ``path``.
+        ValueError: not an archive.
+    """
+    digest = hashlib.sha256()
+    with open_source(Path(path)) as source:
+        names = source.names()
+        if _CHECKSUMS in names:
+            with source.open(_CHECKSUMS) as stream:
+                digest.update(stream.read())
+        else:
+            for name in names:
+                with source.open(name) as stream:
+                    digest.update(f"{name}\0{stream.seek(0, os.SEEK_END)}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def load_nemo_weights(path: Path, model: MegatronModel) -> None:
     """Load an archive's weights into a model of any tensor- and pipeline-parallel layout, in place. Collective.
 
     A model with a reward head takes a language model's archive too: its head keeps its values, and the
     archive's output layer is left out. The padding of the vocabulary may differ. If an optimizer exists
     already, call its ``reload_model_params`` afterwards.
-
-    Args:
-        strict: False: take what fits by name, whatever else is missing on either side.
-        skip_prefixes: parameters (``GPTModel``'s names) that keep their values, whatever the archive has.
 
     Raises:
         FileNotFoundError: no archive at ``path``.
@@ -246,28 +260,20 @@ def load_nemo_weights(
         UnsupportedFormatError: its weights are in another format of NeMo's.
         CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
     """
-    skipped = tuple(MODEL_PREFIX + prefix.removeprefix(MODEL_PREFIX) for prefix in skip_prefixes)
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it anew")
         stored = stored_shapes(source, _WEIGHTS)
         per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
-        tensors = model_tensors(model.gpt, MODEL_PREFIX, per_layer_keys=per_layer_keys)
-        kept = {name: t for name, t in tensors.items() if not t.key.startswith(skipped)}
+        tensors = model_tensors(model.gpt, per_layer_keys=per_layer_keys)
         rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
-        if _EMBEDDING in stored and rows < vocab_size and not _EMBEDDING.startswith(skipped):
+        if _EMBEDDING in stored and rows < vocab_size:
             raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model {vocab_size} [vocab_size]")
         head = model.has_reward_head
         if head and not any(key.startswith(_HEAD) for key in stored):
             logger.info("%s has no reward head: it starts from its initial values", path)
-        load_sharded_tensors(
-            kept,
-            source,
-            _WEIGHTS,
-            optional=(_HEAD,) if head else (),
-            ignored=(_OUTPUT_LAYER, *skipped) if head else skipped,
-            strict=strict,
-        )
+        optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
+        load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)
 
 
 def load_nemo_tokenizer(path: Path) -> Tokenizer:

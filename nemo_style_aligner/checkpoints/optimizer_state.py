@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from nemo_style_aligner.checkpoints.file_source import FileSource
 from nemo_style_aligner.checkpoints.sharded_tensors import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     ShardedTensors,
     check_sharded_tensors,
     load_sharded_tensors,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
     from nemo_style_aligner.models.optimizer import Optimizer
 
-_PREFIX = "optimizer."
+_IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX)  # of a checkpoint's keys: each inner optimizer has its own
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("param", *_MOMENTS)
 # Host memory of a rank: what it sends, or receives, at once; what it loads at once. At least one tensor is loaded.
@@ -43,26 +45,22 @@ _EXCHANGE_BYTES = 64 << 20
 _LOAD_BYTES = 256 << 20
 
 
-def optimizer_tensors(optimizer: Optimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
-    """The optimizer's tensors, to be written. Collective where the optimizer is distributed.
-
-    Args:
-        prefix: of the model's keys.
-    """
+def optimizer_tensors(optimizer: Optimizer, model: MegatronModel) -> ShardedTensors:
+    """The optimizer's tensors, to be written. Collective where the optimizer is distributed."""
     tensors: ShardedTensors = {}
-    for index, inner in enumerate(_inner(optimizer.megatron)):
+    for index, inner in enumerate(optimizer.parts()):
         inner.init_state_fn(inner.optimizer, inner.config)  # before the first update there are no moments yet
         if _is_sharded(inner):
-            named = _gathered_tensors(inner, model, prefix)
+            named = _gathered_tensors(inner, model)
         else:
-            named = _whole_tensors(inner, model, prefix)
-        tensors |= {f"{_PREFIX}{index}.{name}": tensor for name, tensor in named.items()}
+            named = _whole_tensors(inner, model)
+        tensors |= {f"{OPTIMIZER_PREFIX}{index}.{name}": tensor for name, tensor in named.items()}
     return tensors
 
 
 def makes_copies(optimizer: Optimizer) -> bool:
     """Whether the data of `optimizer_tensors` are copies that nobody else holds; the live tensors if not."""
-    return all(_is_sharded(inner) for inner in _inner(optimizer.megatron))
+    return all(_is_sharded(inner) for inner in optimizer.parts())
 
 
 def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
@@ -79,29 +77,24 @@ def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
 
 
 def load_optimizer(
-    optimizer: Optimizer, model: MegatronModel, counters: dict[str, int], source: FileSource, folder: str, prefix: str
+    optimizer: Optimizer, model: MegatronModel, counters: dict[str, int], source: FileSource, folder: str
 ) -> None:
     """Restore the optimizer from the distributed checkpoint in ``folder``; the model was loaded before. Collective.
 
     Raises:
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
     """
-    for inner in _inner(optimizer.megatron):
+    for inner in optimizer.parts():
         inner.init_state_fn(inner.optimizer, inner.config)
         if _is_sharded(inner):
-            _load_shards(inner, model, source, folder, prefix)
+            _load_shards(inner, model, source, folder)
         else:
-            load_sharded_tensors(_whole_tensors(inner, model, prefix), source, folder, ignored=(prefix, _PREFIX))
+            load_sharded_tensors(_whole_tensors(inner, model), source, folder, ignored=_IGNORED)
     for group in optimizer.megatron.param_groups:
         group["step"] = counters["adam_step"]
     optimizer.step_count = counters["step_count"]
     optimizer.skips.total = counters.get("skipped_updates", 0)
     optimizer.skips.consecutive = counters.get("consecutive_skips", 0)
-
-
-def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
 def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
@@ -133,7 +126,7 @@ def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch
     return [main.detach(), *(moments[key] for key in _MOMENTS)]
 
 
-def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
+def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel) -> ShardedTensors:
     """The live tensors of an optimizer that does not share them with other ranks.
 
     megatron-core's own way mistakes one parameter for another where a bf16 model has an fp32 head, or copies everything
@@ -142,19 +135,19 @@ def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel, prefix: s
     if isinstance(optimizer, DistributedOptimizer):
         _correct_parameter_order(optimizer)
     named: ShardedTensors = {}
-    for name, sharded in _parameters(model, prefix):
+    for name, sharded in _parameters(model):
         for key, value in zip(_KEYS, _states(optimizer, sharded.data), strict=True):
             named[f"{key}.{name}"] = _like(sharded, key, value.view(sharded.data.shape))
     return named
 
 
-def _parameters(model: MegatronModel, prefix: str) -> Iterator[tuple[str, Any]]:
-    return ((name, t) for name, t in model_tensors(model.gpt, prefix).items() if t.data.requires_grad)
+def _parameters(model: MegatronModel) -> Iterator[tuple[str, Any]]:
+    return ((name, t) for name, t in model_tensors(model.gpt).items() if t.data.requires_grad)
 
 
 def _like(sharded: Any, key: str, data: torch.Tensor) -> Any:
     """A parameter's main weight or moment: ``data`` with the place in the global tensor that ``sharded`` has."""
-    key = f"{_PREFIX}state.{key}.{sharded.key}"
+    key = f"{OPTIMIZER_PREFIX}state.{key}.{sharded.key}"
     if isinstance(sharded, ShardedTensorFactory):
         return dataclasses.replace(sharded, key=key, data=data)
     return dataclasses.replace(sharded, key=key, data=data, dtype=data.dtype)
@@ -183,14 +176,14 @@ def _own_ranges(optimizer: DistributedOptimizer) -> dict[torch.Tensor, tuple[int
     }
 
 
-def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel, prefix: str) -> ShardedTensors:
+def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> ShardedTensors:
     """Copies of the whole tensors of those parameters that fall to this rank, in host memory. Collective.
 
     Parameters that another tensor- or pipeline-parallel rank writes are left out.
     """
     _correct_parameter_order(optimizer)
     group = optimizer.data_parallel_group_gloo
-    written = [(name, t) for name, t in _parameters(model, prefix) if not any(t.replica_id[:-1])]
+    written = [(name, t) for name, t in _parameters(model) if not any(t.replica_id[:-1])]
     sizes, own = [t.data.numel() for _, t in written], _own_ranges(optimizer)
     ranges: list[Any] = [None] * group.size()  # of each rank: of each parameter
     dist.all_gather_object(ranges, [own.get(t.data, (0, 0)) for _, t in written], group=group)
@@ -282,20 +275,18 @@ def _exchange(
             position += stop - start
 
 
-def _load_shards(
-    optimizer: DistributedOptimizer, model: MegatronModel, source: FileSource, folder: str, prefix: str
-) -> None:
+def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: FileSource, folder: str) -> None:
     """Load the parameters of which this rank has a shard, few at once, and take the shards out of them. Collective."""
     _correct_parameter_order(optimizer)
-    own, ignored = _own_ranges(optimizer), (prefix, _PREFIX)
-    parameters = list(_parameters(model, prefix))
+    own = _own_ranges(optimizer)
+    parameters = list(_parameters(model))
     # All at once first: an error names everything that does not fit.
     expected = {
         f"{key}.{name}": _like(t, key, torch.empty(t.data.shape, device="meta"))
         for name, t in parameters
         for key in _KEYS
     }
-    check_sharded_tensors(expected, source, folder, ignored=ignored)
+    check_sharded_tensors(expected, source, folder, ignored=_IGNORED)
     wanted = [
         (t, key, shard)
         for _, t in parameters
@@ -314,7 +305,7 @@ def _load_shards(
     for number in range(all_reduce_max(len(rounds))):  # each is collective
         items = rounds[number] if number < len(rounds) else []
         tensors = {str(i): _like(t, key, torch.empty(t.data.shape)) for i, (t, key, _) in enumerate(items)}
-        load_sharded_tensors(tensors, source, folder, ignored=ignored)
+        load_sharded_tensors(tensors, source, folder, ignored=_IGNORED)
         for (sharded, _, shard), loaded in zip(items, tensors.values(), strict=True):
             start, stop = own[sharded.data]
             shard.view(-1).copy_(loaded.data.view(-1)[start:stop])

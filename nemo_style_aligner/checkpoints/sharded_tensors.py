@@ -35,6 +35,9 @@ ShardedTensors = dict[str, Any]
 MODEL_PREFIX = "model."
 """Of the keys of a model's tensors, in training checkpoints and in archives."""
 
+OPTIMIZER_PREFIX = "optimizer."
+"""Of the keys of an optimizer's tensors, in training checkpoints."""
+
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint does not hold what the model wants."""
@@ -55,16 +58,15 @@ def only_tensors(state_dict: Mapping[str, Any]) -> ShardedTensors:
     }
 
 
-def model_tensors(gpt: Any, prefix: str = "", *, per_layer_keys: bool = False) -> ShardedTensors:
-    """What this rank holds of a megatron-core model's parameters.
+def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
+    """What this rank holds of a megatron-core model's parameters, with keys under `MODEL_PREFIX`.
 
     Args:
         gpt: a `GPTModel`.
-        prefix: of every key.
         per_layer_keys: ``layers.0.mlp...`` instead of one tensor for all layers. Both are read by megatron-core.
     """
     metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
-    return only_tensors(gpt.sharded_state_dict(prefix=prefix, metadata=metadata))
+    return only_tensors(gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata))
 
 
 def build_factories(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
@@ -86,7 +88,6 @@ def describe_failures(error: CheckpointException) -> str:
 
 # ---- reading --------------------------------------------------------------------------------
 
-_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ALLOWED_GLOBALS: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -208,7 +209,6 @@ def load_sharded_tensors(
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
-    strict: bool = True,
 ) -> None:
     """Fill the live tensors from the distributed checkpoint in ``folder`` of ``source``. Collective.
 
@@ -218,13 +218,12 @@ def load_sharded_tensors(
     Args:
         optional: prefixes of keys that may be missing from the checkpoint; those tensors keep their values.
         ignored: prefixes of the checkpoint's keys that no tensor needs to ask for.
-        strict: False: take what fits by name, whatever else is missing on either side.
 
     Raises:
         CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
         DamagedCheckpointError: the files cannot be read.
     """
-    metadata = check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored, strict=strict)
+    metadata = check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
     built, stored = build_factories(tensors.values()), _shapes(metadata)
     present = [t for t in built if t.key in stored]
     targets = [t.data for t in present]
@@ -254,7 +253,6 @@ def check_sharded_tensors(
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
-    strict: bool = True,
 ) -> Metadata:
     """Check that the distributed checkpoint in ``folder`` has what all ranks together want, and no more. Collective.
 
@@ -270,7 +268,7 @@ def check_sharded_tensors(
     dist.all_gather_object(everywhere, wanted)
     all_wanted = {key: value for part in everywhere for key, value in part.items()}
     location = f"{source.location}/{folder}"
-    _check_keys(all_wanted, _shapes(metadata), location, tuple(optional), tuple(ignored), strict)
+    _check_keys(all_wanted, _shapes(metadata), location, tuple(optional), tuple(ignored))
     return metadata
 
 
@@ -280,7 +278,6 @@ def _check_keys(
     location: str,
     optional: tuple[str, ...],
     ignored: tuple[str, ...],
-    strict: bool,
 ) -> None:
     missing = sorted(key for key in wanted if key not in stored and not key.startswith(optional))
     unexpected = sorted(key for key in stored if key not in wanted and not key.startswith(ignored))
@@ -290,9 +287,9 @@ def _check_keys(
         if key in stored and stored[key] != shape and not (flexible and stored[key][1:] == shape[1:])
     ]
     problems = []
-    if strict and missing:
+    if missing:
         problems.append(f"missing from the checkpoint: {', '.join(missing)}")
-    if strict and unexpected:
+    if unexpected:
         problems.append(f"in the checkpoint, but not in the model: {', '.join(unexpected)}")
     if shapes:
         problems.append(f"other shapes: {'; '.join(shapes)}")

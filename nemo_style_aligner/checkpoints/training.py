@@ -34,7 +34,7 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, model_tensors
+from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, prepare
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.parallel.groups import all_reduce_max
@@ -257,7 +257,7 @@ class CheckpointManager:
         elif self._is_archived:
             return
         with self._save_tokenizer() or contextlib.nullcontext() as tokenizer_dir:
-            self._export(prepare(model_tensors(model.gpt, MODEL_PREFIX)), tokenizer_dir, self._writer.group())
+            self._export(prepare(model_tensors(model.gpt)), tokenizer_dir, self._writer.group())
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 

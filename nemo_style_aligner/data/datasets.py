@@ -190,21 +190,10 @@ def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Seque
         logger.warning("%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
 
 
-def pad_tokens(
-    sequences: Sequence[Sequence[int]], pad_value: int, multiple: int = 1, length: int | None = None
-) -> torch.Tensor:
-    """Sequences padded on the right to one length: int64 [b, s].
-
-    Args:
-        multiple: s is rounded up to a multiple of this (sequence parallelism needs the tensor-parallel size).
-        length: s is exactly this instead; it must do for the longest.
-    """
+def pad_tokens(sequences: Sequence[Sequence[int]], pad_value: int) -> torch.Tensor:
+    """Sequences padded on the right to the longest one's length: int64 [b, s]."""
     longest = max(len(sequence) for sequence in sequences)
-    if length is None:
-        length = -(-longest // multiple) * multiple
-    elif length < longest:
-        raise ValueError(f"a sequence of {longest} tokens does not fit into {length}")
-    tokens = torch.full((len(sequences), length), pad_value, dtype=torch.int64)
+    tokens = torch.full((len(sequences), longest), pad_value, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
     return tokens
@@ -265,16 +254,6 @@ class ComparisonItem:
     rejected_ids: list[int]
 
 
-@dataclass(frozen=True)
-class ComparisonBatch:
-    """Pairs, padded to one common length."""
-
-    chosen_tokens: torch.Tensor  # int64 [b, s]
-    rejected_tokens: torch.Tensor  # int64 [b, s]
-    chosen_lengths: torch.Tensor  # int64 [b]
-    rejected_lengths: torch.Tensor  # int64 [b]
-
-
 class ComparisonDataset:
     """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
 
@@ -311,15 +290,6 @@ class ComparisonDataset:
         return ComparisonItem(self._chosen[index], self._rejected[index])
 
 
-def collate_comparisons(
-    items: Sequence[ComparisonItem], pad_id: int, multiple: int = 1, length: int | None = None
-) -> ComparisonBatch:
-    """Pad pairs to one length; see `pad_tokens` for ``multiple`` and ``length``."""
-    chosen, rejected = [item.chosen_ids for item in items], [item.rejected_ids for item in items]
-    tokens = pad_tokens(chosen + rejected, pad_id, multiple, length)
-    return ComparisonBatch(tokens[: len(items)], tokens[len(items) :], lengths_of(chosen), lengths_of(rejected))
-
-
 # ---- labelled texts ---------------------------------------------------------------------------
 
 
@@ -329,13 +299,6 @@ class RegressionItem:
 
     token_ids: list[int]
     labels: list[float]
-
-
-@dataclass(frozen=True)
-class RegressionBatch:
-    tokens: torch.Tensor  # int64 [b, s]
-    lengths: torch.Tensor  # int64 [b]
-    labels: torch.Tensor  # float32 [b, a]
 
 
 class RegressionDataset:
@@ -387,12 +350,3 @@ def _labels(record: Record) -> list[float]:
     if not values or not is_finite:
         record.fail(f"'label' should be a finite number or a list of them, not {label}")
     return [float(value) for value in values]
-
-
-def collate_regression(
-    items: Sequence[RegressionItem], pad_id: int, multiple: int = 1, length: int | None = None
-) -> RegressionBatch:
-    """Pad labelled texts to one length; see `pad_tokens` for ``multiple`` and ``length``."""
-    ids = [item.token_ids for item in items]
-    labels = torch.tensor([item.labels for item in items], dtype=torch.float32)
-    return RegressionBatch(pad_tokens(ids, pad_id, multiple, length), lengths_of(ids), labels)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from nemo_style_aligner.data.datasets import RaggedInts, lengths_of, pad_tokens, read_records, report_dropped
+from nemo_style_aligner.data.datasets import RaggedInts, read_records, report_dropped
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
@@ -86,13 +84,6 @@ class SFTItem:
 
     token_ids: list[int]
     targets: list[int]
-
-
-@dataclass(frozen=True)
-class SFTBatch:
-    tokens: torch.Tensor  # int64 [b, s]
-    loss_mask: torch.Tensor  # float32 [b, s-1]; position t is the prediction of token t+1
-    lengths: torch.Tensor  # int64 [b]
 
 
 @dataclass(frozen=True)
@@ -309,11 +300,3 @@ def _render_template(record: Record, turns: Sequence[_Turn], tokenizer: Tokenize
     except TokenizerError as error:
         record.fail(str(error))
     return [*segments, _Segment(whole[position:], False)]
-
-
-def collate_sft(items: Sequence[SFTItem], pad_id: int, multiple: int = 1, length: int | None = None) -> SFTBatch:
-    """Pad samples to one length; see `pad_tokens` for ``multiple`` and ``length``."""
-    ids = [item.token_ids for item in items]
-    tokens = pad_tokens(ids, pad_id, multiple, length)
-    targets = pad_tokens([item.targets for item in items], 0, length=tokens.shape[1])
-    return SFTBatch(tokens, targets[:, 1:].float(), lengths_of(ids))

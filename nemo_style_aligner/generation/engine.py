@@ -1,8 +1,8 @@
 """The contract between rollout generation and the engines that carry it out.
 
-An engine is built once, refitted with new weights in every step and asked to generate. It never
-sees trainers, process groups or tokenizers, only ids, a stream of named weights and sampling
-parameters. `GenerationEngine` states what each engine promises; the dataclasses are what flows.
+An engine is built once, refitted with new weights in every step and asked to generate. The contract
+names no trainers, process groups or tokenizers: ids, a stream of named weights and sampling parameters
+are all. `GenerationEngine` states what each engine promises; the dataclasses are what flows.
 """
 
 from __future__ import annotations

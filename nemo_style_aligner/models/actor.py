@@ -21,7 +21,7 @@ class PolicyBatch:
     Attributes:
         tokens: int64 [n, s].
         mask: fp32 [n, s-1], 1 where the token enters the loss.
-        old_logprobs: fp32 [n, s-1], of the policy that made the rollouts, computed by the trainer.
+        old_logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
         advantages: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1]; all ones unless the engine's sampling is corrected for.
     """

@@ -221,7 +221,7 @@ def build_model(
 
     Args:
         architecture: the model's global shape.
-        model_cfg: the ``model`` section of a job's config (parallel layout, recompute, dropout, optimizer).
+        model_cfg: the ``model`` section of a job's config (sequence parallelism, recompute, dropout, optimizer).
         dtype: bfloat16 (fp32 main weights in the optimizer) or float32.
         head: build a reward model or critic with this head instead of a language model.
         trainable: wrap in megatron-core's DDP with gradient buffers; without it the model is for inference.

@@ -141,7 +141,7 @@ class Optimizer:
             if dist.get_rank() == 0:
                 logger.info("offload_adam_states has no effect on a CPU: the optimizer's states are in host memory")
         elif offload:
-            self._offload = AdamOffload(self._parts(), model.module)
+            self._offload = AdamOffload(self.parts(), model.module)
 
     @property
     def learning_rate(self) -> float:
@@ -197,12 +197,12 @@ class Optimizer:
         factor = self.clip_grad / (grad_norm + 1e-6)
         if self.clip_grad <= 0.0 or factor >= 1.0:
             return
-        for inner in self._parts():
+        for inner in self.parts():
             if gradients := [p.grad for p in inner.get_parameters() if p.grad is not None]:
                 torch._foreach_mul_(gradients, factor)
 
-    def _parts(self) -> list[MegatronOptimizer]:
-        """Those that this rank has parameters in."""
+    def parts(self) -> list[MegatronOptimizer]:
+        """megatron-core's optimizers that this rank has parameters in."""
         chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 

@@ -50,20 +50,15 @@ class BaseModel:
         return model
 
 
-def open_base_model(
-    path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path"
-) -> BaseModel:
-    """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
-
-    ``cfg.model`` is replaced by the merged section, so that what the job logs is what it runs with.
+def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
+    """The place of the checkpoint that a job names, and its own config (see `load_nemo_config`).
 
     Args:
         path: a .nemo archive or directory.
-        cfg: the whole config of the job (``model`` and ``trainer.precision`` are read).
         key: the config key ``path`` came from, for the error message.
 
     Raises:
-        ValueError: no path was given.
+        ValueError: no path was given, or it is not a checkpoint.
         FileNotFoundError: there is nothing at ``path``.
     """
     if not path:
@@ -71,7 +66,22 @@ def open_base_model(
     location = Path(path).expanduser()
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist")
-    base: dict[str, Any] = load_nemo_config(location)
+    return location, load_nemo_config(location)
+
+
+def open_base_model(
+    path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path"
+) -> BaseModel:
+    """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
+
+    ``cfg.model`` is replaced by the merged section, so that what the job logs is what it runs with.
+
+    For ``path``, ``key`` and the errors see `read_base_config`.
+
+    Args:
+        cfg: the whole config of the job (``model`` and ``trainer.precision`` are read).
+    """
+    location, base = read_base_config(path, key)
     merged = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
     OmegaConf.set_struct(cfg, False)
     cfg.model = merged

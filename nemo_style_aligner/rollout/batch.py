@@ -60,8 +60,9 @@ class Experience:
         tokens: int64 [n, s].
         mask: fp32 [n, s-1], 1 at the predictions of response tokens (the critic trains on these);
             zero throughout samples that are not valid.
-        policy_mask: fp32 [n, s-1], ``mask`` without truncated responses (the policy trains on these).
-        logprobs: fp32 [n, s-1], of the policy, by the trainer.
+        policy_mask: fp32 [n, s-1], tokens of the policy's loss: ``mask`` without truncated responses
+            (`mask_truncated`) and sequences outside `importance_sequence_bounds`.
+        logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
         staleness: int64 [n], policy updates made since the weights that each response was made with.

@@ -30,6 +30,7 @@ svg text { font-size: 11px; fill: #555; } .note { color: #555; }
 # Size of one curve's drawing, and the margins that hold the numbers at its axes.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 190, 56, 10, 10, 24
 _MAX_POINTS = 600
+_TABLES = 3  # shown of each table that was logged in many steps: first, last and between
 
 
 def write_report(
@@ -38,7 +39,6 @@ def write_report(
     runs: Mapping[str, str | Path],
     summary: Sequence[tuple[str, Any]] = (),
     note: str = "",
-    max_tables: int = 3,
 ) -> Path:
     """Write the report and return its path.
 
@@ -48,7 +48,6 @@ def write_report(
         runs: name of each job -> its log directory (with ``metrics.jsonl`` and ``tables.jsonl``).
         summary: rows (what, value) of the table at the top.
         note: a paragraph below the heading.
-        max_tables: of each table that was logged in many steps, how many to show: first, last and between.
     """
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if note:
@@ -57,7 +56,7 @@ def write_report(
         parts.append(_table(["", "value"], [list(row) for row in summary]))
     for name, log_dir in runs.items():
         parts.append(f"<h2>{html.escape(name)}</h2>")
-        parts.extend(_run_section(Path(log_dir), max_tables))
+        parts.extend(_run_section(Path(log_dir)))
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
@@ -103,7 +102,7 @@ def curve_svg(points: Sequence[Point]) -> str:
     return "".join(drawing)
 
 
-def _run_section(log_dir: Path, max_tables: int) -> list[str]:
+def _run_section(log_dir: Path) -> list[str]:
     curves = read_metrics(log_dir)
     tables = read_tables(log_dir)
     if not curves and not tables:
@@ -116,7 +115,7 @@ def _run_section(log_dir: Path, max_tables: int) -> list[str]:
     for table in tables:
         by_key.setdefault(table["key"], []).append(table)
     for key, same_key in by_key.items():
-        for table in _spread(same_key, max_tables):
+        for table in _spread(same_key, _TABLES):
             parts.append(f"<h3>{html.escape(key)}, step {table['step']}</h3>")
             parts.append(_table(table["columns"], table["rows"]))
     return parts

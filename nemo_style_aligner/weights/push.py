@@ -23,7 +23,6 @@ def send_weights(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     broadcast: Broadcast | None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> None:
     """Send what `export_weights` yields to every rank that is in `receive_weights`.
 
@@ -35,7 +34,7 @@ def send_weights(
         ValueError: the stream is not the architecture's.
     """
     tensors = iter(stream)
-    for bucket in _buckets(architecture, dtype, bucket_bytes):
+    for bucket in _buckets(architecture, dtype):
         flat = torch.empty(_numel(bucket), dtype=dtype, device=device())
         offset = 0
         for expected in bucket:
@@ -54,10 +53,9 @@ def receive_weights(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     broadcast: Broadcast,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What `send_weights` sends, as the stream that an engine's `refit` takes; tensors on this rank's device."""
-    for bucket in _buckets(architecture, dtype, bucket_bytes):
+    for bucket in _buckets(architecture, dtype):
         flat = torch.empty(_numel(bucket), dtype=dtype, device=device())
         broadcast(flat)
         offset = 0
@@ -67,11 +65,11 @@ def receive_weights(
             offset = end
 
 
-def _buckets(architecture: ModelArchitecture, dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[HFTensor]]:
-    """Runs of tensors that fit into a bucket, or one that does not."""
+def _buckets(architecture: ModelArchitecture, dtype: torch.dtype) -> Iterator[list[HFTensor]]:
+    """Runs of tensors that fit into a bucket of `DEFAULT_BUCKET_BYTES`, or one that does not."""
     bucket: list[HFTensor] = []
     for tensor in hf_tensors(weight_layout(architecture)).values():
-        if bucket and _numel([*bucket, tensor]) * dtype.itemsize > bucket_bytes:
+        if bucket and _numel([*bucket, tensor]) * dtype.itemsize > DEFAULT_BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(tensor)

@@ -15,6 +15,7 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import LayoutEntry, weight_layout
 
 _HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LISTED = 5  # names in a message
 
 
 class ShardedModel(Protocol):
@@ -92,7 +93,7 @@ def _head_facts(model: ShardedModel) -> tuple[int, torch.dtype]:
     return attributes, _HEAD_DTYPES[dtype]
 
 
-def listing(names: list[str], most: int = 5) -> str:
+def listing(names: list[str]) -> str:
     """Some of ``names`` for a message, and how many more there are."""
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    shown = ", ".join(sorted(names)[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

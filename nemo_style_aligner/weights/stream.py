@@ -37,21 +37,6 @@ class WeightSource(Protocol):
         """``length`` rows (``dim`` 0) or columns (``dim`` 1) from ``start`` on, any dtype, on the CPU or a GPU."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """A `WeightSource` of tensors in memory, such as a state dict."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource.shapes`."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """See `WeightSource.read`."""
-        return self.tensors[name].narrow(dim, start, length)
-
-
 # ---- export ------------------------------------------------------------------------------------
 
 
@@ -241,7 +226,6 @@ def import_weights(
     model: ShardedModel,
     source: WeightSource | Iterable[tuple[str, torch.Tensor]],
     *,
-    new_head: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> None:
     """Copy full tensors into this rank's shards, one tensor at a time, converted to the parameters' dtype.
@@ -253,16 +237,12 @@ def import_weights(
         model: the model.
         source: a `WeightSource`, or a stream of (name, tensor) such as `export_weights`. A source is checked
             before anything is written; a stream as it arrives.
-        new_head: a reward model starts from a language model: its head keeps its initial values and the
-            source's output layer is not read.
         progress: called with the name of each tensor this rank has read.
 
     Raises:
         ValueError: a tensor is missing, superfluous or of the wrong shape; the message names it.
     """
-    if new_head and not model.has_reward_head:
-        raise ValueError("new_head=True is for models with a reward head; this one has an output layer")
-    target = _ImportTarget(model, new_head)
+    target = _ImportTarget(model)
     if isinstance(source, WeightSource):
         present = dict(source.shapes())
         target.check(present)
@@ -286,14 +266,11 @@ def import_weights(
 class _ImportTarget:
     """This rank's parameters by the Hugging Face tensors they are made of."""
 
-    def __init__(self, model: ShardedModel, new_head: bool) -> None:
+    def __init__(self, model: ShardedModel) -> None:
         self.layout = model.layout
         entries, _ = layout_table(model)
         # Tied models' checkpoints may carry the embedding twice.
-        self.ignored = {"lm_head.weight"} if new_head or model.architecture.tied_embeddings else set()
-        if new_head:
-            self.ignored |= {part.name for entry in entries if is_head(entry) for part in entry.parts}
-            entries = tuple(entry for entry in entries if not is_head(entry))
+        self.ignored = {"lm_head.weight"} if model.architecture.tied_embeddings else set()
         self.expected = hf_tensors(entries)
         self.optional = {part.name for entry in entries if entry.optional for part in entry.parts}
         self.parameters = local_parameters(model, entries)

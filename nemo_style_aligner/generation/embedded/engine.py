@@ -151,12 +151,6 @@ class EmbeddedEngine(EngineLifecycle):
         """See `GenerationEngine.takes_transient_weights`."""
         return True
 
-    @property
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor a refit must bring."""
-        self._require_ready("weight_shapes")
-        return self._step.weights.shapes
-
     # ---- generation -------------------------------------------------------------------------
 
     def _generate(
