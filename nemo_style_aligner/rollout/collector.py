@@ -67,13 +67,6 @@ class RolloutCollector:
         self.scoring_batch_size = scoring_batch_size
         self.scoring_seconds = scoring_seconds
 
-    def start(self, prompts: Sequence[Prompt], seed: int) -> Round:
-        """Begin to generate one response per prompt. Collective.
-
-        Sample i's random stream depends on ``seed`` and i alone, so the rollouts are the same whoever makes them.
-        """
-        return self.generator.start(prompts, seed)
-
     def finish(self, generation: Round) -> PendingRollouts:
         """Have the responses of a round scored, in batches as they come, and gather them. Collective.
 
@@ -86,8 +79,8 @@ class RolloutCollector:
         return PendingRollouts(rollouts, generation.metrics(), lambda width: _gather_scores(responses, width))
 
     def collect(self, prompts: Sequence[Prompt], seed: int) -> PendingRollouts:
-        """`start` and `finish`."""
-        return self.finish(self.start(prompts, seed))
+        """`Generator.start` and `finish`: one scored response per prompt. Collective."""
+        return self.finish(self.generator.start(prompts, seed))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
