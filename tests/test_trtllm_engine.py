@@ -24,8 +24,8 @@ from trtllm_standins import Standins
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineModel, EngineWeights, engine_model
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary, stop_words
 from nemo_style_aligner.telemetry import activity
@@ -563,7 +563,7 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
             gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             if backend == "pytorch":
                 with pytest.raises(ValueError, match="expandable segments"):
-                    construct.trtllm_engine(cfg, model, **options)
+                    construct.trtllm_engine(cfg, model, EngineGroup(), **options)
             gpu.delenv("PYTORCH_CUDA_ALLOC_CONF")
             if backend == "pytorch":
                 with monkeypatch.context() as two, pytest.raises(ValueError, match=r"see their GPUs as 0, 0.*srun"):
@@ -572,7 +572,7 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                         "gather",
                         lambda self, own: [own, (own[0], "another")] if isinstance(own, tuple) else [own],
                     )
-                    construct.trtllm_engine(cfg, model, **options)
+                    construct.trtllm_engine(cfg, model, EngineGroup(), **options)
             for key, value, default in (
                 ("trainer.ppo.policy_logprobs", "engine", "trainer"),
                 ("trainer.ppo.importance_weight_cap", 2.0, None),
@@ -581,9 +581,9 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                 OmegaConf.update(cfg, key, value)
                 if backend == "pytorch":
                     with pytest.raises(ValueError, match=key.rpartition(".")[2]):
-                        construct.trtllm_engine(cfg, model, **options)
+                        construct.trtllm_engine(cfg, model, EngineGroup(), **options)
                 OmegaConf.update(cfg, key, default)
-            engine = construct.trtllm_engine(cfg, model, **options)
+            engine = construct.trtllm_engine(cfg, model, EngineGroup(), **options)
         if backend == "engine":
             assert isinstance(engine, TensorRTEngine)
             engine.build()

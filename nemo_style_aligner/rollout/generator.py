@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
 from nemo_style_aligner.rollout.generation_totals import GenerationTotals
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply, neighbours
+from nemo_style_aligner.rollout.supply import RequestSupply, neighbours
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import export_weights
@@ -80,7 +81,7 @@ class LocalGenerator:
     """
 
     def __init__(
-        self, engine: GenerationEngine, work: WorkSource, sampling: SamplingParams, group: GenerationGroup
+        self, engine: GenerationEngine, work: WorkSource, sampling: SamplingParams, group: EngineGroup
     ) -> None:
         self.engine = engine
         self.work = work
