@@ -11,11 +11,11 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
-from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.generator import Generator, Round
 from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
 
 _AGREEMENT_SECONDS = 5.0
