@@ -19,7 +19,7 @@ from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights, e
 from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
-from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
+from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary
 from nemo_style_aligner.generation.trtllm.versions import (
     PYTORCH_PIN,
     Installation,
@@ -87,7 +87,7 @@ def _tensorrt_engine(
     section = cfg.trainer.ppo.trt_llm
     a, dtype = model.architecture, model.config.params_dtype
     max_input_length = min(int(section.max_input_len), options["max_sequence_length"] - 1)
-    shape = EngineShape(
+    shape = BuildShape(
         model=engine_model(a, str(section.model_type), dtype),
         max_batch_size=options["num_slots"],
         max_input_len=max_input_length,
