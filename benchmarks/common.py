@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16
+from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, processor_features
 
 SHAPES = {
     "tiny": ModelArchitecture(
@@ -115,7 +115,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What figures depend on: processor, cores, threads, versions."""
-    flags = cpu_flags()
+    flags = processor_features()
     return {
         "processor": _processor(),
         "cores": available_cores(),
@@ -135,11 +135,6 @@ def versions(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def cpu_flags() -> set[str]:
-    """The processor's features as Linux names them."""
-    return set(_cpuinfo("flags").split())
 
 
 def default_precision() -> str:

@@ -42,8 +42,9 @@ from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer

@@ -29,7 +29,6 @@ from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_scorer
-from nemo_style_aligner.weights.stream import export_weights
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 
@@ -115,8 +114,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     scorer = build_scorer(cfg)
     scorer.wait_until_ready(60)
     collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)
-    generator = collector.generator
-    generator.refit(export_weights(model, without=generator.viewed_weights), 3)
+    collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
         pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
         scores = pending.wait_for_scores()

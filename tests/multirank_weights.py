@@ -25,12 +25,12 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
-from nemo_style_aligner.generation.trtllm.construct import engine_group
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, neighbour_group
+from nemo_style_aligner.rollout.setup import training_group
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.sharded_model import ShardedModel
@@ -235,10 +235,10 @@ def shared_memory() -> None:
 
 
 def engine_group_speaks(layout: ParallelLayout) -> None:
-    """The leader's word reaches the ranks of its group and no others, over gloo, with a limit above the sidecar's."""
+    """The leader's word reaches the ranks of its group and no others, over gloo, with a limit above a sidecar's."""
     cfg = load_defaults("gpt_ppo_actor")
     cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
-    group = engine_group(cfg, layout)
+    group = training_group(cfg, layout)
     leader = dist.get_rank() - layout.tp_rank
     check(group.control is not group.group and dist.get_backend(group.control) == "gloo", "the wrong group")
     check(group.share(dist.get_rank()) == leader, "another leader's word")

@@ -28,11 +28,11 @@ from nemo_style_aligner.generation.engine import (
     GenerationStatistics,
     SamplingParams,
 )
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.supply import GenerationGroup
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -119,7 +119,7 @@ def rank_main(rank: int, folder: Path) -> None:
     scorer: Any = Scorer()
     tokenizer: Any = None
     collector = RolloutCollector(
-        LocalGenerator(engine, work, SamplingParams(max_new_tokens=8), GenerationGroup(rank, 2)),
+        LocalGenerator(engine, work, SamplingParams(max_new_tokens=8), EngineGroup(index=rank, count=2)),
         scorer,
         tokenizer,
         scoring_batch_size=3,

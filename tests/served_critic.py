@@ -54,7 +54,7 @@ class CountingBackend:
 
 
 @contextlib.contextmanager
-def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None, ledger=None, **dispatch):
+def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None, **dispatch):
     endpoints = endpoints or critic_endpoints(
         ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()]
     )
@@ -62,7 +62,6 @@ def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None,
         endpoints,
         HttpSettings(port=0, **(http or {})),
         DispatchSettings(preferred, delay_us, **dispatch),
-        ledger=ledger,
     )
     server.outcome = None
 

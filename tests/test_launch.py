@@ -27,6 +27,7 @@ from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel import launch, meeting
 from nemo_style_aligner.parallel.detection import (
+    SUPERVISOR_PID,
     LaunchError,
     LaunchInfo,
     detect_launch,
@@ -45,7 +46,7 @@ from nemo_style_aligner.parallel.machine import (
     machine_cores,
 )
 from nemo_style_aligner.parallel.meeting import meet
-from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID, rank_environment
+from nemo_style_aligner.parallel.supervisor import rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
 

@@ -637,10 +637,8 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
     actor.update(policy_batch(ids))  # and training goes on
 
 
-def test_wrong_placement_and_no_initial_policy() -> None:
+def test_no_initial_policy() -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    with pytest.raises(ValueError, match="choose auto, swap or resident"):
-        FrozenWeights(model, "disk", lambda: model)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="initial_policy_kl_penalty is 0"):
         make_actor(model, None).initial_logprobs(tokens(), everywhere(tokens()))
 

@@ -11,7 +11,8 @@ import torch
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
-from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+from nemo_style_aligner.rollout.batch import RolloutBatch
+from nemo_style_aligner.servers.client import Scores
 
 N, S = 6, 9
 SKIP = NonFinitePolicy("skip", 10)

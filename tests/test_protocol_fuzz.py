@@ -23,6 +23,7 @@ from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.jobs import JobQueue, QueueState
+from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError, decode_infer_request, decode_infer_response
 from nemo_style_aligner.servers.service import HttpSettings, create_app
@@ -46,7 +47,7 @@ def test_the_decoder_reads_or_refuses(capsys: pytest.CaptureFixture[str]) -> Non
                 counts["refused"] += 1
                 continue
             counts["read"] += 1
-            for tensor in (decoded.inputs if decode is decode_infer_request else decoded.outputs).values():
+            for tensor in (decoded if decode is decode_infer_response else decoded.inputs).values():
                 assert tensor.array.nbytes <= 64 * len(body) + 64, "a small body became a large array"
     with capsys.disabled():
         print(f"\ndecoder: {dict(counts)}")
@@ -59,7 +60,12 @@ def application() -> Iterator[tuple]:
     queue, metrics = JobQueue(4), ServiceMetrics()
     endpoints = critic_endpoints(ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()][:60])
     dispatcher = Dispatcher(
-        CountingBackend(), DispatchSettings((8,), 0), channel=CommandChannel(), queue=queue, metrics=metrics
+        CountingBackend(),
+        DispatchSettings((8,), 0),
+        channel=CommandChannel(),
+        queue=queue,
+        ledger=TrainingLedger(),
+        metrics=metrics,
     )
     thread = threading.Thread(target=dispatcher.run, daemon=True)
     thread.start()

@@ -519,7 +519,7 @@ def test_saves_that_a_stranger_asks_for_do_not_either(job: CriticJob, tmp_path: 
         train(critic, 2)
         stranger = CriticClient(client_config(job.port), infer_limits=LIMITS, train_limits=LIMITS)
         for _ in range(3):
-            stranger.save()
+            stranger.save_async().result(20)
             job.restart()
         stranger.close()
     with actor(job, tmp_path, state) as critic:

@@ -108,7 +108,7 @@ def test_the_services_of_a_run_are_closed(folder: Path) -> None:
             )
             assert backend.batches == backend.trained == [] and backend.saves == 0
             with critic_client(server.number, token=secret.value) as client:  # the owner's requests go through
-                client.save()
+                client.save_async().result(20)
         worker = WorkQueueClient("127.0.0.1", work_server.port, token=secret.value)
         worker.start_round(0, [])
         assert worker.lease(2) == [1, 2]

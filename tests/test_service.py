@@ -142,11 +142,11 @@ def test_concurrent_clients_of_different_lengths_get_their_own_answers() -> None
     with serve(backend, **settings) as server, critic_client(server.number, max_parallel=16) as client:
         futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
         for future, (tokens, lengths) in zip(futures, cases, strict=True):
-            rewards, values = future.result(30)
+            scores = future.result(30)
             wanted_rewards, wanted_values = expected(tokens, lengths)
-            np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
-            np.testing.assert_array_equal(values.numpy(), wanted_values)
-            assert rewards.dtype == values.dtype == torch.float32
+            np.testing.assert_array_equal(scores.rewards.numpy(), wanted_rewards)
+            np.testing.assert_array_equal(scores.values.numpy(), wanted_values)
+            assert scores.rewards.dtype == scores.values.dtype == torch.float32
     assert len(backend.batches) < len(cases), "no requests were merged"
     assert all(rows <= 16 and width % 4 == 0 for rows, width in backend.batches)
 
@@ -339,8 +339,8 @@ def test_token_is_needed_everywhere_but_for_health() -> None:
 
 
 def test_training_is_applied_exactly_once() -> None:
-    backend, ledger = CountingBackend(), TrainingLedger()
-    with serve(backend, ledger=ledger) as server:
+    backend = CountingBackend()
+    with serve(backend) as server:
 
         def train(value: float, number: int, run: str = "a"):
             return post(server, "critic_train", train_body(value, run_id=run, sequence_number=number))
@@ -360,7 +360,7 @@ def test_training_is_applied_exactly_once() -> None:
     assert backend.trained == [6.0 * value for value in (1, 2, 5, 6, 7)]
 
     restored = TrainingLedger()
-    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    restored.load_state_dict(json.loads(json.dumps(server.ledger.state_dict())))
     assert restored.expected("a") == 4 and restored.expected("b") == 2 and restored.steps == 5
 
 
@@ -451,7 +451,7 @@ def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
             run = client.position.run_id
             futures = [client.train_async(tokens, ones * k, ones, ones) for k in range(1, 6)]
             assert [future.result(20) for future in futures] == [3.0 * k for k in range(1, 6)]
-            client.save()
+            client.save_async().result(20)
             assert client.position == CriticPosition(run, 6)
         assert backend.saves == 1
         with critic_client(server.number) as client:
@@ -536,8 +536,8 @@ def test_separate_reward_server() -> None:
         critic_client(server.number, combined=False, reward_port=reward.number) as client,
     ):
         client.wait_until_ready(10)
-        rewards, values = client.infer_async(torch.tensor([[1, 2, 3]]), torch.tensor([3])).result(20)
-        assert rewards.tolist() == [6.0] and values.tolist() == [[1.0, 3.0]]
+        scores = client.infer_async(torch.tensor([[1, 2, 3]]), torch.tensor([3])).result(20)
+        assert scores.rewards.tolist() == [6.0] and scores.values.tolist() == [[1.0, 3.0]]
         with critic_client(server.number) as wrong, pytest.raises(ValueError, match="combine_rm_and_critic_server"):
             wrong.wait_until_ready(10)
 
@@ -731,20 +731,20 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
             assert requests.post(url, json=refused, timeout=20).status_code == 409
             time.sleep(0.05)
         tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
-        rewards, values = client.infer_async(tokens, lengths).result(20)
+        scores = client.infer_async(tokens, lengths).result(20)
         wanted_rewards, wanted_values = expected(tokens.numpy(), lengths.numpy())
-        np.testing.assert_array_equal(rewards.numpy(), wanted_rewards)
-        np.testing.assert_array_equal(values.numpy(), wanted_values)
+        np.testing.assert_array_equal(scores.rewards.numpy(), wanted_rewards)
+        np.testing.assert_array_equal(scores.values.numpy(), wanted_values)
         ones = torch.ones(3, 4)
         assert client.train_async(tokens, ones, ones, ones).result(20) == 36.0
-        client.save()
+        client.save_async().result(20)
         saved = [(tmp_path / f"saved{rank}").read_text() for rank in range(2)]
         assert saved[0] == saved[1] and "'sequence_number': 1" in saved[0]
         taken = client.infer_async(tokens, lengths)  # takes a second
         time.sleep(0.5)
         for process in reversed(processes):  # a launcher signals all ranks, in any order
             process.send_signal(signal.SIGTERM)
-        assert taken.result(20).rewards.tolist() == rewards.tolist()
+        assert taken.result(20).rewards.tolist() == scores.rewards.tolist()
         assert [process.wait(20) for process in processes] == [0, 0]
 
 

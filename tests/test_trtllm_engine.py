@@ -24,10 +24,10 @@ from trtllm_standins import Standins
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineModel, EngineWeights, engine_model
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
-from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary, stop_words
+from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary, stop_words
 from nemo_style_aligner.telemetry import activity
 
 FAMILIES = ["llama", "llama-tied", "llama-3.1", "llama-geglu-bias", "qwen2", "nemotron"]
@@ -293,7 +293,7 @@ def _engine(
     fake = fake or FakeTensorRT(model.config)
     fake.config = model.config
     fake.install(monkeypatch)
-    shape = EngineShape(model=model, max_batch_size=3, max_input_len=60, max_seq_len=160)
+    shape = BuildShape(model=model, max_batch_size=3, max_input_len=60, max_seq_len=160)
     engine = TensorRTEngine(
         TensorRTLibrary(shape),
         EngineWeights(a, dtype=torch.float32, tp_size=1, tp_rank=0),
@@ -503,7 +503,7 @@ def test_ids_the_tokenizer_does_not_know_are_never_chosen(monkeypatch: pytest.Mo
 
 def test_tensor_parallelism_needs_mpi_over_all_ranks_and_splits_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = engine_model(architecture(), "llama", torch.float32)
-    shape = EngineShape(
+    shape = BuildShape(
         model=model, max_batch_size=1, max_input_len=8, max_seq_len=16, tp_size=2, tp_rank=1, group_index=3
     )
     splits: list[dict[str, int]] = []
@@ -563,7 +563,7 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
             gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             if backend == "pytorch":
                 with pytest.raises(ValueError, match="expandable segments"):
-                    construct.trtllm_engine(cfg, model, **options)
+                    construct.trtllm_engine(cfg, model, EngineGroup(), **options)
             gpu.delenv("PYTORCH_CUDA_ALLOC_CONF")
             if backend == "pytorch":
                 with monkeypatch.context() as two, pytest.raises(ValueError, match=r"see their GPUs as 0, 0.*srun"):
@@ -572,7 +572,7 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                         "gather",
                         lambda self, own: [own, (own[0], "another")] if isinstance(own, tuple) else [own],
                     )
-                    construct.trtllm_engine(cfg, model, **options)
+                    construct.trtllm_engine(cfg, model, EngineGroup(), **options)
             for key, value, default in (
                 ("trainer.ppo.policy_logprobs", "engine", "trainer"),
                 ("trainer.ppo.importance_weight_cap", 2.0, None),
@@ -581,9 +581,9 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                 OmegaConf.update(cfg, key, value)
                 if backend == "pytorch":
                     with pytest.raises(ValueError, match=key.rpartition(".")[2]):
-                        construct.trtllm_engine(cfg, model, **options)
+                        construct.trtllm_engine(cfg, model, EngineGroup(), **options)
                 OmegaConf.update(cfg, key, default)
-            engine = construct.trtllm_engine(cfg, model, **options)
+            engine = construct.trtllm_engine(cfg, model, EngineGroup(), **options)
         if backend == "engine":
             assert isinstance(engine, TensorRTEngine)
             engine.build()

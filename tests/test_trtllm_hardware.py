@@ -29,7 +29,7 @@ from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environ
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.generation.trtllm.streams import ipc_handles
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
-from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
+from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary
 from nemo_style_aligner.generation.trtllm.versions import (
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
@@ -93,7 +93,7 @@ def _check(engine: GenerationEngine, steps: int = 3) -> None:
 @pytest.fixture
 def tensorrt_engine() -> TensorRTEngine:
     a = architecture()
-    shape = EngineShape(
+    shape = BuildShape(
         model=engine_model(a, "llama", torch.bfloat16), max_batch_size=4, max_input_len=64, max_seq_len=160
     )
     engine = TensorRTEngine(

@@ -33,8 +33,8 @@ from trtllm_fake_sidecar import (
 )
 
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.trtllm import sidecar_engine
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost, sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.parallel.groups import single_process

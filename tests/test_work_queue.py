@@ -28,6 +28,7 @@ from served_critic import client_config
 
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import own_address
@@ -39,7 +40,7 @@ from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.remote import RemoteRound
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
 from nemo_style_aligner.rollout.setup import build_work_source
-from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply
+from nemo_style_aligner.rollout.supply import RequestSupply
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import (
     DRAINED,
@@ -391,7 +392,7 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
         worker, sink, begun = WorkQueueClient("127.0.0.1", server.port, server=server), Sink(), []
         worker.start_round(2, list(range(8)))
         accepted = AcceptedResponses(worker, sink)
-        supply = RequestSupply(worker, GenerationGroup(0, 1), 4, [Prompt(i, [1, 2]) for i in range(8)], seed=7)
+        supply = RequestSupply(worker, EngineGroup(), 4, [Prompt(i, [1, 2]) for i in range(8)], seed=7)
         while supply.wait():
             requests_, running = iter(supply), []
             while running or not begun:
@@ -450,7 +451,7 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
         queue = WorkQueue()
         with serve(queue) as server:
             worker = WorkQueueClient("127.0.0.1", server.port, server=server)
-            local = LocalGenerator(engine, worker, sampling, GenerationGroup(0, 1))  # type: ignore[arg-type]
+            local = LocalGenerator(engine, worker, sampling, EngineGroup())  # type: ignore[arg-type]
             with pytest.raises(StopEarlyError):
                 local.start(prompts, 1).run(sink)
             assert queue.status()["state"] == DRAINED  # no other rank waits
@@ -474,7 +475,7 @@ def test_over_several_machines_the_queue_has_an_address_that_others_reach(
     cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "host": host, "port": 0})
     engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
     with single_process():
-        source = build_work_source(cfg, engine, GenerationGroup(0, 1))
+        source = build_work_source(cfg, engine, EngineGroup())
     source.start_round(1, [5])
     assert isinstance(source, WorkQueueClient) and source.lease(1) == [5]
     told, port = source._http.base_url.removeprefix("http://").split(":")
@@ -592,7 +593,7 @@ def test_what_keeps_the_watchdog_quiet_keeps_the_leases() -> None:
     cfg.trainer.ppo.batch_iterator.merge_with(settings)
     engine: Any = types.SimpleNamespace(num_slots=0, statistics=GenerationStatistics())
     with single_process():
-        worker = build_work_source(cfg, engine, GenerationGroup(0, 1))
+        worker = build_work_source(cfg, engine, EngineGroup())
     assert isinstance(worker, WorkQueueClient)
     worker.start_round(1, [7])
     assert worker.lease(1) == [7]

@@ -12,6 +12,11 @@ from typing import Any, get_args
 
 from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
 from nemo_style_aligner.functional import KLEstimator
+from nemo_style_aligner.generation.embedded.step import WeightFormat
+from nemo_style_aligner.generation.embedded.steps import StepChoice
+from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
+from nemo_style_aligner.generation.trtllm.versions import Backend
+from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.nonfinite import Action
 from nemo_style_aligner.telemetry.logging import LOG_FORMATS, LOG_LEVELS
 
@@ -134,14 +139,14 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.ppo.staleness", (0, 1)),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),
     ("trainer.ppo.policy_logprobs", ("trainer", "engine")),
-    ("trainer.ppo.reference_policy_placement", ("auto", "swap", "resident")),
+    ("trainer.ppo.reference_policy_placement", get_args(Placement)),
     ("trainer.ppo.generation.engine", ("embedded", "megatron", "trtllm")),
-    ("trainer.ppo.generation.refit_check", ("off", "sampled", "full")),
-    ("trainer.ppo.generation.weight_format", ("dtype", "int8")),
-    ("trainer.ppo.generation.step", ("auto", "native", "torch")),
-    ("trainer.ppo.trt_llm.backend", ("engine", "pytorch")),
+    ("trainer.ppo.generation.refit_check", get_args(RefitCheck)),
+    ("trainer.ppo.generation.weight_format", get_args(WeightFormat)),
+    ("trainer.ppo.generation.step", get_args(StepChoice)),
+    ("trainer.ppo.trt_llm.backend", get_args(Backend)),
     ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
-    ("model.rm_placement", ("auto", "swap", "resident")),
+    ("model.rm_placement", get_args(Placement)),
     ("model.reward_model_type", ("binary_ranking", "regression")),
     ("model.activations_checkpoint_granularity", ("selective", "full")),
     ("model.activations_checkpoint_method", ("uniform", "block")),

@@ -11,7 +11,8 @@ import torch
 from nemo_style_aligner import functional
 from nemo_style_aligner.functional import KLEstimator, masked_mean
 from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
+from nemo_style_aligner.servers.client import Scores
 
 logger = logging.getLogger(__name__)
 

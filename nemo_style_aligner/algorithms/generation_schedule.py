@@ -17,7 +17,6 @@ from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.rollout.wire import pack_results, unpack_results
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.timers import ScopedTimer
-from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class GenerationSchedule:
         if self._staleness == 0:
             return
         self.refit(version)
-        self._rounds[step] = self._collector.start(prompts.batch(start), self._sampling_seed(step, 0))
+        self._rounds[step] = self._collector.generator.start(prompts.batch(start), self._sampling_seed(step, 0))
 
     def refit(self, version: int) -> None:
         """Give the engine the policy's newest weights, unless it has them (validation follows training)."""
@@ -95,10 +94,7 @@ class GenerationSchedule:
         with self._timer("refit"):
             if self._unload_engine:
                 generator.reload()
-            weights = export_weights(
-                self._model, without=generator.viewed_weights, transient=generator.takes_transient_weights
-            )
-            generator.refit(weights, version)
+            generator.refit(self._model, version)
 
     def drop(self, step: int) -> None:
         """A step is made: its rollouts are not needed any more."""

@@ -132,7 +132,7 @@ def forward_batching(section: DictConfig) -> MicroBatching:
     return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
 
 
-def describe(cfg: DictConfig, run: Run, base: BaseModel) -> None:
+def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     """Log the config and the model once, and tell the checkpoints what their .nemo archives need."""
     run.metrics.log_hyperparameters(cfg)
     run.checkpoints.nemo = NemoExport(_portable_config(base), base.tokenizer)

@@ -22,10 +22,11 @@ from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.pipeline import rows
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch, Scores
+from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer

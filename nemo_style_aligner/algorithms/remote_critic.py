@@ -8,7 +8,7 @@ import logging
 import uuid
 from typing import Any, Literal
 
-from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, broadcast_object
 from nemo_style_aligner.rollout.batch import Experience
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.journal import CriticJournal
@@ -18,7 +18,6 @@ from nemo_style_aligner.telemetry import activity
 logger = logging.getLogger(__name__)
 
 TrainedCritic = Literal["refuse", "keep"]
-_AGREEMENT_SECONDS = 5.0
 _KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back to the older if the newer is damaged
 
 
@@ -61,7 +60,7 @@ class CriticTraining:
 
     def _answer(self) -> tuple[float, CriticPosition] | None:
         """Loss and where the critic is now; None: not yet, or not on this rank."""
-        if self._future is None or not _is_done(self._future, _AGREEMENT_SECONDS):
+        if self._future is None or not _is_done(self._future, PATIENCE_SECONDS):
             return None
         return self._future.result(), self._critic.client.position
 
@@ -90,8 +89,6 @@ class RemoteCritic:
     def __init__(
         self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic, timeout_s: float
     ) -> None:
-        if trained_critic not in ("refuse", "keep"):
-            raise ValueError(f"remote_critic_rm.trained_critic={trained_critic!r}: choose refuse or keep")
         self.client = client
         self._journal = journal
         self._trained_critic = trained_critic
@@ -111,7 +108,7 @@ class RemoteCritic:
             future = None if self._journal is None else thread.submit(self._bring_level, self._journal)
             position = None
             while position is None:  # no collective waits as long as the critic may take
-                is_level = future is not None and _is_done(future, _AGREEMENT_SECONDS)
+                is_level = future is not None and _is_done(future, PATIENCE_SECONDS)
                 position = broadcast_object(self.client.position if is_level else None)
             thread.shutdown(wait=False)
             self.client.follow(position)

@@ -33,21 +33,23 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: alive from now on, ready once the backend runs."""
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
-    endpoints = critic_endpoints(_limits(base, ppo), combined=combined, tokenize=base.tokenizer.text_to_ids)
-    return ModelServer(endpoints, _http_settings(ppo), _dispatch(ppo, run.layout, base), device=device())
+    limits = _limits(base, ppo)
+    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_to_ids)
+    return ModelServer(endpoints, _http_settings(ppo), _dispatch(ppo, run.layout, limits), device=device())
 
 
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
     """Open a reward model's port."""
     head = RewardHeadConfig.from_model_config(cfg.model)
+    limits = _limits(base, cfg.inference)
     endpoints = reward_endpoint(
-        _limits(base, cfg.inference),
+        limits,
         name=cfg.inference.model_name,
         num_attributes=1 if head.merge_attributes else head.num_attributes,
         tokenize=base.tokenizer.text_to_ids,
     )
     return ModelServer(
-        endpoints, _http_settings(cfg.inference), _dispatch(cfg.inference, layout, base), device=device()
+        endpoints, _http_settings(cfg.inference), _dispatch(cfg.inference, layout, limits), device=device()
     )
 
 
@@ -122,14 +124,14 @@ def _limits(base: BaseModel, section: DictConfig) -> ModelLimits:
     )
 
 
-def _dispatch(section: DictConfig, layout: ParallelLayout, base: BaseModel) -> DispatchSettings:
+def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
     sizes = section.inference_micro_batch_size
     sizes = [int(size) for size in sizes] if isinstance(sizes, ListConfig) else int(sizes)
     return DispatchSettings(
         preferred_batch_rows=preferred_batch_rows(sizes, layout.dp_size),
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
         strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
-        max_sequence_length=_limits(base, section).max_sequence_length,
+        max_sequence_length=limits.max_sequence_length,
     )
 
 

@@ -11,7 +11,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.models.pipeline import LossResult, Scoring, Tokens, forward, train_step
 
 
 @dataclasses.dataclass
@@ -114,9 +114,7 @@ class Actor:
         metrics.pop("num_items")
         return metrics | self.optimizer.step(metrics["loss"], origin)
 
-    def _loss(
-        self, outputs: torch.Tensor, batch: PolicyBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(self, outputs: torch.Tensor, batch: PolicyBatch) -> LossResult:
         entropy = torch.zeros((), device=outputs.device)
         logprobs = outputs
         if self.entropy_bonus > 0:

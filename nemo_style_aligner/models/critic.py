@@ -18,7 +18,7 @@ from nemo_style_aligner.models.heads import (
 )
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Tokens, forward, rows, train_step
+from nemo_style_aligner.models.pipeline import LossResult, Tokens, forward, rows, train_step
 
 
 @dataclasses.dataclass
@@ -158,9 +158,7 @@ class Critic:
         """Head outputs [..., a] -> [...]."""
         return standardize(merge_attributes(outputs, self.head), self.head)
 
-    def _loss(
-        self, outputs: torch.Tensor, batch: ValueBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(self, outputs: torch.Tensor, batch: ValueBatch) -> LossResult:
         values = self._values(outputs)
         loss = functional.clipped_value_loss(values, batch.prev_values, batch.returns, batch.mask, self.loss_clip)
         return loss, batch.mask.sum(), {}

@@ -59,8 +59,6 @@ class FrozenWeights:
             placement: see above.
             build: makes a second model of the same shape, without training state (for ``resident``).
         """
-        if placement not in ("auto", "swap", "resident"):
-            raise ValueError(f"placement {placement!r}: choose auto, swap or resident")
         if placement == "auto":
             placement = choose_placement(model)
         self._model = model

@@ -30,6 +30,7 @@ from nemo_style_aligner.parallel.groups import (
     all_gather_rows,
     all_reduce_sums,
     broadcast_from_last_stage,
+    broadcast_object,
     data_parallel_group,
     device,
 )
@@ -40,8 +41,11 @@ B = TypeVar("B", bound=Any)
 
 _CPU = torch.device("cpu")
 
-LossFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-"""(outputs, micro batch) -> (loss summed over items, number of items, named sums to report)."""
+LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""Loss summed over items, number of items, named sums to report."""
+
+LossFunction = Callable[[torch.Tensor, Any], LossResult]
+"""(outputs, micro batch) -> what comes of them."""
 
 OutputFunction = Callable[[torch.Tensor, Any], torch.Tensor]
 """(outputs, micro batch) -> one row of results per sequence.
@@ -198,7 +202,7 @@ def train_step(
         num_computed += micro_batch.packed.tokens.shape[1]
         output = _call_model(model, module, micro_batch)
 
-        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(output: torch.Tensor) -> LossResult:
             loss_sum, count, sums = loss_function(micro_batch.packed.unpack(output), micro_batch.batch)
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
@@ -242,14 +246,8 @@ def _global_means(totals: dict[str, float]) -> dict[str, float]:
     if parallel_state.is_pipeline_last_stage():
         totals = all_reduce_sums(totals, data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        box = [totals]
-        torch.distributed.broadcast_object_list(
-            box,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-            device=device(),
-        )
-        totals = box[0]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        totals = broadcast_object(totals, last, parallel_state.get_pipeline_model_parallel_group())
     count = totals.pop("num_items")
     return {name: value / count if count else 0.0 for name, value in totals.items()} | {"num_items": count}
 

@@ -10,9 +10,7 @@ import torch
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.heads import RewardHeadConfig, pool_rewards, pooled_positions
-from nemo_style_aligner.models.pipeline import LossFunction, Scoring
-
-LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+from nemo_style_aligner.models.pipeline import LossFunction, LossResult, Scoring
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_style_aligner.parallel.machine import processor_model
+from nemo_style_aligner.parallel.machine import processor_features, processor_model
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +81,8 @@ class NativeUnavailable(RuntimeError):
 
 def usable_kernels(dtype: torch.dtype) -> list[str]:
     """Names of the kernels that this processor has, best first; those that multiply bf16 only for weights of bf16."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split())
-    except (OSError, IndexError):
-        return []
-    names = [name for name, kernel in KERNELS.items() if not kernel.emulated and flags.issuperset(kernel.needs)]
+    features = processor_features()
+    names = [name for name, kernel in KERNELS.items() if not kernel.emulated and features.issuperset(kernel.needs)]
     return names if dtype == torch.bfloat16 else [name for name in names if KERNELS[name].number == 0]
 
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Literal
 
-from nemo_style_aligner.parallel.supervisor import SUPERVISOR_PID
-
 Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "environment", "supervisor", "python"]
+
+SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
+"""Environment variable of a rank that a supervisor started: the supervisor's process id."""
 
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -36,6 +37,17 @@ class LaunchInfo:
     launcher: Launcher
     master_addr: str | None = None
     master_port: int | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which torchrun says the same, once it is known where rank 0 waits."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": str(self.master_addr),
+            "MASTER_PORT": str(self.master_port),
+        }
 
 
 def detect_launch(env: Mapping[str, str]) -> LaunchInfo:

@@ -22,8 +22,8 @@ from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, FAILED_FILE
-from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+PATIENCE_SECONDS = 5.0
+"""How long a rank at most keeps the others waiting in one collective for something that takes long."""
+
 _TIMEOUT_MINUTES = 30.0  # as in the configs
 _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end what it gave up, before the others give up the leader
 
@@ -203,12 +206,14 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
     """Rank ``src``'s ``value`` on every rank (small control data between this job's own ranks only).
 
     Args:
-        group: a `background_group` or `control_group`, over gloo; the default group unless given.
+        src: a rank of the default group.
+        group: the default group unless given. Over gloo nothing goes by way of the GPU.
     """
     if dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=src, group=group, device=device() if group is None else torch.device("cpu"))
+    where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
+    dist.broadcast_object_list(box, src=src, group=group, device=where)
     return box[0]
 
 

@@ -88,14 +88,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     info = detect_launch(os.environ)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     info = _agree_on_address(info)
-    os.environ.update(
-        RANK=str(info.rank),
-        WORLD_SIZE=str(info.world_size),
-        LOCAL_RANK=str(info.local_rank),
-        LOCAL_WORLD_SIZE=str(info.local_world_size),
-        MASTER_ADDR=str(info.master_addr),
-        MASTER_PORT=str(info.master_port),
-    )
+    os.environ.update(info.environment())
     _share_cores(info)
 
     import torch
@@ -255,8 +248,8 @@ def job(
     else did, sets up torch.distributed in them, runs ``main`` on every rank, and ends the job with the status that
     ``main`` returns (None is 0; the same on every rank), with 2 for a mistake in the config, with
     `EXIT_REQUEUE` when it was stopped before it had begun, and with 1 for anything else (docs/jobs.md).
-    Writes nothing but the file for an early stop, and does not change the working directory (what hydra
-    would do).
+    Writes nothing but the files for an early stop and a failed rank, and does not change the working directory
+    (what hydra would do).
 
     Args:
         name: of the config.

@@ -41,12 +41,17 @@ def available_memory() -> int:
 
 def computes_in_bf16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor has bf16 arithmetic, which torch emulates elsewhere. False where nothing is known of it."""
+    return not _BF16_FEATURES.isdisjoint(processor_features(cpu_info))
+
+
+def processor_features(cpu_info: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The processor's features by Linux's names; none where nothing is known of it."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return False
+        return frozenset()
     features = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
-    return not _BF16_FEATURES.isdisjoint(features.split())
+    return frozenset(features.split())
 
 
 def processor_model(cpu_info: Path = Path("/proc/cpuinfo")) -> str:

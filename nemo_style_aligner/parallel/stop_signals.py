@@ -27,10 +27,6 @@ EXIT_REQUEUE = os.EX_TEMPFAIL
 REQUEUE_FILE = "requeue"
 """File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
 
-FAILED_FILE = "failed"
-"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop."""
-
-
 _DEAF_SECONDS = 2.0  # for the main thread to handle a signal; it does at once, but for calls that are not Python's
 
 
@@ -59,19 +55,19 @@ def install(end_start: Callable[[], object] | None = None) -> None:
     signal.signal(signal.SIGUSR1, _on_signal)
     signal.signal(signal.SIGTERM, _on_signal)
     if end_start is not None:
-        ear, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)  # written to at once, by the C handler
-        threading.Thread(target=_listen, args=(ear, mouth, end_start), name="stop-signals", daemon=True).start()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # written to at once, by the C handler
+        threading.Thread(target=_listen, args=(reader, writer, end_start), name="stop-signals", daemon=True).start()
 
 
-def _listen(ear: socket.socket, mouth: socket.socket, end_start: Callable[[], object]) -> None:
-    while numbers := ear.recv(64):
+def _listen(reader: socket.socket, writer: socket.socket, end_start: Callable[[], object]) -> None:
+    while numbers := reader.recv(64):
         if not {signal.SIGUSR1, signal.SIGTERM}.isdisjoint(numbers):
             time.sleep(_DEAF_SECONDS)
             if _starting and not _received:
                 end_start()
-    mouth.close()  # which this thread has kept open until here
+    writer.close()  # which this thread has kept open until here
 
 
 def received() -> tuple[signal.Signals, ...]:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from nemo_style_aligner.parallel.machine import available_cores, free_port
+from nemo_style_aligner.parallel.detection import SUPERVISOR_PID, LaunchInfo
+from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
-
-SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
-"""Environment variable of a rank that a supervisor started: the supervisor's process id."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 0.1
@@ -27,8 +25,8 @@ _REQUEUE_SECONDS = 10.0  # ranks that end early end together; who is later than 
 _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
 
 
-def supervise(num_ranks: int, command: Sequence[str] | None = None) -> int:
-    """Run ``command`` (this process's own command line unless told) as ``num_ranks`` ranks on this machine.
+def supervise(num_ranks: int) -> int:
+    """Run this process's own command line as ``num_ranks`` ranks on this machine.
 
     SIGTERM, SIGINT and SIGUSR1 are handed on to all ranks. When a rank ends with an error the others are
     ended within seconds.
@@ -37,7 +35,7 @@ def supervise(num_ranks: int, command: Sequence[str] | None = None) -> int:
         The exit status for this process: 0, or that of the first rank that ended with another one (128 + n for
         signal n).
     """
-    command = list(command) if command is not None else [sys.executable, *sys.orig_argv[1:]]
+    command = [sys.executable, *sys.orig_argv[1:]]
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -64,14 +62,7 @@ def supervise(num_ranks: int, command: Sequence[str] | None = None) -> int:
 def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """The environment of one rank: torchrun's variables, and nothing that another launcher left behind."""
     child = {name: value for name, value in env.items() if not name.startswith(_OTHER_LAUNCHERS)}
-    child.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    child |= LaunchInfo(rank, num_ranks, rank, num_ranks, "supervisor", LOOPBACK, port).environment()
     child[SUPERVISOR_PID] = str(os.getpid())
     # Ranks share the cores; threads that spin while they wait would take them from the ranks that work.
     child.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))

@@ -44,14 +44,6 @@ class RolloutBatch:
 
 
 @dataclasses.dataclass
-class Scores:
-    """What the critic and reward service said: ``rewards`` fp32 [n], ``values`` fp32 [n, s-1]."""
-
-    rewards: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclasses.dataclass
 class Experience:
     """Scored rollouts, ready to train on; n sequences of s tokens, every rank holds all of them.
 

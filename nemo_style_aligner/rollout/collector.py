@@ -10,15 +10,13 @@ import torch.distributed as dist
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
-from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
-from nemo_style_aligner.rollout.batch import RolloutBatch, Scores
+from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, all_gather_rows, all_reduce_max, device
+from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.generator import Generator, Round
 from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.servers.client import CriticClient
+from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
-
-_AGREEMENT_SECONDS = 5.0
 
 
 class PendingRollouts:
@@ -67,13 +65,6 @@ class RolloutCollector:
         self.scoring_batch_size = scoring_batch_size
         self.scoring_seconds = scoring_seconds
 
-    def start(self, prompts: Sequence[Prompt], seed: int) -> Round:
-        """Begin to generate one response per prompt. Collective.
-
-        Sample i's random stream depends on ``seed`` and i alone, so the rollouts are the same whoever makes them.
-        """
-        return self.generator.start(prompts, seed)
-
     def finish(self, generation: Round) -> PendingRollouts:
         """Have the responses of a round scored, in batches as they come, and gather them. Collective.
 
@@ -86,8 +77,8 @@ class RolloutCollector:
         return PendingRollouts(rollouts, generation.metrics(), lambda width: _gather_scores(responses, width))
 
     def collect(self, prompts: Sequence[Prompt], seed: int) -> PendingRollouts:
-        """`start` and `finish`."""
-        return self.finish(self.start(prompts, seed))
+        """`Generator.start` and `finish`: one scored response per prompt. Collective."""
+        return self.finish(self.generator.start(prompts, seed))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
@@ -145,7 +136,7 @@ def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
     while is_missing:  # the service may take longer than a collective: nobody waits in one for it
         activity.progress()  # this wait has a limit of its own
         with stop_signals.interruptible():
-            is_missing = not responses.are_scored(_AGREEMENT_SECONDS)
+            is_missing = not responses.are_scored(PATIENCE_SECONDS)
         stop_points.check()
         is_missing = bool(all_reduce_max(int(is_missing)))
     for served in responses.scores():

@@ -6,14 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine_group import EngineGroup
+from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
 from nemo_style_aligner.rollout.generation_totals import GenerationTotals
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.supply import GenerationGroup, RequestSupply, neighbours
+from nemo_style_aligner.rollout.supply import RequestSupply, neighbours
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.weights.stream import export_weights
 
 
 class Round(Protocol):
@@ -46,18 +49,8 @@ class Generator(Protocol):
         """Version of the weights; -1 while there are none."""
         ...
 
-    @property
-    def viewed_weights(self) -> frozenset[str]:
-        """What a refit's stream leaves out; see `GenerationEngine.viewed_weights`."""
-        ...
-
-    @property
-    def takes_transient_weights(self) -> bool:
-        """See `GenerationEngine.takes_transient_weights`."""
-        ...
-
-    def refit(self, weights: WeightStream, version: int) -> None:
-        """Take over the policy's weights. Collective; no round may be under way."""
+    def refit(self, model: MegatronModel, version: int) -> None:
+        """Take over the weights of the policy. Collective; no round may be under way."""
         ...
 
     def unload(self) -> None:
@@ -88,7 +81,7 @@ class LocalGenerator:
     """
 
     def __init__(
-        self, engine: GenerationEngine, work: WorkSource, sampling: SamplingParams, group: GenerationGroup
+        self, engine: GenerationEngine, work: WorkSource, sampling: SamplingParams, group: EngineGroup
     ) -> None:
         self.engine = engine
         self.work = work
@@ -100,16 +93,10 @@ class LocalGenerator:
     def weight_version(self) -> int:
         return self.engine.weight_version
 
-    @property
-    def viewed_weights(self) -> frozenset[str]:
-        return self.engine.viewed_weights
-
-    @property
-    def takes_transient_weights(self) -> bool:
-        return self.engine.takes_transient_weights
-
-    def refit(self, weights: WeightStream, version: int) -> None:
-        self.engine.refit(weights, version)
+    def refit(self, model: MegatronModel, version: int) -> None:
+        engine = self.engine
+        weights = export_weights(model, without=engine.viewed_weights, transient=engine.takes_transient_weights)
+        engine.refit(weights, version)
 
     def unload(self) -> None:
         self.engine.unload()

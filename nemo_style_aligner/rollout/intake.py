@@ -12,8 +12,7 @@ import torch
 
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rollout.work_source import WorkSource
-from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.client import Scores as ServedScores
+from nemo_style_aligner.servers.client import CriticClient, Scores
 
 
 class ResponseSink(Protocol):
@@ -74,7 +73,7 @@ class ScoredResponses:
         self._batch_size = batch_size
         self.silence_limit = 2 * scoring_seconds
         self._unsent = 0  # of `results`, at the end
-        self._requests: list[tuple[list[int], concurrent.futures.Future[ServedScores]]] = []
+        self._requests: list[tuple[list[int], concurrent.futures.Future[Scores]]] = []
         self._num_scored = 0  # of `_requests`
         self._last_heard = time.monotonic()
 
@@ -120,7 +119,7 @@ class ScoredResponses:
             )
         return not missing
 
-    def scores(self) -> Iterator[ServedScores]:
+    def scores(self) -> Iterator[Scores]:
         """The scores of `results`, batch by batch in their order, once they `are_scored`."""
         return (scores.result() for _, scores in self._requests)
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.engine import GenerationResult, WeightStream
+from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import broadcast_object, current_layout
 from nemo_style_aligner.parallel.worlds import Link, await_message
@@ -19,6 +20,7 @@ from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, unpack_results
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.push import send_weights
+from nemo_style_aligner.weights.stream import export_weights
 
 
 class RemoteGenerator:
@@ -54,19 +56,13 @@ class RemoteGenerator:
     def weight_version(self) -> int:
         return self._version
 
-    @property
-    def viewed_weights(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def takes_transient_weights(self) -> bool:
-        return False  # the other side knows tensors by the table's order
-
-    def refit(self, weights: WeightStream, version: int) -> None:
+    def refit(self, model: MegatronModel, version: int) -> None:
         link = self._link
         if link.rank == 0:
             link.post({"kind": "refit", "version": version})
         if current_layout().dp_rank == 0:  # one replica's ranks export, the first of them sends
+            # The other side knows tensors by the table's order: none is left out, and nothing is transient.
+            weights = export_weights(model)
             send_weights(weights, self._architecture, self._dtype, link.broadcast if link.rank == 0 else None)
         self._version = version
 

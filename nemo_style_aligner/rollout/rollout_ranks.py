@@ -76,7 +76,7 @@ class RolloutRank:
             raise RuntimeError(f"{command['kind']!r} came before 'build'")
         if command["kind"] == "refit":
             weights = receive_weights(self._architecture, self._dtype, self._link.broadcast)
-            self._generator.refit(weights, int(command["version"]))
+            self._generator.engine.refit(weights, int(command["version"]))
         elif command["kind"] == "generate":
             self._generate(self._generator, command["round"])
         else:

@@ -16,6 +16,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
@@ -23,14 +24,13 @@ from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import fail_job
-from nemo_style_aligner.parallel.groups import broadcast_object, control_group, device, neighbour_group
+from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
 from nemo_style_aligner.rollout.remote import RemoteGenerator
 from nemo_style_aligner.rollout.rollout_ranks import RolloutRank
-from nemo_style_aligner.rollout.supply import GenerationGroup
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -89,7 +89,7 @@ def choose_engine(cfg: DictConfig) -> str:
 
 def build_engine(
     cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
-) -> tuple[GenerationEngine, GenerationGroup]:
+) -> tuple[GenerationEngine, EngineGroup]:
     """The generation engine of this rank, built, and the ranks that share it.
 
     The embedded engine is shared by as many neighbouring ranks as its own tensor-parallel size says, one unless asked
@@ -98,19 +98,12 @@ def build_engine(
     Raises:
         ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
     """
-    layout = model.layout
     name = choose_engine(cfg)
     if name in ("megatron", "trtllm"):
         options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
+        group = training_group(cfg, model.layout)
         engine: GenerationEngine
-        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, **options)
-        group = GenerationGroup(
-            index=layout.dp_rank * layout.pp_size + layout.pp_rank,
-            count=layout.dp_size * layout.pp_size,
-            is_leader=layout.tp_rank == 0,
-            control=_control_group(cfg, layout.tp_size),
-            leader=parallel_state.get_tensor_model_parallel_src_rank(),
-        )
+        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, group, **options)
         engine.build()
         return engine, group
     return build_embedded_engine(
@@ -126,7 +119,7 @@ def build_embedded_engine(
     max_sequence_length: int,
     *,
     lender: MegatronModel | None = None,
-) -> tuple[GenerationEngine, GenerationGroup]:
+) -> tuple[GenerationEngine, EngineGroup]:
     """The embedded engine of this rank; see `build_engine`. It may compute with the weights of ``lender`` in place."""
     tensor_parallel, group = _generation_ranks(cfg)
     rank, size = tensor_parallel.rank, tensor_parallel.size
@@ -163,7 +156,20 @@ def _engine_options(
     }
 
 
-def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]:
+def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
+    """This rank's tensor-parallel group of the training layout. Collective."""
+    return EngineGroup(
+        rank=layout.tp_rank,
+        size=layout.tp_size,
+        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
+        count=layout.dp_size * layout.pp_size,
+        group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
+        control=_control_group(cfg, layout.tp_size),
+        leader=parallel_state.get_tensor_model_parallel_src_rank(),
+    )
+
+
+def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, EngineGroup]:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
@@ -177,22 +183,25 @@ def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, GenerationGroup]
         raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
     rank, count = dist.get_rank(), dist.get_world_size() // size
     logger.info("generation: %d engines of %d ranks each", count, size)
-    return TensorParallel(rank % size, size, process_group), GenerationGroup(
+    return TensorParallel(rank % size, size, process_group), EngineGroup(
+        rank=rank % size,
+        size=size,
         index=rank // size,
         count=count,
-        is_leader=rank % size == 0,
+        group=process_group,
         control=_control_group(cfg, size),
         leader=rank - rank % size,
     )
 
 
 def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
-    """Where the ranks of an engine wait for their leader, who waits until other engines are done. Collective."""
-    minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
-    return control_group(size, minutes)
+    """Where the ranks of an engine wait for their leader, who waits for other engines or a sidecar. Collective."""
+    ppo = cfg.trainer.ppo
+    seconds = max(ppo.batch_iterator.wait_seconds, *ppo.trt_llm.timeouts.values())
+    return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))
 
 
-def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> WorkSource:
+def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: EngineGroup) -> WorkSource:
     """The Flask work queue on rank 0 (``trainer.ppo.batch_iterator.use_flask``) or a fixed partition. Collective."""
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
@@ -267,7 +276,7 @@ def build_rollout_rank(
     return RolloutRank(link, architecture, dtype, build)
 
 
-def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: GenerationGroup) -> LocalGenerator:
+def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: EngineGroup) -> LocalGenerator:
     return LocalGenerator(engine, build_work_source(cfg, engine, group), sampling_params(cfg), group)
 
 

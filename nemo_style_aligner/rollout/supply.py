@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-
 from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel import stop_signals
-from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.seeds import derive_seed
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationGroup:
-    """The ranks that run one engine together, and which of all such groups this one is.
-
-    Attributes:
-        index, count: this group's number and how many there are.
-        is_leader: whether this rank takes the work and hands in the results.
-        control: `control_group` of the ranks of a shared engine; None where each rank has an engine of its own.
-        leader: global rank of the leader.
-    """
-
-    index: int
-    count: int
-    is_leader: bool = True
-    control: dist.ProcessGroup | None = None
-    leader: int = 0
-
-    def share(self, ids: list[int]) -> list[int]:
-        """The leader's ids on every rank of the group."""
-        return ids if self.control is None else broadcast_object(ids, self.leader, self.control)
 
 
 class RequestSupply:
@@ -46,7 +21,7 @@ class RequestSupply:
     """
 
     def __init__(
-        self, work: WorkSource, group: GenerationGroup, num_slots: int, prompts: Sequence[Prompt], seed: int
+        self, work: WorkSource, group: EngineGroup, num_slots: int, prompts: Sequence[Prompt], seed: int
     ) -> None:
         self.num_running = 0
         self._work = work

@@ -33,7 +33,7 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
     server_url,
 )
-from nemo_style_aligner.servers.http_server import JSON_TYPE
+from nemo_style_aligner.servers.protocol import JSON_TYPE
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from werkzeug.exceptions import HTTPException
 
 from nemo_style_aligner.rollout.work_queue import RoundMismatchError, SampleLostError, WorkQueue
 from nemo_style_aligner.servers.http_client import server_url
-from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
+from nemo_style_aligner.servers.http_server import WsgiServer, require_token, token_check
+from nemo_style_aligner.servers.protocol import JSON_TYPE, is_int
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +110,9 @@ def _body() -> dict[str, Any]:
 
 def _ids(body: dict[str, Any], name: str, limit: int) -> list[int]:
     ids = body.get(name)
-    if not isinstance(ids, list) or len(ids) > limit or not all(map(_is_int, ids)):
+    if not isinstance(ids, list) or len(ids) > limit or not all(map(is_int, ids)):
         raise _BadRequestError(f"'{name}' must be a list of at most {limit} whole numbers")
     return ids
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _REQUIRED: Any = object()
@@ -127,7 +124,7 @@ def _integer(
     value = body.get(name)
     if value is None and default is not _REQUIRED:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not is_int(value) or not low <= value <= high:
         raise _BadRequestError(f"'{name}' must be a whole number from {low} to {high}")
     return value
 
@@ -144,7 +141,7 @@ def _worker(body: dict[str, Any], required: bool) -> str | None:
 class WorkQueueServer:
     """Serves a `WorkQueue` over HTTP from a daemon thread of rank 0. ``port`` 0 takes a free one.
 
-    ``host``: loopback unless workers run on other nodes; then rank 0's host name, and a token.
+    ``host``: loopback unless workers run on other nodes; then an address of rank 0's machine, and a token.
     """
 
     def __init__(self, queue: WorkQueue, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:

@@ -54,23 +54,17 @@ class Standing:
 
 
 class CommandChannel:
-    """Broadcasts from rank 0 of ``group``, and the exchange of success after each command.
+    """Broadcasts from rank 0 of the default group, and the exchange of success after each command.
 
-    ``group`` None is the default group, or a world of one where torch.distributed is not initialised.
-    Use a gloo group where there is a choice: waiting in a gloo broadcast costs no GPU time, and its
-    errors name the peer. The group's timeout must exceed the time by which ranks may differ in
-    finishing one command (a long save).
+    Where torch.distributed is not initialised it is a world of one. The group's timeout must exceed the time by which
+    ranks may differ in finishing one command (a long save).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
-        self._group = group
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         distributed = dist.is_available() and dist.is_initialized()
-        if group is not None and not distributed:
-            raise ValueError("a process group was given, but torch.distributed is not initialised")
-        self.world_size = dist.get_world_size(group) if distributed else 1
-        self.rank = dist.get_rank(group) if distributed else 0
-        self._source = dist.get_global_rank(group, 0) if group is not None else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        self.rank = dist.get_rank() if distributed else 0
 
     def send(self, command: Command) -> None:
         """Rank 0: hand the command to all other ranks."""
@@ -102,7 +96,7 @@ class CommandChannel:
             return Standing([], stop)
         flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
         flags[self.rank] = _STOP if stop else 0
-        dist.all_reduce(flags, group=self._group)
+        dist.all_reduce(flags)
         flags = flags.cpu()
         return Standing(torch.nonzero(flags == _FAILED).flatten().tolist(), bool((flags == _STOP).any()))
 
@@ -117,7 +111,7 @@ class CommandChannel:
         flags = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
         flags[self.rank] = _FAILED
         try:
-            work = dist.all_reduce(flags, group=self._group, async_op=True)
+            work = dist.all_reduce(flags, async_op=True)
             work.wait(timeout=datetime.timedelta(seconds=ERROR_EXCHANGE_SECONDS))
         except RuntimeError as error:
             logger.warning("rank %d could not tell the other ranks of its failure: %s", self.rank, error)
@@ -126,7 +120,7 @@ class CommandChannel:
         if tensor.numel() == 0:  # some backends refuse empty tensors
             return tensor
         on_device = tensor.to(self._device).contiguous()
-        dist.broadcast(on_device, src=self._source, group=self._group)
+        dist.broadcast(on_device, src=0)
         return on_device.cpu()
 
 

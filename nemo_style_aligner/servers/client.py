@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
+    READY_PATH,
     ProtocolError,
     decode_error,
     decode_infer_response,
@@ -37,6 +38,7 @@ from nemo_style_aligner.servers.protocol import (
 )
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.servers.training_session import (
+    PROGRESS_SECONDS,
     CriticWatch,
     SequenceConflictError,
     TrainingSession,
@@ -48,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 _TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
 TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
-_PROGRESS_SECONDS = 10.0
 _REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
@@ -74,16 +75,10 @@ class SequencesToScore:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """rewards: float32 [b] ([b, n] with several attributes); values: float32 [b, s-1]. CPU tensors.
-
-    Unpacks as ``rewards, values = future.result()``.
-    """
+    """rewards: float32 [b] ([b, n] with several attributes); values: float32 [b, s-1]. CPU tensors."""
 
     rewards: torch.Tensor
     values: torch.Tensor
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self.rewards, self.values))
 
 
 class CriticClient:
@@ -195,10 +190,6 @@ class CriticClient:
         ``keep_history``: of the checkpoint that the critic must not prune meanwhile.
         """
         return self._command_thread.submit(self._save, keep_history)
-
-    def save(self) -> None:
-        """Have the critic write a checkpoint; returns when it is on disk."""
-        self.save_async().result()
 
     # -------------------------------------------------------------- readiness
 
@@ -322,7 +313,7 @@ class CriticClient:
         body, headers = encode_infer_request(inputs, parameters=parameters)
         response = server.request("POST", f"/v2/models/{model}/infer", limits=limits, body=body, headers=headers)
         answer = decode_infer_response(response.content, response.headers.get(HEADER_LENGTH_FIELD))
-        return {name: tensor.array for name, tensor in answer.outputs.items()}
+        return {name: tensor.array for name, tensor in answer.items()}
 
 
 def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
@@ -338,7 +329,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
     say(f"waiting for the server at {server.base_url} (at most {timeout_s:g} s)")
     while True:
         try:
-            server.request("GET", "/v2/health/ready", limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
+            server.request("GET", READY_PATH, limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
         except (ServerUnavailableError, RequestRefusedError) as error:
             if isinstance(error, RequestRefusedError) and error.status == 404:
                 raise ValueError(
@@ -350,7 +341,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
                 raise ServerUnavailableError(
                     f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
                 ) from None  # its message is in this one
-            if now - last_line >= _PROGRESS_SECONDS:
+            if now - last_line >= PROGRESS_SECONDS:
                 say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
                 last_line = now
             if isinstance(error, RequestRefusedError):  # it was not waited for: the answer came at once

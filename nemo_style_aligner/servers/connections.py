@@ -18,6 +18,8 @@ from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
 from waitress.utilities import Error
 
+from nemo_style_aligner.servers.protocol import JSON_TYPE
+
 _DESCRIPTORS_PER_CONNECTION = 2  # the socket, and a temporary file when its request or answer is large
 _NEW_SECONDS = 0.5
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
@@ -52,7 +54,7 @@ class RefusedRequest(Error):
 
     def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
         body = json.dumps({"error": f"{self.reason}: {self.body}"}).encode()
-        headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json"), ("Connection", "close")]
+        headers = [("Content-Length", str(len(body))), ("Content-Type", JSON_TYPE), ("Connection", "close")]
         return f"{self.code} {self.reason}", [*headers, *self._headers], body
 
 

@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -125,30 +125,21 @@ class Dispatcher:
         settings: DispatchSettings,
         *,
         channel: CommandChannel,
-        queue: JobQueue | None = None,
-        ledger: TrainingLedger | None = None,
-        metrics: ServiceMetrics | None = None,
+        queue: JobQueue,
+        ledger: TrainingLedger,
+        metrics: ServiceMetrics,
     ) -> None:
-        if channel.rank == 0 and queue is None:
-            raise ValueError("rank 0 needs the job queue")
         self._backend = backend
         self._settings = settings
         self._channel = channel
-        self._queue = queue or JobQueue(1)
-        self._ledger = ledger or TrainingLedger()
-        self._metrics = metrics or ServiceMetrics()
+        self._queue = queue
+        self._ledger = ledger
+        self._metrics = metrics
         self._last_contact = time.monotonic()
         self._weight_swaps = 0  # counted in the metrics already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
         self._saves: list[tuple[SaveJob | None, Future[Any]]] = []  # being written; the job, on rank 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to keep: the training ledger."""
-        return self._ledger.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._ledger.load_state_dict(state)
 
     def request_stop(self) -> None:
         """Finish what was taken, then return from `run` on all ranks. On any rank, from any thread or a handler."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_style_aligner.servers.jobs import InferJob, Job, RestoreJob, SaveJob, TrainJob
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
-from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
+from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError, is_int
 
 MODEL_VERSION = "1"
 MAX_RUN_ID_LENGTH = 128
@@ -135,14 +135,14 @@ class Endpoint(abc.ABC):
             arrays[spec.name] = tensor.array
         return arrays
 
-    def _check_tokens(self, tokens: np.ndarray, name: str = "tokens") -> None:
+    def _check_tokens(self, tokens: np.ndarray) -> None:
         """Refuse ids outside the vocabulary: they would crash the embedding for a whole batch."""
         if tokens.size == 0:
-            raise self._refuse(f"input '{name}' is empty")
+            raise self._refuse("input 'tokens' is empty")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (self.limits.vocab_size is not None and high >= self.limits.vocab_size):
             raise self._refuse(
-                f"input '{name}' has a token id outside the vocabulary: ids from {low} to {high}, "
+                f"input 'tokens' has a token id outside the vocabulary: ids from {low} to {high}, "
                 f"{self.limits.vocab_size} are known"
             )
 
@@ -156,7 +156,7 @@ class Endpoint(abc.ABC):
         if not {"run_id", "sequence_number", "history"} & parameters.keys():
             return None
         number = parameters.get("sequence_number")
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**63:
+        if not is_int(number) or not 0 < number < 2**63:
             raise self._refuse("parameter 'sequence_number' must be a whole number from 1 on")
         history = self._name(parameters, "history") if "history" in parameters else None
         return CriticPosition(self._name(parameters, "run_id"), number, history)
@@ -312,11 +312,10 @@ def critic_endpoints(
     limits: ModelLimits,
     *,
     combined: bool,
-    num_attributes: int = 1,
     tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> list[Endpoint]:
     """The critic's four endpoints; ``critic_infer`` gives ``rewards`` too when ``combined``."""
-    outputs = [VALUES, rewards_spec(num_attributes)] if combined else [VALUES]
+    outputs = [VALUES, rewards_spec()] if combined else [VALUES]
     return [
         InferEndpoint("critic_infer", outputs, limits, tokenize),
         TrainEndpoint("critic_train", limits),

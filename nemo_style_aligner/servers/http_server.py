@@ -23,13 +23,13 @@ from nemo_style_aligner.servers.connections import (
     channel_class,
     is_busy,
 )
+from nemo_style_aligner.servers.protocol import JSON_TYPE
 
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
 logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
 _TOKEN_FIELDS = ("AUTHORIZATION", "TRITON_ACCESS_TOKEN")
-JSON_TYPE = "application/json"
 _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file

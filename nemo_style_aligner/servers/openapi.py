@@ -16,7 +16,7 @@ from nemo_style_aligner.servers.endpoints import (
     TrainEndpoint,
 )
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY
-from nemo_style_aligner.servers.protocol import HEADER_LENGTH_FIELD, MAX_DIMENSION_SIZE
+from nemo_style_aligner.servers.protocol import HEADER_LENGTH_FIELD, JSON_TYPE, MAX_DIMENSION_SIZE, READY_PATH
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
 Schema = dict[str, Any]
@@ -46,7 +46,7 @@ def describe(endpoints: Sequence[Endpoint], *, needs_token: bool) -> dict[str, A
     paths: dict[str, Any] = {
         "/v2": {"get": _read("Server metadata", _ref("ServerMetadata"))},
         "/v2/health/live": {"get": _health("Whether the service has not failed")},
-        "/v2/health/ready": {"get": _health("Whether the models answer")},
+        READY_PATH: {"get": _health("Whether the models answer")},
         "/v2/models/stats": {"get": _read("Statistics of all models", _ref("Statistics"))},
         "/v2/repository/index": {"post": _repository_index()},
         "/metrics": {"get": _metrics()},
@@ -93,13 +93,13 @@ def _answer(description: str, content: Mapping[str, Schema] | None = None) -> di
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
-    return {str(status): _answer(_ERRORS[status], {"application/json": _ref("Error")}) for status in statuses}
+    return {str(status): _answer(_ERRORS[status], {JSON_TYPE: _ref("Error")}) for status in statuses}
 
 
 def _read(summary: str, schema: Schema, *statuses: int) -> dict[str, Any]:
     return {
         "summary": summary,
-        "responses": {"200": _answer(summary, {"application/json": schema}), **_errors(401, *statuses)},
+        "responses": {"200": _answer(summary, {JSON_TYPE: schema}), **_errors(401, *statuses)},
     }
 
 
@@ -119,7 +119,7 @@ def _metrics() -> dict[str, Any]:
 
 
 def _repository_index() -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object", "properties": {"ready": {"type": "boolean"}}}}}
+    content = {JSON_TYPE: {"schema": {"type": "object", "properties": {"ready": {"type": "boolean"}}}}}
     answer = _read("The models", {"type": "array", "items": _ref("RepositoryEntry")}, 400, 413, 415)
     return {**answer, "requestBody": {"required": False, "content": content}}
 
@@ -139,14 +139,14 @@ def _infer(endpoint: Endpoint) -> dict[str, Any]:
         "requestBody": {
             "required": True,
             "content": {
-                "application/json": {"schema": _request_schema(endpoint)},
+                JSON_TYPE: {"schema": _request_schema(endpoint)},
                 "application/octet-stream": {"schema": binary},
             },
         },
         "responses": {
             "200": _answer(
                 "The outputs",
-                {"application/json": _response_schema(endpoint), "application/octet-stream": binary},
+                {JSON_TYPE: _response_schema(endpoint), "application/octet-stream": binary},
             ),
             **_errors(*sorted(statuses)),
         },

@@ -13,10 +13,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
+JSON_TYPE = "application/json"
+READY_PATH = "/v2/health/ready"
 HEADER_LENGTH_FIELD = "Inference-Header-Content-Length"
 MAX_DIMENSIONS = 8
 MAX_DIMENSION_SIZE = 2**31 - 1
@@ -91,16 +93,6 @@ class InferRequest:
     binary_outputs: bool = False  # what holds for outputs that the caller did not choose
 
 
-@dataclasses.dataclass(frozen=True)
-class InferResponse:
-    """A decoded inference response."""
-
-    model_name: str
-    outputs: dict[str, Tensor]
-    id: str = ""
-    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 def datatype_of(array: np.ndarray) -> str:
     """The wire datatype of a numpy array. Raises TypeError for dtypes the protocol has no name for."""
     if array.dtype == object:
@@ -117,15 +109,11 @@ def datatype_of(array: np.ndarray) -> str:
 def encode_infer_request(
     inputs: Mapping[str, np.ndarray],
     *,
-    request_id: str = "",
     parameters: Mapping[str, Any] | None = None,
     binary: bool = True,
 ) -> tuple[bytes, dict[str, str]]:
     """Build the body and the HTTP headers of an infer request; all outputs are asked for in the same form."""
-    head: dict[str, Any] = {"inputs": []}
-    if request_id:
-        head["id"] = request_id
-    head["parameters"] = {**(parameters or {}), "binary_data_output": binary}
+    head: dict[str, Any] = {"inputs": [], "parameters": {**(parameters or {}), "binary_data_output": binary}}
     tensors = [Tensor(name, datatype_of(array), array) for name, array in inputs.items()]
     return _encode(head, "inputs", tensors, [binary] * len(tensors))
 
@@ -181,13 +169,10 @@ def encode_infer_response(
     return _encode(head, "outputs", tensors, [want.binary for want in wanted])
 
 
-def decode_infer_response(body: bytes, header_length: str | int | None = None) -> InferResponse:
-    """Decode and check the answer to an infer request. Raises `ProtocolError` when it is malformed."""
+def decode_infer_response(body: bytes, header_length: str | int | None = None) -> dict[str, Tensor]:
+    """Decode and check the outputs in the answer to an infer request. Raises `ProtocolError` when it is malformed."""
     head, blob = _split(body, header_length)
-    outputs = _decode_tensors(head, "outputs", blob)
-    return InferResponse(
-        str(head.get("model_name", "")), outputs, str(head.get("id", "")), _parameters(head, "response")
-    )
+    return _decode_tensors(head, "outputs", blob)
 
 
 def decode_error(body: bytes) -> str:
@@ -224,7 +209,7 @@ def _encode(
     except ValueError as error:
         raise ProtocolError(500, "NaN or infinity cannot be written as JSON: ask for binary data") from error
     if not any(binary):
-        return text, {"Content-Type": "application/json"}
+        return text, {"Content-Type": JSON_TYPE}
     headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH_FIELD: str(len(text))}
     return b"".join([text, *blobs]), headers
 
@@ -275,7 +260,7 @@ def _decode_tensors(head: Mapping[str, Any], field: str, blob: memoryview) -> di
             array = _from_json(name, datatype, shape, entry["data"])
         else:
             _require("data" not in entry, f"tensor '{name}' has both 'data' and 'binary_data_size'")
-            _require(_is_int(size) and size >= 0, f"tensor '{name}': binary_data_size must be a whole number")
+            _require(is_int(size) and size >= 0, f"tensor '{name}': binary_data_size must be a whole number")
             _require(
                 size <= len(blob) - offset,
                 f"tensor '{name}': binary_data_size is {size}, but {len(blob) - offset} bytes are left",
@@ -291,7 +276,7 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
     _require(isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS, f"tensor '{name}': 'shape' must be a list")
     for size in shape:
         _require(
-            _is_int(size) and 0 <= size <= MAX_DIMENSION_SIZE,
+            is_int(size) and 0 <= size <= MAX_DIMENSION_SIZE,
             f"tensor '{name}': each size in 'shape' must be a whole number up to {MAX_DIMENSION_SIZE}",
         )
     elements = math.prod(size for size in shape if size)  # zeros left out: numpy multiplies the rest too
@@ -417,7 +402,8 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether a value out of JSON is a whole number, which True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

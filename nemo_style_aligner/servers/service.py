@@ -26,16 +26,19 @@ from nemo_style_aligner.servers import openapi
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.servers.http_client import server_url
-from nemo_style_aligner.servers.http_server import JSON_TYPE, WsgiServer, require_token, token_check
+from nemo_style_aligner.servers.http_server import WsgiServer, require_token, token_check
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
+    JSON_TYPE,
+    READY_PATH,
     InferRequest,
     ProtocolError,
     decode_infer_request,
     encode_infer_response,
+    is_int,
 )
 from nemo_style_aligner.servers.request_log import adopt_id, log_requests, note, raise_level
 from nemo_style_aligner.servers.statistics import ModelStatistics
@@ -81,7 +84,7 @@ def create_app(
 
     app.add_url_rule("/v2", view_func=routes.server_metadata)
     app.add_url_rule("/v2/health/live", view_func=routes.live)
-    app.add_url_rule("/v2/health/ready", view_func=routes.ready)
+    app.add_url_rule(READY_PATH, view_func=routes.ready)
     app.add_url_rule("/v2/models/stats", view_func=routes.statistics)
     app.add_url_rule("/v2/repository/index", view_func=routes.repository_index, methods=["POST"])
     for action in ("load", "unload"):
@@ -119,7 +122,7 @@ def start_http_server(
 
 
 def _is_open_route(path: str) -> bool:
-    return path in ("/v2/health/live", "/v2/health/ready") or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
+    return path in ("/v2/health/live", READY_PATH) or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
 
 
 def _protocol_error(error: ProtocolError) -> Response:
@@ -277,7 +280,7 @@ class _Routes:
         limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
         if asked is not None:
-            if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+            if not is_int(asked) or asked < 0:
                 raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds")
             limit = min(limit, asked / 1e6) if asked else limit
         self._queue.put(job)

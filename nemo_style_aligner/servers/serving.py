@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, ModelBackend
@@ -24,8 +23,8 @@ logger = logging.getLogger(__name__)
 class ModelServer:
     """A service on all ranks. Made on every rank, early: rank 0 listens from here on, not ready yet.
 
-    ``group``: a process group of all the service's ranks (gloo preferred), None for the default group or
-    a world of one. ``ledger``: hand in the one that the backend keeps in its checkpoints.
+    Attributes:
+        ledger: what was trained; the backend keeps it in its checkpoints.
     """
 
     def __init__(
@@ -34,13 +33,11 @@ class ModelServer:
         http: HttpSettings,
         dispatch: DispatchSettings,
         *,
-        ledger: TrainingLedger | None = None,
-        group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.ledger = ledger or TrainingLedger()
+        self.ledger = TrainingLedger()
         self._dispatch = dispatch
-        self._channel = CommandChannel(group, device)
+        self._channel = CommandChannel(device)
         self._metrics = ServiceMetrics()
         self._queue = JobQueue(http.max_outstanding_requests)
         self._http: WsgiServer | None = None

@@ -30,7 +30,7 @@ from nemo_style_aligner.servers.ledger import (
     CriticPosition,
     batch_digest,
 )
-from nemo_style_aligner.servers.protocol import ProtocolError
+from nemo_style_aligner.servers.protocol import READY_PATH, ProtocolError
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Call = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], dict[str, np
 
 RESTORE_MODEL = "critic_restore"
 MAX_ATTEMPTS = 10
-_PROGRESS_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0  # between lines that say what is waited for
 _WATCH_SECONDS = 1.0
 _GIVE_UP_SECONDS = (
     65.0  # for the main thread to fail of itself, which leaves a checkpoint under way a minute to be whole
@@ -247,7 +247,7 @@ class CriticWatch:
     def _ask(self) -> str | None:
         """Which process serves; None when none does."""
         try:
-            return self._http.request("GET", "/v2/health/ready", limits=_WATCH_LIMITS).headers.get(INSTANCE_HEADER, "")
+            return self._http.request("GET", READY_PATH, limits=_WATCH_LIMITS).headers.get(INSTANCE_HEADER, "")
         except (ServerUnavailableError, RequestRefusedError) as error:
             self._reason = error
             return None
@@ -266,7 +266,7 @@ class CriticWatch:
                 away_since = now if away_since is None else away_since
                 if now - away_since < self._away_s:
                     activity.progress()
-                if now - last_line >= _PROGRESS_SECONDS and not self._stopped.is_set():
+                if now - last_line >= PROGRESS_SECONDS and not self._stopped.is_set():
                     logger.warning("waiting for the critic, away for %.0f s: %s", now - away_since, self._reason)
                     last_line = now
                 continue

@@ -29,12 +29,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from nemo_style_aligner.parallel.stop_signals import FAILED_FILE
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.stacks import main_thread_location
 
 EXIT_STUCK = 124
 """Exit status of a job that the watchdog ended, the one of `timeout`."""
+
+FAILED_FILE = "failed"
+"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop."""
 
 _logger = logging.getLogger(__name__)
 

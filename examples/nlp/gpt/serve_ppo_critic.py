@@ -8,13 +8,13 @@ from nemo_style_aligner.parallel.launch import job
 @job("gpt_ppo_critic", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
-    from nemo_style_aligner.algorithms.job_setup import describe, start_run
+    from nemo_style_aligner.algorithms.job_setup import register_model, start_run
     from nemo_style_aligner.algorithms.service_setup import build_critic_service, listen_as_critic, serve
     from nemo_style_aligner.models.restore import open_base_model
 
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    describe(cfg, run, base)
+    register_model(cfg, run, base)
     server = listen_as_critic(cfg, run, base)
     status = serve(server, build_critic_service(cfg, run, base, server.ledger), run.control)
     run.close()

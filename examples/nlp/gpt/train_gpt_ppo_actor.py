@@ -11,7 +11,7 @@ from nemo_style_aligner.parallel.launch import job
 @job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
-    from nemo_style_aligner.algorithms.job_setup import describe, start_run
+    from nemo_style_aligner.algorithms.job_setup import register_model, start_run
     from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
     from nemo_style_aligner.models.restore import open_base_model
     from nemo_style_aligner.parallel.worlds import is_rollout_rank
@@ -20,7 +20,7 @@ def main(cfg: DictConfig) -> int:
         return serve_rollouts(cfg)
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    describe(cfg, run, base)
+    register_model(cfg, run, base)
     trainer = build_ppo_trainer(cfg, run, base)
     trainer.fit()
     trainer.close()

@@ -8,14 +8,14 @@ from nemo_style_aligner.parallel.launch import job
 @job("training_rm", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
-    from nemo_style_aligner.algorithms.job_setup import describe, start_run
+    from nemo_style_aligner.algorithms.job_setup import register_model, start_run
     from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, reward_objective, reward_task
     from nemo_style_aligner.models.heads import RewardHeadConfig
     from nemo_style_aligner.models.restore import open_base_model
 
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    describe(cfg, run, base)
+    register_model(cfg, run, base)
     head = RewardHeadConfig.from_model_config(cfg.model)
     task = reward_task(cfg, base.tokenizer, head)
     model = base.load(head=head)

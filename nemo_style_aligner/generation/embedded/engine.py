@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -89,10 +89,12 @@ class EmbeddedEngine(EngineLifecycle):
             raise ValueError(f"trainer.ppo.generation.prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
         if not 0 < prefill_share <= 1:
             raise ValueError(f"trainer.ppo.generation.prefill_share={prefill_share} must lie in (0, 1]")
-        if refit_check not in ("off", "sampled", "full"):
-            raise ValueError(f"refit_check={refit_check!r} is not off, sampled or full")
-        if weight_format not in ("dtype", "int8"):
-            raise ValueError(f"trainer.ppo.generation.weight_format={weight_format!r} is not dtype or int8")
+        for name, value, choices in (
+            ("refit_check", refit_check, get_args(RefitCheck)),
+            ("weight_format", weight_format, get_args(WeightFormat)),
+        ):
+            if value not in choices:
+                raise ValueError(f"trainer.ppo.generation.{name}={value!r}: choose {' or '.join(choices)}")
         self._shape = EngineShape(
             architecture=architecture,
             dtype=dtype,

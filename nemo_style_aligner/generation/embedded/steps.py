@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -31,8 +31,8 @@ def choose_step(
         ValueError: there is no such step, or not on this device.
         NativeUnavailable: the native step was asked for and cannot be had; the message says why.
     """
-    if choice not in ("auto", "native", "torch"):
-        raise ValueError(f"trainer.ppo.generation.step={choice!r} is not auto, native or torch")
+    if choice not in get_args(StepChoice):
+        raise ValueError(f"trainer.ppo.generation.step={choice!r}: choose {' or '.join(get_args(StepChoice))}")
     if choice == "native" and device.type != "cpu":
         raise ValueError(f"trainer.ppo.generation.step=native runs on the CPU, not on {device}; choose auto or torch")
     lent = lent or LentWeights()

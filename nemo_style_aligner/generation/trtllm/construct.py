@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from omegaconf import DictConfig
 from packaging.version import Version
 
 from nemo_style_aligner.generation.engine import GenerationEngine
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights, engine_model
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
-from nemo_style_aligner.generation.trtllm.tensorrt_library import EngineShape, TensorRTLibrary
+from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary
 from nemo_style_aligner.generation.trtllm.versions import (
     PYTORCH_PIN,
     Installation,
@@ -28,7 +27,6 @@ from nemo_style_aligner.generation.trtllm.versions import (
     find_installation,
 )
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel.groups import ParallelLayout, control_group
 from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
@@ -50,12 +48,13 @@ def find_trtllm(cfg: DictConfig) -> Installation:
     return found
 
 
-def trtllm_engine(cfg: DictConfig, model: MegatronModel, **options: Any) -> GenerationEngine:
+def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **options: Any) -> GenerationEngine:
     """The engine of this rank's tensor-parallel group, not built yet. Collective.
 
     Args:
         cfg: the actor's config.
         model: the policy.
+        group: the tensor-parallel group.
         options: those of every engine (see `MegatronEngine`).
 
     Raises:
@@ -71,7 +70,6 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, **options: Any) -> Gene
             layout.dp_size * layout.pp_size,
             layout.pp_size,
         )
-    group = engine_group(cfg, layout)
     hosts = set(group.gather(socket.gethostname()))
     if len(hosts) > 1:
         raise ValueError(
@@ -83,26 +81,13 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, **options: Any) -> Gene
     return _sidecar_engine(cfg, model, group, found, options)
 
 
-def engine_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
-    """This rank's tensor-parallel group; its ranks wait for each other as long as for a sidecar. Collective."""
-    longest = max(float(seconds) for seconds in cfg.trainer.ppo.trt_llm.timeouts.values())
-    return EngineGroup(
-        rank=layout.tp_rank,
-        size=layout.tp_size,
-        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
-        group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
-        control=control_group(layout.tp_size, max(float(cfg.trainer.distributed_timeout_minutes), longest / 60)),
-        leader=parallel_state.get_tensor_model_parallel_src_rank(),
-    )
-
-
 def _tensorrt_engine(
     cfg: DictConfig, model: MegatronModel, group: EngineGroup, options: dict[str, Any]
 ) -> TensorRTEngine:
     section = cfg.trainer.ppo.trt_llm
     a, dtype = model.architecture, model.config.params_dtype
     max_input_length = min(int(section.max_input_len), options["max_sequence_length"] - 1)
-    shape = EngineShape(
+    shape = BuildShape(
         model=engine_model(a, str(section.model_type), dtype),
         max_batch_size=options["num_slots"],
         max_input_len=max_input_length,

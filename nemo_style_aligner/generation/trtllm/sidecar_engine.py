@@ -19,10 +19,10 @@ from nemo_style_aligner.generation.engine import (
     SamplingParams,
     WeightStream,
 )
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.lifecycle import NO_WEIGHTS, EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.stopping import StopCondition
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
 from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, ipc_handles
 from nemo_style_aligner.weights.checked import checked

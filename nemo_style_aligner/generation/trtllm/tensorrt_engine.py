@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights
-from nemo_style_aligner.generation.trtllm.group import EngineGroup
 from nemo_style_aligner.generation.trtllm.step_sampler import StepSampler
 from nemo_style_aligner.generation.trtllm.tensorrt_library import LogitsProcessor
 

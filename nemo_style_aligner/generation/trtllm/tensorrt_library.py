@@ -28,7 +28,7 @@ _TRT_DTYPES = {torch.float32: "FLOAT", torch.float16: "HALF", torch.bfloat16: "B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineShape:
+class BuildShape:
     """What an engine is compiled for.
 
     Attributes:
@@ -57,7 +57,7 @@ class TensorRTLibrary:
     At most one per process: it splits TensorRT-LLM's MPI communicators by tensor-parallel group.
     """
 
-    def __init__(self, shape: EngineShape, world_size: int = 1) -> None:
+    def __init__(self, shape: BuildShape, world_size: int = 1) -> None:
         """Import the library.
 
         Args:

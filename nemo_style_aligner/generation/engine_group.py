@@ -1,4 +1,4 @@
-"""The ranks that share one TensorRT-LLM engine."""
+"""The ranks that run one engine together."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 
 @dataclasses.dataclass(frozen=True)
 class EngineGroup:
-    """A tensor-parallel group of the trainer; a rank alone unless told.
+    """The ranks of an engine, and which of all such groups this one is; a rank alone unless told.
 
     Attributes:
         rank, size: this rank's number in the group and how many there are.
-        index: the group's number among all groups.
+        index, count: the group's number among all groups, and how many there are.
         group: the process group; None for a rank alone.
-        control: `control_group` of the same ranks, for where a rank may wait long: on its GPU the engine computes.
+        control: `control_group` of the same ranks, for where a rank may wait long: for its leader, who waits
+            for work, or for an engine that computes on its GPU.
         leader: global rank of the group's first rank.
     """
 
     rank: int = 0
     size: int = 1
     index: int = 0
+    count: int = 1
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     leader: int = 0
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for the group."""
+        """Whether this rank speaks for the group: takes the work and hands in the results."""
         return self.rank == 0
 
     def share(self, value: Any = None) -> Any:
