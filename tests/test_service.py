@@ -647,9 +647,11 @@ RANK_SCRIPT = """
     from nemo_style_aligner.servers.service import HttpSettings
     from nemo_style_aligner.servers.serving import ModelServer
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    group = dist.new_group(timeout=datetime.timedelta(seconds=float(os.environ["GROUP_TIMEOUT"])))
-    rank, fault = dist.get_rank(), os.environ.get("FAULT", "")
+    rank, fault, patience = int(os.environ["RANK"]), os.environ.get("FAULT", ""), datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, patience)  # waits for both ranks
+    limit = datetime.timedelta(seconds=float(os.environ["GROUP_TIMEOUT"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    group = dist.new_group(timeout=patience)  # as models have groups of their own
 
     class Backend:
         def infer(self, tokens, lengths):
@@ -661,13 +663,13 @@ RANK_SCRIPT = """
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 2 * half - rows))
             part = (tokens[rank * half : (rank + 1) * half]).float().contiguous()
             parts = [torch.empty_like(part) for _ in range(2)]
-            dist.all_gather(parts, part)
+            dist.all_gather(parts, part, group=group)
             sums = torch.cat(parts)[:rows].cumsum(1)
             return {"values": sums[:, :-1], "rewards": sums.gather(1, lengths[:, None] - 1)}
 
         def train(self, tokens, returns, prev_values, mask):
             total = returns.sum() * (rank + 1)
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
             return float(total)
 
         def save(self):
@@ -675,7 +677,7 @@ RANK_SCRIPT = """
 
     server = ModelServer(
         critic_endpoints(ModelLimits(64, 1000), combined=True), HttpSettings(port=0),
-        DispatchSettings((8,), heartbeat_seconds=0.5), group=group)
+        DispatchSettings((8,), heartbeat_seconds=0.5))
     if rank == 0:
         print(f"port {server.port}", flush=True)
     server.run(Backend())
@@ -696,8 +698,6 @@ def two_ranks(tmp_path: Path, group_timeout: float = 60, fault: str = ""):
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(master_port),
             "OMP_NUM_THREADS": "1",
             "GROUP_TIMEOUT": str(group_timeout),
