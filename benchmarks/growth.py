@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import SHAPES, available_cores, print_table, spread, write_json
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
