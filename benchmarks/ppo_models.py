@@ -16,6 +16,7 @@ from common import SHAPES, long_tailed
 from model_files import INSTALL_SMOLLM2, find_smollm2, prepare
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo
 from nemo_style_aligner.parallel.groups import single_process
@@ -81,8 +82,9 @@ class Models:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of all of them."""
-        return load_tokenizer(self.policy)
+        """Of all of them, as our jobs read it."""
+        with nemo_tokenizer_dir(self.policy_nemo) as folder:
+            return load_tokenizer(folder)
 
 
 def make_models(model: str | None, folder: Path) -> Models:
