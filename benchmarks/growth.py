@@ -185,9 +185,8 @@ def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Pat
         ]
         axis.errorbar(sizes, medians, yerr=list(zip(*bars, strict=True)), marker="o", capsize=3)
         axis.plot(sizes, [medians[0] * s / sizes[0] for s in sizes], ":", color="grey")
-        axis.set(
-            xscale="log", yscale="log", xlabel={"model": "parameters", "length": "prompt + response"}.get(name, name)
-        )
+        label = {"model": "parameters", "length": "prompt + response"}.get(name, name)
+        axis.set(xscale="log", yscale="log", xlabel=label)
         axis.set_xticks(sizes, [f"{s / 1e6:.0f}M" if name == "model" else str(s) for s in sizes])
         axis.minorticks_off()
     axes[0][0].set_ylabel("seconds per step")

@@ -1,4 +1,4 @@
-"""How the contenders of `ppo_step.py` are measured: their turns, what happens when one fails, TRL's settings tried out."""
+"""How the contenders of `ppo_step.py` are measured: their turns, what happens when one fails, TRL's best settings."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ Kind = type[OwnJobs] | type[Trl]
 
 
 class Side:
-    """One contender on one workload: its processes while they run, its figures, and why it takes part no longer."""
+    """One contender on one workload: its processes while they run, its figures, and why it takes part no longer.
+
+    Attributes:
+        name: the contender's.
+        figures: so far.
+        failure: None while it can go on.
+        may_halve: where TRL runs out of memory, it goes on with smaller batches; what it made before does not count.
+    """
 
     def __init__(self, kind: Kind, workload: Workload, setting: Setting, warm_up: int, folder: Path) -> None:
         self.name = kind.name
         self.figures = Figures()
         self.failure: str | None = None
-        self._kind, self._workload, self._setting, self._warm_up, self._folder = (
-            kind,
-            workload,
-            setting,
-            warm_up,
-            folder,
-        )
+        self.may_halve = True
+        self._kind, self._workload, self._setting = kind, workload, setting
+        self._warm_up, self._folder = warm_up, folder
         self._jobs: OwnJobs | Trl | None = None
         self._resident = ResidentPeak()
         self._starts = 0
-        self._halvings = 0
 
     def start(self) -> None:
         """Start the processes."""
@@ -71,6 +73,7 @@ class Side:
         folder = self._folder / f"{self.name}_{self._starts}"
         folder.mkdir()
         self._starts += 1
+        self._resident = ResidentPeak()
         self._jobs = self._kind(self._workload, self._setting, folder)
 
     def _make_ready(self) -> None:
@@ -88,20 +91,20 @@ class Side:
         return made
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Do it unless this side has failed; a failure is this side's alone. TRL is given smaller batches first."""
+        """Do it unless this side has failed; a failure is this side's alone."""
         while self.failure is None:
             try:
                 action()
                 return
             except Exception as error:  # noqa: BLE001 (whatever it is, the others go on)
-                known = isinstance(error, ContenderFailed)
-                reason = str(error) if known else "".join(traceback.format_exception(error))
+                is_known = isinstance(error, ContenderFailed)
+                lacks_memory = isinstance(error, ContenderFailed) and error.ran_out_of_memory
+                reason = str(error) if is_known else "".join(traceback.format_exception(error))
                 say(f"{self._workload.name}: {self.name} failed: {reason}")
                 self.stop()
-                if not (known and error.ran_out_of_memory and self._halve()):
+                if not (lacks_memory and self._halve()):
                     self.failure = reason
                     return
-            # What it has made so far was made with other settings: it does not count.
             self.figures.restart()
             if action not in (self._start, self._make_ready):
                 self._guarded(self._start)
@@ -112,12 +115,11 @@ class Side:
     def _halve(self) -> bool:
         """Whether there are smaller batches to go on with."""
         trl = self._setting.trl
-        if self._kind is not Trl or trl is None or self._halvings == MAX_HALVINGS:
+        if self._kind is not Trl or trl is None or not self.may_halve or len(self.figures.gave_up) == MAX_HALVINGS:
             return False
         smaller = trl.halved(len(self._workload.prompts))
         if smaller is None:
             return False
-        self._halvings += 1
         self._setting = dataclasses.replace(self._setting, trl=smaller)
         self.figures.gave_up.append(trl.described())
         say(f"{self._workload.name}: {self.name} ran out of memory and goes on with {smaller.described()}")
@@ -154,11 +156,14 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
         for side in sides:
             side.step(round_, side.figures.steps, f"round {round_ + 1} of {args.rounds}")
     if args.busy:
+        for side in sides:
+            side.may_halve = False  # quiet rounds with other batches would leave nothing to compare with
         with busy_core():
             for round_ in block:
                 for side in sides:
                     side.step(round_, side.figures.busy_steps, f"cores shared, round {round_ + 1} of {args.rounds}")
     for side in sides:
+        side.may_halve = True
         side.stop()
 
 
@@ -176,7 +181,7 @@ def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, l
         where = folder / str(number)
         where.mkdir(parents=True)
         side = Side(Trl, workload, dataclasses.replace(setting, trl=candidate), 0, where)
-        side._halvings = MAX_HALVINGS  # smaller batches are settings of their own here
+        side.may_halve = False  # smaller batches are settings of their own here
         try:
             side.start()
             side.warm_up()
