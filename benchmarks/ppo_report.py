@@ -82,7 +82,8 @@ class Figures:
 
     def restart(self) -> None:
         """Forget all that was made with settings that are given up."""
-        self.warm_up_steps, self.steps, self.busy_steps, self.peak_bytes = [], {}, {}, {}
+        for made in (self.warm_up_steps, self.steps, self.busy_steps, self.peak_bytes):
+            made.clear()
 
 
 def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str, float]) -> dict[str, Any]:

@@ -153,8 +153,8 @@ def parse_arguments() -> argparse.Namespace:
         const=1,
         default=0,
         metavar="ROUNDS",
-        help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes do "
-        "not run meanwhile: where not all fit into memory",
+        help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes "
+        "do not run meanwhile: where not all fit into memory",
     )
     parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS, help="who needs longer has failed")
     parser.add_argument(
