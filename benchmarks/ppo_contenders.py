@@ -180,23 +180,26 @@ class Player:
         self._process = start([address if word == "ADDRESS" else word for word in command], log, environment)
         self._connection: Connection | None = None
 
-    def is_ready(self, seconds: float) -> bool:
-        """Whether the first step may be asked for; waits for that at most so long.
+    def wait_until_ready(self, seconds: float) -> None:
+        """Until the first step may be asked for.
 
         Raises:
-            ContenderFailed: with the end of its output, where the process or its companion has ended.
+            ContenderFailed: it has ended, its companion has, or the time is over.
         """
-        self._listening.settimeout(seconds)
-        try:
-            accepted, _ = self._listening.accept()
-        except TimeoutError:
-            if self._process.poll() is not None:
-                raise failure(self.name, self._process, self._log) from None
-            self._check_companion()
-            return False
+        deadline = time.monotonic() + seconds
+        self._listening.settimeout(0.5)
+        while True:
+            try:
+                accepted, _ = self._listening.accept()
+                break
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise failure(self.name, self._process, self._log) from None
+                self._check_companion()
+                if time.monotonic() > deadline:
+                    raise ContenderFailed(f"{self.name}: not ready within {seconds:.0f} s") from None
         self._connection = Connection(accepted.detach())
-        self._receive(START_SECONDS)
-        return True
+        self._receive(deadline - time.monotonic())
 
     def step(self, seconds: float) -> Any:
         """Give the turn, wait at most so long, and return what the process reports.
@@ -319,10 +322,7 @@ class OwnJobs:
 
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._actor.is_ready(0.5):
-            if time.monotonic() > deadline:
-                raise ContenderFailed(f"the actor job was not ready within {START_SECONDS:.0f} s")
+        self._actor.wait_until_ready(START_SECONDS)
         self._critic_before = self._critic_seconds()
 
     def step(self) -> Step:
@@ -479,8 +479,7 @@ class Trl:
 
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
-        if not self._process.is_ready(START_SECONDS):
-            raise ContenderFailed(f"TRL was not ready within {START_SECONDS:.0f} s")
+        self._process.wait_until_ready(START_SECONDS)
 
     def step(self) -> Step:
         """One PPO step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 import traceback
@@ -61,13 +60,14 @@ class Side:
         """End the processes; another `start` may follow."""
         if self._jobs is None:
             return
-        self._resident.stop()
-        peaks = self._jobs.device_peaks() if self._setting.device == "cuda" else self._resident.peak
-        self.figures.peak_bytes = largest([self.figures.peak_bytes, peaks])
-        with contextlib.suppress(OSError):  # no log yet
-            self.figures.facts = self._jobs.facts()
-        self._jobs.stop()
-        self._jobs = None
+        jobs, self._jobs = self._jobs, None
+        try:
+            self._resident.stop()
+            peaks = jobs.device_peaks() if self._setting.device == "cuda" else self._resident.peak
+            self.figures.peak_bytes = largest([self.figures.peak_bytes, peaks])
+            self.figures.facts = jobs.facts()
+        finally:
+            jobs.stop()
 
     def _start(self) -> None:
         folder = self._folder / f"{self.name}_{self._starts}"
