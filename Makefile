@@ -2,7 +2,7 @@
 # make demo           the whole road on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: the benchmarks that start jobs, too)
-# make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: about an hour on 2 cores, see docs/performance.md
+# make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: some hours on 2 cores, see docs/performance.md
 # make faults         a PPO run whose jobs are killed, cut off and left without disk, 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
@@ -66,17 +66,17 @@ demo: $(STAMP)
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
 
+BENCHMARKS := generation refit training_pass memory balance service work_queue ppo_step growth off_policy
+BENCH_FLAGS_growth := --plot results/benchmarks/growth.svg
+
+# All of them, whatever fails; the exit status is the worst.
 bench: $(BENCH_STAMP)
-	$(BIN)/python benchmarks/generation.py --json results/benchmarks/generation.json
-	$(BIN)/python benchmarks/refit.py --json results/benchmarks/refit.json
-	$(BIN)/python benchmarks/training_pass.py --json results/benchmarks/training_pass.json
-	$(BIN)/python benchmarks/memory.py --json results/benchmarks/memory.json
-	$(BIN)/python benchmarks/balance.py --json results/benchmarks/balance.json
-	$(BIN)/python benchmarks/service.py --json results/benchmarks/service.json
-	$(BIN)/python benchmarks/work_queue.py --json results/benchmarks/work_queue.json
-	$(BIN)/python benchmarks/ppo_step.py --json results/benchmarks/ppo_step.json
-	$(BIN)/python benchmarks/growth.py --plot results/benchmarks/growth.svg --json results/benchmarks/growth.json
-	$(BIN)/python benchmarks/off_policy.py --json results/benchmarks/off_policy.json
+	@worst=0; \
+	$(foreach name,$(BENCHMARKS),echo "== $(name)"; \
+	    $(BIN)/python benchmarks/$(name).py $(BENCH_FLAGS_$(name)) --json results/benchmarks/$(name).json || { \
+	        status=$$?; echo "$(name) failed with status $$status" >&2; \
+	        if [ $$status -gt $$worst ]; then worst=$$status; fi; }; ) \
+	exit $$worst
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import torch
 from common import SHAPES, available_cores, long_tailed, print_table, spread, write_json
 from model_files import random_weights

@@ -71,6 +71,20 @@ SHAPES = {
         tied_embeddings=True,
         rotary_base=100000.0,
     ),
+    "qwen2-0.5b": ModelArchitecture(
+        num_layers=24,
+        hidden_size=896,
+        ffn_hidden_size=4864,
+        num_attention_heads=14,
+        num_query_groups=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        layernorm_epsilon=1e-6,
+        qkv_bias=True,
+        tied_embeddings=True,
+        rotary_base=1000000.0,
+        family="qwen2",
+    ),
     "llama-1b": ModelArchitecture(
         num_layers=16,
         hidden_size=2048,
@@ -83,8 +97,8 @@ SHAPES = {
         rotary_base=500000.0,
     ),
 }
-"""Llama shapes by name. "smollm2-135m" and "llama-1b" are those of SmolLM2 and Llama 3.2; "135m" and "360m" are
-SmolLM2's with an even number of heads, which tensor parallelism can split."""
+"""Shapes by name. "smollm2-135m", "qwen2-0.5b" and "llama-1b" are those of SmolLM2, Qwen2 and Llama 3.2; "135m" and
+"360m" are SmolLM2's with an even number of heads, which tensor parallelism can split."""
 
 
 # ---- what comes out -----------------------------------------------------------------------------

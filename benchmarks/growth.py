@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import SHAPES, available_cores, print_table, spread, write_json
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
@@ -118,7 +119,7 @@ def size(name: str, point: Point, measured: Measured) -> float:
     """What the series ``name`` lets grow, as a number."""
     return {
         "rollouts": point.rollouts,
-        "length": point.length,
+        "length": PROMPT_TOKENS + point.length,  # what a step computes on
         "model": measured.parameters,
         "ranks": point.ranks,
     }[name]
@@ -184,7 +185,8 @@ def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Pat
         ]
         axis.errorbar(sizes, medians, yerr=list(zip(*bars, strict=True)), marker="o", capsize=3)
         axis.plot(sizes, [medians[0] * s / sizes[0] for s in sizes], ":", color="grey")
-        axis.set(xscale="log", yscale="log", xlabel={"model": "parameters"}.get(name, name))
+        label = {"model": "parameters", "length": "prompt + response"}.get(name, name)
+        axis.set(xscale="log", yscale="log", xlabel=label)
         axis.set_xticks(sizes, [f"{s / 1e6:.0f}M" if name == "model" else str(s) for s in sizes])
         axis.minorticks_off()
     axes[0][0].set_ylabel("seconds per step")

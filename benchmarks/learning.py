@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]

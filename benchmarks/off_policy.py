@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import SHAPES, available_cores, long_tailed, print_table, spread, write_json
 from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models

@@ -2,8 +2,9 @@
 
     python ppo_actor.py ADDRESS LENGTHS.json OVERRIDES...
 
-Both additions stand around the trainer: its engine is asked for responses of given lengths, which no config key can say
-for each prompt, and after each step rank 0 waits for its turn, and the others for rank 0. What is timed is untouched.
+The additions stand around the trainer: its engine is asked for responses of given lengths, which no config key can say
+for each prompt; it does not learn how long the responses are; and after each step rank 0 waits for its turn, and the
+others for rank 0. What is timed is untouched.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def main() -> None:
 
     def build(*args: Any) -> PPOTrainer:
         trainer: PPOTrainer = build_ppo_trainer(*args)
+        # The same prompts have the same lengths in every step: after one of them, the order of work and the balance of
+        # ranks would be an oracle's. Nothing learnt is what a prompt that was never answered gets.
+        trainer.train_prompts.observe = lambda rollouts: None  # type: ignore[method-assign]
         if trainer.metrics.rank != 0:
             return trainer
         turns, log_phases = Turns(address), trainer.log_phases

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -19,19 +19,24 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
+from ppo_memory import logged_peaks
 from ppo_models import Models, Workload
 
+from nemo_style_aligner.native.compilation import usable_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.logger import read_metrics
 
 BENCHMARKS = Path(__file__).resolve().parent
 SCRIPTS = BENCHMARKS.parent / "examples" / "nlp" / "gpt"
+TRL_VERSION = "1.12.0"
 INSTALL_TRL = "pip install -e '.[bench-trl]'"
 START_SECONDS = 600.0
 STEP_SECONDS = 3600.0
+WAIT_POLICY = "PASSIVE"  # OMP_WAIT_POLICY that our jobs choose where nothing is set
 MAX_STEPS = 1000
 KL_COEF, LEARNING_RATE = 0.02, 1e-6
 
@@ -57,18 +62,31 @@ class TrlSetting:
         threads: ours choose theirs as they do for users.
         micro_batch: sequences per forward-backward pass.
         rollout_batch: sequences at a time in generation and scoring.
+        wait_policy: OMP_WAIT_POLICY; None: unset.
         stop_id, pad_id: the pad token is in no prompt.
-        environment: of its process.
+        environment: of its process, but for the wait policy.
         python: interpreter of the environment that has it.
     """
 
     threads: int
     micro_batch: int
     rollout_batch: int
+    wait_policy: str | None
     stop_id: int
     pad_id: int
     environment: dict[str, str]
     python: str
+
+    def described(self) -> dict[str, Any]:
+        """What can be chosen, for the report."""
+        names = ("threads", "micro_batch", "rollout_batch", "wait_policy")
+        return {name: getattr(self, name) for name in names}
+
+    def halved(self, rollouts: int) -> TrlSetting | None:
+        """With half of both batches, of ``rollouts`` sequences a step; None where they cannot become smaller."""
+        micro_batch = max((n for n in range(1, self.micro_batch // 2 + 1) if rollouts % n == 0), default=1)
+        smaller = dataclasses.replace(self, micro_batch=micro_batch, rollout_batch=max(1, self.rollout_batch // 2))
+        return None if smaller == self else smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +99,8 @@ class Setting:
         micro_batch: sequences per forward-backward pass of ours.
         actor, critic: more config overrides of ours.
         environment: of our processes.
+        device: "cpu" or "cuda".
+        step_seconds: who needs longer for a step has failed.
         trl: None where TRL takes no part.
     """
 
@@ -90,7 +110,21 @@ class Setting:
     actor: Sequence[str]
     critic: Sequence[str]
     environment: dict[str, str]
+    device: str = "cpu"
+    step_seconds: float = STEP_SECONDS
     trl: TrlSetting | None = None
+
+
+class ContenderFailed(Exception):
+    """A contender cannot go on; the others can.
+
+    Attributes:
+        ran_out_of_memory: smaller batches may help.
+    """
+
+    def __init__(self, reason: str, *, ran_out_of_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.ran_out_of_memory = ran_out_of_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +148,7 @@ class Step:
         """Raise unless the step had exactly the workload's tokens: who does less work must not look fast."""
         got, wanted = (self.prompt_tokens, self.new_tokens), (workload.prompt_tokens, workload.new_tokens)
         if got != wanted:
-            raise SystemExit(f"{name} on {workload.name}: {got} prompt and response tokens instead of {wanted}")
+            raise ContenderFailed(f"{name} made {got} prompt and response tokens instead of {wanted}")
 
 
 class Player:
@@ -123,11 +157,20 @@ class Player:
     Args:
         command: what to run; the word ADDRESS becomes that of the socket where it must report.
         log: what the process says goes there.
+        companion: a process without which this one waits in vain, its name and its log.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: dict[str, str],
+        companion: tuple[subprocess.Popen, str, Path] | None = None,
+    ) -> None:
         self.name = name
         self._log = log
+        self._companion = companion
         # Addresses of sockets are short, and where logs go the path may be long.
         self._folder = tempfile.TemporaryDirectory(prefix="turns_")
         address = f"{self._folder.name}/socket"
@@ -137,51 +180,61 @@ class Player:
         self._process = start([address if word == "ADDRESS" else word for word in command], log, environment)
         self._connection: Connection | None = None
 
-    def is_ready(self, seconds: float) -> bool:
-        """Whether the first step may be asked for; waits for that at most so long.
+    def wait_until_ready(self, seconds: float) -> None:
+        """Until the first step may be asked for.
 
-        SystemExit with the end of the process's output when it has ended.
+        Raises:
+            ContenderFailed: it has ended, its companion has, or the time is over.
         """
-        self._listening.settimeout(seconds)
-        try:
-            accepted, _ = self._listening.accept()
-        except TimeoutError:
-            if self._process.poll() is not None:
-                self._fail(self._how_it_ended())
-            return False
+        deadline = time.monotonic() + seconds
+        self._listening.settimeout(0.5)
+        while True:
+            try:
+                accepted, _ = self._listening.accept()
+                break
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise failure(self.name, self._process, self._log) from None
+                self._check_companion()
+                if time.monotonic() > deadline:
+                    raise ContenderFailed(f"{self.name}: not ready within {seconds:.0f} s") from None
         self._connection = Connection(accepted.detach())
-        self._receive()
-        return True
+        self._receive(deadline - time.monotonic())
 
-    def step(self) -> Any:
-        """Give the turn, wait, and return what the process reports."""
+    def step(self, seconds: float) -> Any:
+        """Give the turn, wait at most so long, and return what the process reports.
+
+        Raises:
+            ContenderFailed: it has ended, its companion has, or the time is over.
+        """
         assert self._connection is not None, "not ready"
-        self._connection.send(True)
-        return self._receive()
-
-    def _receive(self) -> Any:
-        assert self._connection is not None
         try:
-            if self._connection.poll(STEP_SECONDS):
-                return self._connection.recv()
-            self._fail(f"no answer within {STEP_SECONDS:.0f} s")
+            self._connection.send(True)
+        except ConnectionError:
+            raise failure(self.name, self._process, self._log) from None
+        return self._receive(seconds)
+
+    def _receive(self, seconds: float) -> Any:
+        assert self._connection is not None
+        deadline = time.monotonic() + seconds
+        try:
+            while not self._connection.poll(1.0):
+                self._check_companion()
+                if time.monotonic() > deadline:
+                    raise ContenderFailed(f"{self.name}: no answer within {seconds:.0f} s:\n{tail(self._log)}")
+            return self._connection.recv()
         except (EOFError, ConnectionError):
-            self._fail(self._how_it_ended())
+            raise failure(self.name, self._process, self._log) from None
 
-    def _how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        status = self._process.returncode
-        if status == -signal.SIGKILL:
-            return "the process was killed, as the system does where memory runs out (smaller batches need less)"
-        return f"the process ended with status {status}"
+    def _check_companion(self) -> None:
+        if self._companion is not None and self._companion[0].poll() is not None:
+            process, name, log = self._companion
+            raise failure(name, process, log)
 
-    def _fail(self, reason: str) -> NoReturn:
-        raise SystemExit(f"{self.name}: {reason}; the end of its output:\n{tail(self._log)}")
-
-    def peak_bytes(self) -> int:
-        """The most memory that was resident so far."""
-        return peak_bytes(self._process.pid)
+    @property
+    def pid(self) -> int:
+        """The process's."""
+        return self._process.pid
 
     def stop(self) -> None:
         """End the process."""
@@ -191,9 +244,15 @@ class Player:
 
 
 class OwnJobs:
-    """The critic job and the actor job, started by the scripts that users start."""
+    """The critic job and the actor job, started by the scripts that users start.
+
+    Attributes:
+        name: in the report.
+        options: overrides of the actor job that make it this contender.
+    """
 
     name = "ours"
+    options: tuple[str, ...] = ()
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
         self._workload, self._setting, self._folder = workload, setting, folder
@@ -210,7 +269,11 @@ class OwnJobs:
         )
         command = [sys.executable, str(BENCHMARKS / "ppo_actor.py"), "ADDRESS", str(lengths)]
         self._actor = Player(
-            "actor", [*command, *self.actor_overrides(prompts)], folder / "actor.log", setting.environment
+            "actor",
+            [*command, *self.actor_overrides(prompts)],
+            folder / "actor.log",
+            setting.environment,
+            (self._critic, "critic", folder / "critic.log"),
         )
 
     def _common(self) -> list[str]:
@@ -222,6 +285,7 @@ class OwnJobs:
             *("model.optim.sched.warmup_steps=0", "model.optim.sched.constant_steps=0"),
             f"model.global_batch_size={len(self._workload.prompts)}",
             f"model.micro_batch_size={self._setting.micro_batch}",
+            "exp_manager.watchdog_minutes=null",  # a job that waits for its turn makes no progress
         ]
 
     def critic_overrides(self) -> list[str]:
@@ -252,22 +316,18 @@ class OwnJobs:
             *("model.ppo.sampling_params.end_strings=[]", "trainer.ppo.mask_truncated=False"),
             *(f"trainer.ppo.initial_policy_kl_penalty={KL_COEF}", "trainer.ppo.kl_estimator=k1"),
             *self._common(),
+            *self.options,
             *self._setting.actor,
         ]
 
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._actor.is_ready(0.5):
-            if self._critic.poll() is not None:
-                raise SystemExit(f"the critic job ended:\n{tail(self._folder / 'critic.log')}")
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the actor job was not ready within {START_SECONDS:.0f} s")
+        self._actor.wait_until_ready(START_SECONDS)
         self._critic_before = self._critic_seconds()
 
     def step(self) -> Step:
         """One PPO step."""
-        self._actor.step()
+        self._actor.step(self._setting.step_seconds)
         self._steps += 1
         curves = read_metrics(self._folder / "actor")
 
@@ -309,14 +369,43 @@ class OwnJobs:
         pairs = (line.removeprefix(start).split('"} ') for line in lines if line.startswith(start))
         return {command: float(seconds) for command, seconds in pairs}
 
-    def peak_bytes(self) -> dict[str, int]:
-        """By process."""
-        return {"actor": self._actor.peak_bytes(), "critic": peak_bytes(self._critic.pid)}
+    def roots(self) -> dict[str, int]:
+        """The processes by name."""
+        return {"actor": self._actor.pid, "critic": self._critic.pid}
+
+    def device_peaks(self) -> dict[str, int]:
+        """The most of the GPU's memory that was allocated so far, by process."""
+        return logged_peaks({name: self._folder / name for name in self.roots()})
+
+    def facts(self) -> dict[str, Any]:
+        """What the jobs' logs say that they compute with."""
+        logs = {name: (self._folder / f"{name}.log").read_text(errors="replace") for name in self.roots()}
+
+        def said(name: str, pattern: str) -> str | None:
+            found = re.findall(pattern, logs[name])
+            return found[-1] if found else None
+
+        # Jobs say so where they do without; without a warning they have the best of what this processor can run.
+        refused = said("actor", "training passes do without compiled kernels for layers: (.*)")
+        kernels = usable_kernels(torch.float32) if self._setting.device == "cpu" else []
+        return {
+            "threads": {name: said(name, r"(\d+) threads each") for name in logs},
+            "generation_step": said("actor", "embedded engine: (.*)"),
+            "layer_kernels": f"torch's: {refused}" if refused else kernels[0] if kernels else "torch's",
+            "wait_policy": self._setting.environment.get("OMP_WAIT_POLICY", WAIT_POLICY),
+        }
 
     def stop(self) -> None:
         """End both jobs."""
         self._actor.stop()
         stop(self._critic)
+
+
+class EngineLogprobs(OwnJobs):
+    """Ours with the engine's log-probs in the place of a pass of the policy, which is TRL's way."""
+
+    name = "ours_engine_logprobs"
+    options = ("trainer.ppo.policy_logprobs=engine",)
 
 
 def own_steps(
@@ -336,16 +425,18 @@ def own_steps(
         micro_batch=micro_batch,
         actor=actor,
         critic=[],
-        environment={**os.environ, TOKEN_VARIABLE: secrets.token_hex(16)},
+        environment={**os.environ, "CUDA_VISIBLE_DEVICES": "", TOKEN_VARIABLE: secrets.token_hex(16)},
     )
     jobs = OwnJobs(workload, setting, folder)
     try:
         jobs.wait_until_ready()
         steps = [jobs.step() for _ in range(warm_up + rounds)][warm_up:]
+        for step in steps:
+            step.check_counts(jobs.name, workload)
+    except ContenderFailed as error:
+        raise SystemExit(str(error)) from None
     finally:
         jobs.stop()
-    for step in steps:
-        step.check_counts(jobs.name, workload)
     return steps
 
 
@@ -368,6 +459,7 @@ class Trl:
             "reward_model": str(setting.models.reward_model),
             "output": str(folder / "trl"),
             "dtype": setting.dtype,
+            "device": setting.device,
             "threads": trl.threads,
             "micro_batch": trl.micro_batch,
             "rollout_batch": trl.rollout_batch,
@@ -381,24 +473,35 @@ class Trl:
         file = folder / "trl.json"
         file.write_text(json.dumps(settings))
         command = [trl.python, str(BENCHMARKS / "ppo_trl.py"), "ADDRESS", str(file)]
-        self._process = Player("TRL", command, folder / "trl.log", trl.environment)
+        policy = {"OMP_WAIT_POLICY": trl.wait_policy} if trl.wait_policy else {}
+        self._setting, self._device_peak = setting, 0
+        self._process = Player("TRL", command, folder / "trl.log", trl.environment | policy)
 
     def wait_until_ready(self) -> None:
         """Until the first step may be asked for."""
-        if not self._process.is_ready(START_SECONDS):
-            raise SystemExit(f"TRL was not ready within {START_SECONDS:.0f} s")
+        self._process.wait_until_ready(START_SECONDS)
 
     def step(self) -> Step:
         """One PPO step."""
-        answer = self._process.step()
+        answer = self._process.step(self._setting.step_seconds)
+        self._device_peak = max(self._device_peak, answer["device_peak_bytes"])
         phases = dict(answer["phases"])
         seconds = phases.pop("step")
         phases["rest"] = seconds - sum(phases.values())
         return Step(seconds, phases, answer["prompt_tokens"], answer["new_tokens"])
 
-    def peak_bytes(self) -> dict[str, int]:
-        """By process."""
-        return {"trl": self._process.peak_bytes()}
+    def roots(self) -> dict[str, int]:
+        """The process by name."""
+        return {"trl": self._process.pid}
+
+    def device_peaks(self) -> dict[str, int]:
+        """The most of the GPU's memory that was allocated so far."""
+        return {"trl": self._device_peak, "together": self._device_peak}
+
+    def facts(self) -> dict[str, Any]:
+        """What it is run with."""
+        assert self._setting.trl is not None
+        return self._setting.trl.described()
 
     def stop(self) -> None:
         """End the process."""
@@ -407,11 +510,16 @@ class Trl:
 
 def trl_obstacle(python: str) -> str | None:
     """Why TRL cannot take part, and what would help; None if it can."""
-    if python == sys.executable:
-        found = importlib.util.find_spec("trl") is not None
-    else:
-        found = subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
-    return None if found else f"{python} has no trl: {INSTALL_TRL} (or name another environment with --trl-python)"
+    script = "import importlib.metadata; print(importlib.metadata.version('trl'))"
+    try:
+        asked = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    except OSError as error:
+        return f"{python} cannot be started: {error}"
+    help_ = f"{INSTALL_TRL} (or name another environment with --trl-python)"
+    if asked.returncode:
+        return f"{python} has no trl: {help_}"
+    version = asked.stdout.strip()
+    return None if version == TRL_VERSION else f"{python} has trl {version}, not {TRL_VERSION}: {help_}"
 
 
 @contextlib.contextmanager
@@ -441,14 +549,19 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def failure(name: str, process: subprocess.Popen, log: Path) -> ContenderFailed:
+    """How a process ended, with the end of its output."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    status, said = process.returncode, tail(log)
+    was_killed = status == -signal.SIGKILL
+    what = f"ended with status {status}"
+    if was_killed:
+        what = "was killed, as the system does where memory runs out (smaller batches need less)"
+    lacks_memory = was_killed or any(words in said for words in ("out of memory", "allocate memory", "MemoryError"))
+    return ContenderFailed(f"{name} {what}; the end of its output:\n{said}", ran_out_of_memory=lacks_memory)
+
+
 def tail(log: Path) -> str:
     """The last lines of a log."""
     return "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-25:])
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory of the process that was ever resident (Linux)."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import json
 import random
+import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from common import long_tailed
+from common import SHAPES, long_tailed
 from model_files import INSTALL_SMOLLM2, find_smollm2, prepare
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo
@@ -25,7 +29,29 @@ from nemo_style_aligner.weights.huggingface import (
 )
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+# What prompts are made of. Fixed: figures of different days and versions of this repository must be of the same text.
+_WORDS = """
+a about after again all along also although always among an and another any apple are around as at autumn away back
+bank basket be because before begin behind below better between bird boat book both branch bread bridge bright bring
+brother build but by call can candle carry castle century certain change child city clear cloud coast cold corner
+could country cross dark daughter day deep different distance do door down dream during each early earth east eight
+empty end engine enough even evening ever every eye face fact fall family far farmer father feather few field fire
+first fish five flower follow for forest four free friend from front garden gate gentle glass go golden good grass
+great green ground had half hand harbour have he head hear heavy her high hill his history hold home horse hour house
+how hundred I ice idea if in into iron island it journey just keep kind king kitchen knew lake lamp land large last
+late laugh leaf learn leave letter light like line listen little long look low made many market may meadow middle
+might milk mind minute moment money moon more morning most mother mountain move much music must name narrow near never
+new next night nine no north not now number ocean of off often old on once one only open or orange order other our out
+over paper part people perhaps place plain plant point poor possible quick quiet rain reach read ready red remember
+rest rich right river road room round sail salt same sand school sea second see seven shadow she ship shore short
+should side silver simple since sister six sky sleep slow small snow so some song soon sound south spring square stand
+star stay still stone storm story street strong such summer sun sure table take tall tell ten than that the their them
+then there these they thing think this those three through time to together town tree true turn two under until up
+upon us valley very village voice wait walk wall warm was water way we well were west what wheel when where which
+while white who why wide will wind window winter with without woman wood word work world would write year yellow yet
+you
+"""
+_MAX_TRIES = 10_000  # shifts of a prompt until its text gives its tokens again and it is a new one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +83,30 @@ class Models:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of all of them."""
-        return load_tokenizer(self.policy)
+        """Of all of them, as our jobs read it."""
+        with nemo_tokenizer_dir(self.policy_nemo) as folder:
+            return load_tokenizer(folder)
 
 
 def make_models(model: str | None, folder: Path) -> Models:
     """Write the models into ``folder``, unless they are there from an earlier run.
 
     Args:
-        model: a GGUF file or the name of a shape in `SHAPES`; None: SmolLM2, or random weights in its shape.
+        model: a GGUF file, a Hugging Face directory, a .nemo archive or the name of a shape in `SHAPES`; None: SmolLM2,
+            or random weights in its shape.
+
+    Raises:
+        SystemExit: ``folder`` has another model's files.
     """
-    record = folder / "description.txt"
+    record = folder / "models.json"
+    asked = "default" if model is None else model if model in SHAPES else str(Path(model).resolve())
     if record.exists():
-        return Models.in_folder(record.read_text(), folder)
+        written = json.loads(record.read_text())
+        if written["model"] != asked:
+            raise SystemExit(f"{folder} has the models made of {written['model']}, not of {asked}: name another folder")
+        return Models.in_folder(written["description"], folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise SystemExit(f"{folder} is not empty, and what is in it was not completed by this version: empty it")
     if model is None:
         found = find_smollm2()
         if found is None:
@@ -79,7 +116,7 @@ def make_models(model: str | None, folder: Path) -> Models:
     tokenizer = files.tokenizer
     if tokenizer is None:  # random weights: a token per character
         tokenizer = folder / "tokenizer"
-        train_character_tokenizer(documentation(), tokenizer)
+        train_character_tokenizer(string.ascii_letters + string.digits + string.punctuation + " \n", tokenizer)
     copy_tokenizer_files(tokenizer, files.hf)
     models = Models.in_folder(files.description, folder)
     weights = classifier_weights(files.architecture, files.hf)
@@ -87,7 +124,7 @@ def make_models(model: str | None, folder: Path) -> Models:
     with single_process():
         hf_to_nemo(models.policy, models.policy_nemo, torch.bfloat16)
         hf_to_nemo(models.reward_model, models.reward_model_nemo, torch.bfloat16)
-    record.write_text(files.description)
+    record.write_text(json.dumps({"model": asked, "description": files.description}))
     return models
 
 
@@ -134,40 +171,47 @@ class Workload:
         return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
 
 
-def documentation() -> str:
-    """The text that prompts are cut from."""
-    return "\n".join(path.read_text() for path in [REPOSITORY / "README.md", REPOSITORY / "docs" / "architecture.md"])
+def sentences(seed: int) -> Iterator[str]:
+    """Text without end: sentences of `_WORDS`, other ones for each ``seed``."""
+    draw, words = random.Random(seed), _WORDS.split()
+    while True:
+        chosen = draw.choices(words, k=draw.randint(4, 14))
+        yield " ".join(chosen).capitalize() + draw.choice((". ", ". ", ". ", "? ", ", then ", ".\n"))
 
 
 def make_workloads(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[Workload]:
-    """Prompts are pieces of this project's documentation."""
-    draw = random.Random(1)
+    """Lengths and prompts drawn by ``args.seed``."""
+    draw = random.Random(args.seed)
     for name in args.workloads:
         if name == "ragged":
             lengths = long_tailed(args.rollouts, args.ragged_lengths, draw)
             prompt_lengths = [draw.randint(*args.ragged_prompts) for _ in lengths]
         else:
             lengths, prompt_lengths = [args.new_tokens] * args.rollouts, [args.prompt_tokens] * args.rollouts
-        prompts, texts = cut_prompts(tokenizer, prompt_lengths)
+        prompts, texts = cut_prompts(tokenizer, prompt_lengths, args.seed)
         yield Workload(name, prompts, texts, lengths)
 
 
-def cut_prompts(tokenizer: Tokenizer, lengths: Sequence[int]) -> tuple[list[list[int]], list[str]]:
-    """Different pieces of the documentation, of these many tokens, whose text gives the same tokens again."""
-    ids = tokenizer.text_to_ids(documentation())
+def cut_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int = 1) -> tuple[list[list[int]], list[str]]:
+    """Different pieces of `sentences`, of these many tokens, whose text gives the same tokens again."""
+    source = sentences(seed)
     prompts: list[list[int]] = []
-    texts = []
-    start = 0
+    texts: list[str] = []
+    ids: list[int] = []
     for length in lengths:
-        while True:
-            if start + length > len(ids):
-                raise SystemExit(f"the documentation is too short for prompts of {sum(lengths)} tokens: ask for fewer")
-            piece = ids[start : start + length]
+        for _ in range(_MAX_TRIES):
+            while len(ids) < length:
+                ids += tokenizer.text_to_ids("".join(itertools.islice(source, 100)))
+            piece = ids[:length]
             text = tokenizer.ids_to_text(piece)
             if tokenizer.text_to_ids(text) == piece and piece not in prompts:
                 break
-            start += 1
-        start += length
+            del ids[0]
+        else:
+            raise SystemExit(
+                f"there are no {len(lengths)} different prompts with one of {length} tokens: ask for fewer"
+            )
+        del ids[:length]
         prompts.append(piece)
         texts.append(text)
     return prompts, texts

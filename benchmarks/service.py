@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -42,7 +42,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.groups import device, single_process
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
 
@@ -181,7 +181,7 @@ def measure(
             taken = timed(action)
             if round_:
                 # Products of bf16 are exact in fp32, too, which is faster where bf16 is emulated.
-                rate = max(measure_gemm(batch.tokens.device, kind) for kind in {dtype, torch.float32})
+                rate = max(measure_gemm(device(), kind) for kind in {dtype, torch.float32})
                 seconds[name].append(taken)
                 fractions[name].append(factor * operations / taken / rate)
     used = used_lengths(wanted)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import print_table, spread, write_json
 
 from nemo_style_aligner.rollout.work_queue import WorkQueue

@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_processes import ROOT, run
+from job_processes import ROOT, Job, run
 
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 pytestmark = pytest.mark.timeout(600 if TEST_PPO_STEP else 180)
@@ -60,6 +62,7 @@ ARGUMENTS = {
     "ppo_step.py": [
         *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
         *("--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12", "--rounds", "1", "--floor-megabytes", "16"),
+        *("--contenders", "own", "own-engine", "trl"),
     ],
 }
 
@@ -148,6 +151,7 @@ def test_growth(reports: dict[str, Report]) -> None:
     for point in points.values():
         assert point["seconds"].keys() == SPREAD and point["phases"]["train_policy"] > 0 < point["phases"]["generate"]
         seconds = point["seconds"]["median"]
+        assert point["size"] == (32 + 4 if point["series"] == "length" else point["size"])
         assert point["tokens_per_second"] == pytest.approx(point["rollouts"] * (32 + 4) / seconds)
 
 
@@ -191,7 +195,64 @@ def test_ppo_step(reports: dict[str, Report]) -> None:
     assert ours["samples_per_second"]["median"] == pytest.approx(4 / ours["seconds"]["median"])
     assert 0 <= ours["share_of_waiting"] < 1 and 0 < ours["fraction_of_floor"] < 1
     assert 0.2 < ragged["padding_efficiency_of_trl"] <= ragged["padding_efficiency_if_padded"] <= 1
-    assert ours["peak_bytes"].keys() == {"actor", "critic"} and min(ours["peak_bytes"].values()) > 2**20
+    peaks = ours["peak_bytes"]
+    assert peaks.keys() == {"actor", "critic", "together"} and min(peaks.values()) > 100 * 2**20
+    assert max(peaks["actor"], peaks["critic"]) < peaks["together"] <= peaks["actor"] + peaks["critic"]
+    assert not report["failed"] and not ragged["failed"]
+    computed_with = ours["computed_with"]
+    assert int(computed_with["threads"]["actor"]) >= 1 <= int(computed_with["threads"]["critic"])
+    assert "step" in computed_with["generation_step"] and computed_with["layer_kernels"]
+    engine = ragged["ours_engine_logprobs"]
+    assert "logprobs" not in engine["phases"] and engine["floor_seconds"] < ours["floor_seconds"]
+
+
+@with_jobs
+def test_ppo_step_against_trl(tmp_path: Path) -> None:
+    """One at a time, on another seed's workload, with the engine's log-probs; TRL's settings tried out."""
+    python = os.environ.get("TRL_PYTHON", sys.executable)
+    script = "import importlib.metadata; print(importlib.metadata.version('trl'))"
+    found = subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
+    if found != "1.12.0":
+        message = f"NOT TESTED against TRL: {python} has trl {found or 'not at all'}, 1.12.0 is needed (TRL_PYTHON=...)"
+        warnings.warn(message, stacklevel=1)
+        pytest.skip(message)
+    arguments = [
+        *("--model", "tiny", "--trl-python", python, "--contenders", "own-engine", "trl", "--workloads", "ragged"),
+        *("--rollouts", "2", "--micro-batch", "2", "--trl-micro-batch", "2", "--ragged-prompts", "2", "9"),
+        *("--ragged-lengths", "2", "12", "--rounds", "2", "--warm-up", "0", "--floor-megabytes", "16"),
+        *("--one-at-a-time", "--trl-tune", "--seed", "5"),
+    ]
+    output, report = benchmark("ppo_step.py", tmp_path, arguments)
+    assert not report["failed"] and not report["skipped"], output
+    ragged = report["workloads"]["ragged"]
+    for side in (ragged["ours_engine_logprobs"], ragged["trl"]):
+        assert side["rounds"] == 2 and side["tokens"] == ragged["new_tokens"] and side["peak_bytes"]["together"] > 2**20
+    assert ragged["ours_engine_logprobs_is_times_faster"].keys() == SPREAD
+    tried = ragged["trl_settings_tried"]
+    best = min(tried, key=lambda one: one["seconds"])
+    assert {one["setting"]["wait_policy"] for one in tried} == {None, "PASSIVE", "ACTIVE"}, tried
+    assert ragged["trl"]["computed_with"] == best["setting"]
+
+
+@with_jobs
+def test_ppo_step_with_a_peer_that_is_killed(tmp_path: Path) -> None:
+    """TRL gets smaller batches twice, then is reported as failed; ours go on, and the exit status says so."""
+    peer = tmp_path / "python"
+    peer.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 1.12.0; else kill -KILL $$; fi\n')
+    peer.chmod(0o755)
+    file = tmp_path / "report.json"
+    arguments = [word for word in ARGUMENTS["ppo_step.py"] if word not in ("--no-trl", "own-engine")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "ppo_step.py"), *arguments, "--trl-python", str(peer)]
+    command += ["--trl-micro-batch", "2", "--json", str(file)]
+    job = Job(command, tmp_path / "output.log")
+    try:
+        assert job.wait(400) == 1, job.describe()
+    finally:
+        job.kill()
+    report = json.loads(file.read_text())
+    assert report["failed"].keys() == {"ragged"} and "was killed" in report["failed"]["ragged"]["trl"]
+    assert job.log.read_text().count("ran out of memory and goes on") == 2
+    assert report["workloads"]["ragged"]["ours"]["rounds"] == 1 and "trl" not in report["workloads"]["ragged"]
 
 
 def test_service(reports: dict[str, Report]) -> None:

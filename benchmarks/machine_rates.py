@@ -1,0 +1,42 @@
+"""Prints as JSON how fast this machine is at best: `MachineRates`, measured in a process of its own.
+
+    python machine_rates.py DEVICE THREADS MEGABYTES
+
+A process of its own because OMP_WAIT_POLICY counts from the start of a process on, and for a GPU's memory to be free
+afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from common import MachineRates, measure_rates
+
+
+def rates_of(device: str, threads: int, megabytes: int, environment: dict[str, str]) -> tuple[MachineRates, str]:
+    """The rates, and the device's name; RuntimeError with what was printed where they cannot be measured."""
+    command = [sys.executable, str(Path(__file__).resolve()), device, str(threads), str(megabytes)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"the rates of {device} cannot be measured:\n{result.stderr[-2000:]}")
+    answer = json.loads(result.stdout.splitlines()[-1])
+    return MachineRates(**answer["rates"]), answer["name"]
+
+
+def main() -> None:
+    device, threads, megabytes = torch.device(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(threads)
+    rates = measure_rates(device, megabytes * 2**20)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    print(json.dumps({"rates": dataclasses.asdict(rates), "name": name, "wait_policy": policy}))
+
+
+if __name__ == "__main__":
+    main()
