@@ -38,18 +38,15 @@ def phase_floors(
     to itself alone, the output layer serves the response's tokens only, a backward pass is twice a forward pass,
     nothing is computed again. Generation's floor is `generation_floor`.
     """
-    head = a.vocab_size * a.hidden_size
-    body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
     num_bytes = (2 if dtype == "bfloat16" else 4) * a.num_parameters
     lengths = [p + n for p, n in zip(prompt_lengths, new_lengths, strict=True)]
-    attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels * sum(n * (n + 1) / 2 for n in lengths)
 
-    def forward(num_outputs: int) -> float:
-        operations = 2 * body * sum(lengths) + 2 * head * num_outputs + attention
+    def forward(num_outputs: list[int]) -> float:
+        operations = sum(a.forward_operations(*row) for row in zip(lengths, num_outputs, strict=True))
         return max(operations / rates.gemm_of(dtype), num_bytes / rates.memory)
 
     update = 4 * _ADAM_NUMBERS * a.num_parameters / rates.memory
-    logprobs, values = forward(sum(new_lengths)), forward(0)
+    logprobs, values = forward(new_lengths), forward([0] * len(lengths))
     return {
         "refit": 2 * num_bytes / rates.memory,
         "generate": generation_floor(a, prompt_lengths, new_lengths, rates).seconds,

@@ -59,14 +59,11 @@ class Workload:
         """Tokens of prompts and responses."""
         return int(self.lengths.sum())
 
-    def operations(self, architecture: ModelArchitecture) -> float:
-        """Floating-point operations of a forward pass over what the responses' log-probs depend on."""
-        a = architecture
-        head = a.vocab_size * a.hidden_size
-        body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
-        used = torch.tensor(used_lengths(self.batch.mask != 0), dtype=torch.float64)
-        attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels * (used * (used + 1) / 2).sum()
-        return float(2 * body * used.sum() + 2 * head * self.batch.mask.sum() + attention)
+    def operations(self, architecture: ModelArchitecture) -> list[int]:
+        """Of each sequence, in a forward pass over what the response's log-probs depend on."""
+        wanted = self.batch.mask != 0
+        rows = zip(used_lengths(wanted), wanted.sum(1).tolist(), strict=True)
+        return [architecture.forward_operations(*row) for row in rows]
 
 
 def main() -> None:
@@ -106,7 +103,7 @@ def main() -> None:
             padded = MicroBatching(args.padded_rows)
             results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
         memory = head_memory(actor, workload)
-        balance = data_parallel_balance(workload)
+        balance = data_parallel_balance(workload.operations(model.architecture))
         seconds = {"optimizer": spread([timed(lambda: optimizer.step(0.0, "a benchmark")) for _ in range(args.rounds)])}
     report(results, memory, seconds, balance, workload)
     write_json(
@@ -175,7 +172,7 @@ def measure(
     seconds: dict[str, list[float]] = {"training": [], "logprobs": []}
     fractions: dict[str, list[float]] = {"training": [], "logprobs": []}
     passes = {"training": (train, 3.0), "logprobs": (score, 1.0)}
-    operations = workload.operations(model.architecture)
+    operations = sum(workload.operations(model.architecture))
     for round_ in range(rounds + 1):  # the first warms up
         for name, (action, factor) in passes.items():
             taken = timed(action)
@@ -209,15 +206,14 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def data_parallel_balance(workload: Workload) -> dict[int, dict[str, float]]:
-    """By number of data-parallel ranks: mean over largest number of tokens of a rank, as jobs divide a batch and with
-    sequences dealt out in their order."""
-    used = used_lengths(workload.batch.mask != 0)
+def data_parallel_balance(work: list[int]) -> dict[int, dict[str, float]]:
+    """By number of data-parallel ranks: mean over largest number of operations of a rank, as jobs divide a batch and
+    with sequences dealt out in their order."""
     found = {}
-    for ranks in (n for n in (2, 4, 8) if n <= len(used) // 2):
-        divisions = {"divided": shares(used, ranks), "in_order": [range(r, len(used), ranks) for r in range(ranks)]}
-        tokens = {name: [sum(used[i] for i in part) for part in parts] for name, parts in divisions.items()}
-        found[ranks] = {name: sum(sums) / ranks / max(sums) for name, sums in tokens.items()}
+    for ranks in (n for n in (2, 4, 8) if n <= len(work) // 2):
+        divisions = {"divided": shares(work, ranks), "in_order": [range(r, len(work), ranks) for r in range(ranks)]}
+        by_rank = {name: [sum(work[i] for i in part) for part in parts] for name, parts in divisions.items()}
+        found[ranks] = {name: sum(sums) / ranks / max(sums) for name, sums in by_rank.items()}
     return found
 
 
