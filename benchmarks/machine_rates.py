@@ -20,11 +20,11 @@ from common import MachineRates, measure_rates
 
 
 def rates_of(device: str, threads: int, megabytes: int, environment: dict[str, str]) -> tuple[MachineRates, str]:
-    """The rates, and the device's name; RuntimeError with what was printed where they cannot be measured."""
+    """The rates, and the device's name; SystemExit with what was printed where they cannot be measured."""
     command = [sys.executable, str(Path(__file__).resolve()), device, str(threads), str(megabytes)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"the rates of {device} cannot be measured:\n{result.stderr[-2000:]}")
+        raise SystemExit(f"the rates of {device} cannot be measured:\n{result.stderr[-800:]}")
     answer = json.loads(result.stdout.splitlines()[-1])
     return MachineRates(**answer["rates"]), answer["name"]
 

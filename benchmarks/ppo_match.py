@@ -173,7 +173,8 @@ def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, l
     One thing after the other changes, from the best so far. Nothing else runs meanwhile.
     """
     assert setting.trl is not None, "TRL takes no part"
-    best, best_seconds, tried = setting.trl, float("inf"), []
+    best, best_seconds = setting.trl, float("inf")
+    tried: list[dict[str, Any]] = []
     for number, make in enumerate(variants(len(workload.prompts))):
         candidate = make(best)
         if candidate is None or candidate.described() in [one["setting"] for one in tried]:

@@ -40,7 +40,9 @@ class ResidentPeak:
             self._thread = None
 
     def _watch(self, roots: Mapping[str, int]) -> None:
-        while not self._stopping.wait(_SECONDS):
+        is_last = False
+        while not is_last:  # once more after the end, which may come sooner than the first interval's
+            is_last = self._stopping.wait(_SECONDS)
             sizes = {name: resident_bytes(pid) for name, pid in roots.items()}
             for name, size in {**sizes, "together": sum(sizes.values())}.items():
                 self.peak[name] = max(self.peak.get(name, 0), size)

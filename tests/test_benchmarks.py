@@ -72,9 +72,14 @@ with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """All of them, side by side: their figures do not matter here, and most of their time is start-up."""
-    chosen = {name: arguments for name, arguments in ARGUMENTS.items() if name not in WITH_JOBS or TEST_PPO_STEP}
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Those whose tests are to run, side by side: figures do not matter here, and most of their time is start-up."""
+    tests = {item.name for item in request.session.items}
+    chosen = {
+        name: arguments
+        for name, arguments in ARGUMENTS.items()
+        if f"test_{Path(name).stem}" in tests and (name not in WITH_JOBS or TEST_PPO_STEP)
+    }
     folders = [tmp_path_factory.mktemp("benchmark") for _ in chosen]
     with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool:
         return dict(zip(chosen, pool.map(benchmark, chosen, folders, chosen.values()), strict=True))
