@@ -499,6 +499,23 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     assert "reachable from other machines: []" in result.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(("error", "status"), [("RuntimeError", 1), ("ConfigError", 2)])
+def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, status: int) -> None:
+    """Standard error goes to a full disk, and a thread is at work for which Python would wait."""
+    code = (
+        "import threading, time\n"
+        "from nemo_style_aligner.config import ConfigError\n"
+        "from nemo_style_aligner.parallel.ending import install_excepthook\n"
+        "install_excepthook()\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        f"raise {error}('broken')\n"
+    )
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", code], env=CLEAN, stderr=full, timeout=300, check=False)
+    assert result.returncode == status
+
+
 @pytest.mark.parametrize("by", LAUNCHERS)
 def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     started = time.monotonic()
@@ -507,8 +524,9 @@ def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     result = run(script, "trainer.devices=2", *options, by=by)
     assert result.returncode not in (0, 75)
     # The launcher's SIGTERM to the other rank, which is still loading, is no wish to stop and to start again.
-    assert [path.name for path in log_dir.iterdir()] == ["failed"]
-    assert "rank 1 on" in (log_dir / "failed").read_text()
+    assert sorted(path.name for path in log_dir.iterdir()) == ["failed", "watchdog"]
+    failures = [log_dir / "failed", *(log_dir / "watchdog").iterdir()]  # for people, and for the run's other ranks
+    assert ["rank 1 on" in path.read_text() for path in failures] == [True, True]
     assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
     assert "[rank 1] Traceback" in result.stderr
     assert time.monotonic() - started < 150  # most of it the start; the others would sleep for 300 s

@@ -8,6 +8,7 @@ job within seconds (`install_excepthook`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +38,14 @@ from nemo_style_aligner.config import (
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
-from nemo_style_aligner.parallel.ending import abort_job, has_failed, install_excepthook, leave_failures_in, shutdown
+from nemo_style_aligner.parallel.ending import (
+    abort_job,
+    has_failed,
+    install_excepthook,
+    leave_failures_in,
+    name_run,
+    shutdown,
+)
 from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port, machine_cores, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
@@ -117,6 +126,10 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
+    # Now, not with the watchdog: a rank may fail before it has one.
+    if info.rank == 0:
+        store.set("run", uuid.uuid4().hex[:12])
+    name_run(store.get("run").decode())
     try:
         if rollout_ranks:
             worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
@@ -269,7 +282,8 @@ def job(
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
-                        print(end.code, file=sys.stderr)
+                        with contextlib.suppress(OSError, ValueError):
+                            print(end.code, file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
             if status:
