@@ -25,7 +25,7 @@ import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel import launch, meeting
+from nemo_style_aligner.parallel import launch, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
@@ -402,6 +402,34 @@ def test_where_the_file_system_has_no_locks_jobs_start_all_the_same(
     assert "cannot be locked (No locks available)" in caplog.text
 
 
+def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI would wait for ever, and there is no watchdog yet."""
+    ended, errors = threading.Event(), []
+
+    def fail(error: Exception) -> None:
+        errors.append(error)
+        ended.set()
+
+    def broadcast(value: object, root: int) -> object:
+        if errors_wanted:
+            assert ended.wait(300)
+        return "10.0.0.1", 1234
+
+    world = types.SimpleNamespace(size=2, bcast=broadcast)
+    fake = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setitem(sys.modules, "mpi4py", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(launch, "fail_job", fail)
+    monkeypatch.setattr(launch, "_LOCKED_SECONDS", 600.0)  # which would end this process
+    info = LaunchInfo(1, 2, 1, 2, "mpirun")
+    errors_wanted = True
+    launch._agree_on_address(info, 0.001)
+    assert isinstance(errors[0], LaunchError) and "not met over MPI within 0.001 minutes" in str(errors[0])
+    errors_wanted = False
+    assert launch._agree_on_address(info, 1000.0).master_port == 1234
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert len(errors) == 1 and all(timer.finished.is_set() for timer in timers if timer.function is fail)
+
+
 # ---- whole jobs ---------------------------------------------------------------------------------
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -681,6 +709,14 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     assert marker.read_text().startswith("stopped")
     if phase == "running":
         assert output.count("saved because received SIG") == 2
+
+
+def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "log").write_text("no directory")
+    stop_signals.write_requeue_file(tmp_path / "log", "stopped early")
+    assert "requeue cannot be written" in caplog.text
 
 
 def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path) -> None:
