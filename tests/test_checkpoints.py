@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from nemo_style_aligner.algorithms.ppo import InitialArchive, PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
     archive_identity,
@@ -658,6 +659,37 @@ def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
     with single_process(), pytest.raises(OSError, match="Input/output error"):
         manifest.verify_on_disk(tmp_path)
     assert [error.errno for error in gathered] == [errno.EIO]
+
+
+def test_no_rank_waits_in_a_collective_for_what_another_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive may be one file that one rank reads, for longer than a collective may take: they agree to go on."""
+
+    class Slow(DirectorySource):
+        def open(self, name: str) -> IO[bytes]:
+            assert enough.wait(300)
+            return super().open(name)
+
+    def attempts(action: Callable[[], Any], group: Any = None) -> list[Any]:
+        answers.append(on_every_rank(action, group))
+        if len(answers) == 3:
+            enough.set()
+        return answers[-1]
+
+    (tmp_path / "file").write_text("content")
+    enough, on_every_rank = threading.Event(), durable.on_every_rank
+    answers: list[Any] = []
+    monkeypatch.setattr(durable, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(durable, "on_every_rank", attempts)
+    with single_process():
+        expected = {"file": manifest.describe_file(tmp_path / "file")}
+        assert manifest.find_changes(Slow(tmp_path), expected) == []
+        assert answers[:3] == [[False]] * 3 and answers[-2] == [True]
+        (tmp_path / "file").unlink()
+        assert "No such file" in manifest.find_changes(Slow(tmp_path), expected)[0]
+        (tmp_path / "file").mkdir()
+        monkeypatch.setattr(Slow, "open", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            manifest.find_changes(Slow(tmp_path), expected)
 
 
 def test_ranks_wait_for_slow_disks_longer_than_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

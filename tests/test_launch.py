@@ -25,7 +25,7 @@ import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel import launch, meeting
+from nemo_style_aligner.parallel import launch, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
@@ -402,6 +402,34 @@ def test_where_the_file_system_has_no_locks_jobs_start_all_the_same(
     assert "cannot be locked (No locks available)" in caplog.text
 
 
+def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI would wait for ever, and there is no watchdog yet."""
+    ended, errors = threading.Event(), []
+
+    def fail(error: Exception) -> None:
+        errors.append(error)
+        ended.set()
+
+    def broadcast(value: object, root: int) -> object:
+        if errors_wanted:
+            assert ended.wait(300)
+        return "10.0.0.1", 1234
+
+    world = types.SimpleNamespace(size=2, bcast=broadcast)
+    fake = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setitem(sys.modules, "mpi4py", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(launch, "fail_job", fail)
+    monkeypatch.setattr(launch, "_LOCKED_SECONDS", 600.0)  # which would end this process
+    info = LaunchInfo(1, 2, 1, 2, "mpirun")
+    errors_wanted = True
+    launch._agree_on_address(info, 0.001)
+    assert isinstance(errors[0], LaunchError) and "not met over MPI within 0.001 minutes" in str(errors[0])
+    errors_wanted = False
+    assert launch._agree_on_address(info, 1000.0).master_port == 1234
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert len(errors) == 1 and all(timer.finished.is_set() for timer in timers if timer.function is fail)
+
+
 # ---- whole jobs ---------------------------------------------------------------------------------
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -499,6 +527,23 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     assert "reachable from other machines: []" in result.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(("error", "status"), [("RuntimeError", 1), ("ConfigError", 2)])
+def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, status: int) -> None:
+    """Standard error goes to a full disk, and a thread is at work for which Python would wait."""
+    code = (
+        "import threading, time\n"
+        "from nemo_style_aligner.config import ConfigError\n"
+        "from nemo_style_aligner.parallel.ending import install_excepthook\n"
+        "install_excepthook()\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        f"raise {error}('broken')\n"
+    )
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", code], env=CLEAN, stderr=full, timeout=300, check=False)
+    assert result.returncode == status
+
+
 @pytest.mark.parametrize("by", LAUNCHERS)
 def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     started = time.monotonic()
@@ -507,8 +552,9 @@ def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     result = run(script, "trainer.devices=2", *options, by=by)
     assert result.returncode not in (0, 75)
     # The launcher's SIGTERM to the other rank, which is still loading, is no wish to stop and to start again.
-    assert [path.name for path in log_dir.iterdir()] == ["failed"]
-    assert "rank 1 on" in (log_dir / "failed").read_text()
+    assert sorted(path.name for path in log_dir.iterdir()) == ["failed", "watchdog"]
+    failures = [log_dir / "failed", *(log_dir / "watchdog").iterdir()]  # for people, and for the run's other ranks
+    assert ["rank 1 on" in path.read_text() for path in failures] == [True, True]
     assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
     assert "[rank 1] Traceback" in result.stderr
     assert time.monotonic() - started < 150  # most of it the start; the others would sleep for 300 s
@@ -663,6 +709,14 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     assert marker.read_text().startswith("stopped")
     if phase == "running":
         assert output.count("saved because received SIG") == 2
+
+
+def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "log").write_text("no directory")
+    stop_signals.write_requeue_file(tmp_path / "log", "stopped early")
+    assert "requeue cannot be written" in caplog.text
 
 
 def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables, read_timeline
 from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
@@ -130,9 +131,12 @@ def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, mo
     lightnings = {"version": "own", "save_dir": "/there", "offline": True, "log_model": False}
     for kwargs in ({"project": "p"}, {"project": "p", "id": None}, lightnings, {"resume": "never"}):
         MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs=kwargs)
+    (tmp_path / "new" / "wandb_run_id").write_text("")  # of a start that met a full disk
+    MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs={"project": "p"})
+    assert (tmp_path / "new" / "wandb_run_id").read_text() == "first\n"
     chosen = [(start.get("id"), start.get("resume")) for start in starts]
     assert starts[2] == {"id": "own", "dir": "/there", "mode": "offline"}
-    assert chosen == [(None, None), ("first", "allow"), ("own", None), (None, "never")]
+    assert chosen == [(None, None), ("first", "allow"), ("own", None), (None, "never"), (None, None)]
 
 
 # ---- timers -------------------------------------------------------------------------------------
@@ -199,6 +203,32 @@ def test_phases_are_on_a_timeline_that_tools_read(tmp_path: Path) -> None:
     assert (inner["cat"], outer["cat"], inner["ph"]) == ("step/rollout", "step", "X")
     assert before * 1e6 - 1e3 <= outer["ts"] <= inner["ts"] + 1e3
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e3 and inner["dur"] >= 20_000
+
+
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+
+
+@needs_full_disk
+def test_a_full_disk_ends_the_timeline_and_not_the_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What ends the phase, such as a stop signal, is what the job learns of."""
+    log = MetricsLogger(tmp_path)
+    log._timeline_file.close()
+    log._timeline_file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    timer = ScopedTimer(on_close=log.log_scope)
+    for _ in range(2):
+        with pytest.raises(StopEarlyError, match="received SIGTERM"), timer("step"):
+            raise StopEarlyError("received SIGTERM")
+    assert caplog.text.count("/dev/full ends here, as it cannot be written") == 1
+    log.close()
+
+
+@needs_full_disk
+def test_metrics_that_cannot_be_written_say_where_and_what_to_do(tmp_path: Path) -> None:
+    log = MetricsLogger(tmp_path)
+    log._metrics_file.close()
+    log._metrics_file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    with pytest.raises(OSError, match="make room and start the job again: '/dev/full'"):
+        log.log_metrics({"loss": 1.0}, step=1)
 
 
 def test_each_scope_has_its_peak_of_memory() -> None:

@@ -155,9 +155,43 @@ def test_a_rank_ends_when_another_has_failed(tmp_path: Path, monkeypatch: pytest
     dog = Watchdog(tmp_path, 0, 2, 100.0, "job", ended.append)
     dog._tick()
     assert not ended
-    (tmp_path / "failed").write_text("rank 1 on host: RuntimeError: broken\n")
+    failure = "rank 1 on host: RuntimeError: broken\n"
+    for other in ("failed", "watchdog/failed_other"):  # of a second job that was started here by mistake
+        (tmp_path / other).write_text(failure)
+    dog._tick()
+    assert not ended
+    (tmp_path / "watchdog" / "failed_job").write_text(failure)
     dog._tick()
     assert ended == [1]
+
+
+def test_few_of_many_ranks_read_what_the_others_write_until_it_is_late(
+    clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them reads as many files as there are ranks."""
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    dogs = [Watchdog(tmp_path, rank, 64, 100.0, "job", ended.append) for rank in range(64)]
+    readers: set[int] = set()
+    monkeypatch.setattr(Watchdog, "_read_states", lambda dog: readers.add(dog._rank))
+    for clocks.now, expected in ((5.0, 0), (15.0, 8), (85.0, 8), (95.0, 64)):
+        for dog in dogs:
+            dog._tick()
+        assert len(readers) == expected and not ended
+
+
+def test_the_watch_goes_on_after_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[int] = []
+
+    def tick(dog: Watchdog) -> None:
+        ticks.append(1)
+        if len(ticks) == 1:
+            raise RuntimeError("cannot look at this")
+        dog._stop.set()
+
+    monkeypatch.setattr(Watchdog, "_tick", tick)
+    Watchdog(tmp_path, 0, 1, 1.0, "job", lambda status: None)._watch()
+    assert len(ticks) == 2
 
 
 def test_clocks_that_are_set_end_no_job_and_save_none(clocks: Clocks, tmp_path: Path) -> None:

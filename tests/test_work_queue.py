@@ -33,7 +33,8 @@ from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.rollout import work_client, work_server
+from nemo_style_aligner.rollout import generator, setup, work_client, work_server
+from nemo_style_aligner.rollout import supply as supply_module
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
@@ -408,6 +409,73 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
     assert sorted(sink.got) == list(range(8))
     assert queue.status()["total"]["expired"] > 0 and queue.status()["total"]["completed"] == 8
     assert len(begun) < 8 + queue.status()["total"]["expired"]
+
+
+def test_the_ranks_of_an_engine_hear_of_their_leader_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for as long as others complete something; their collective has a limit that does not begin anew."""
+
+    class Group(EngineGroup):
+        def share(self, value: Any = None) -> Any:
+            told.append(value)
+            if len(told) == 3:
+                enough.set()
+            return value if self.is_leader else answers.pop(0)
+
+    class Work(StaticPartition):
+        def lease(self, n: int, wait: bool = False) -> list[int]:
+            assert wait and enough.wait(300)
+            return super().lease(n)
+
+    monkeypatch.setattr(supply_module, "PATIENCE_SECONDS", 0.01)
+    prompts = [Prompt(i, [1]) for i in range(4)]
+    enough, told, control = threading.Event(), [], object()
+    answers: list[Any] = []
+    work = Work(0, 1)
+    work.start_round(1, [0, 1])
+    leader = Group(0, 2, control=control)  # type: ignore[arg-type]
+    supply = RequestSupply(work, leader, 4, prompts, seed=7)
+    assert supply.wait()
+    assert told[:3] == [None] * 3 and told[-1] == [0, 1] and set(map(str, told[3:-1])) <= {"None"}
+    monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
+    assert not RequestSupply(work, leader, 4, prompts, seed=7).wait()
+    answers = [None, None, [0, 1]]
+    follower = Group(1, 2, control=control)  # type: ignore[arg-type]
+    assert RequestSupply(work, follower, 4, prompts, seed=7).wait() and answers == []
+
+
+def test_ranks_with_shares_of_their_own_wait_for_each_other_with_the_rounds_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose share takes long must not end the others, which would wait in one of training's collectives."""
+
+    class Engine:
+        num_slots = 4
+        statistics = GenerationStatistics()
+
+        def generate(self, source: Iterable[GenerationRequest], sampling: Any) -> Iterator[GenerationResult]:
+            yield from map(respond, source)
+
+    def group_of(size: int, minutes: float) -> Any:
+        groups.append((size, minutes))
+        return "meeting" if size > 1 else None
+
+    groups: list[Any] = []
+    order: list[Any] = []
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.ppo.batch_iterator.wait_seconds = 7200
+    monkeypatch.setattr(setup, "control_group", group_of)
+    engine: Any = Engine()
+    with single_process():
+        assert setup._local_generator(cfg, engine, EngineGroup()).meeting is None
+        monkeypatch.setattr(setup.dist, "get_world_size", lambda: 2)
+        local = setup._local_generator(cfg, engine, EngineGroup())
+        monkeypatch.undo()
+        monkeypatch.setattr(generator.dist, "barrier", lambda **where: order.append(where["group"]))
+        monkeypatch.setattr(generator.worlds, "barrier", lambda: order.append("round"))
+        monkeypatch.setattr(generator.stop_points, "check", lambda: order.append("check"))
+        local.start([Prompt(i, [1]) for i in range(8)], 1).run(Sink())
+    assert groups == [(1, 120.0), (2, 120.0)]
+    assert order == ["round", "meeting", "check"]
 
 
 def test_requests_for_very_many_ids_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

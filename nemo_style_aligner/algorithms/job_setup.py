@@ -21,7 +21,7 @@ from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.parallel.ending import abort_job
+from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog
@@ -110,7 +110,7 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
         return None
     if minutes <= 0:
         raise ConfigError(f"exp_manager.watchdog_minutes={minutes}: give more than 0, or null for no watchdog")
-    job = worlds.share("watchdog", broadcast_object(uuid.uuid4().hex[:12]))
+    job = run_name() or broadcast_object(uuid.uuid4().hex[:12])
     link = worlds.link()
     rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)
     watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, job, abort_job)

@@ -66,6 +66,18 @@ def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | 
         return on_first_rank(lambda: future.result(), group)  # type: ignore[union-attr]
 
 
+def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """`on_every_rank` of what may take long, and on one rank longer than on others: as `patiently_on_first_rank`."""
+    thread = concurrent.futures.ThreadPoolExecutor(1, "every-rank")
+    try:
+        future = thread.submit(action)
+        while not all(on_every_rank(lambda: not concurrent.futures.wait([future], _PATIENCE_SECONDS).not_done, group)):
+            pass
+        return on_every_rank(future.result, group)
+    finally:
+        thread.shutdown(wait=False)  # an error of another rank need not wait for this one's action
+
+
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run ``action`` on every rank and give every rank all results, or an error if one failed. Collective.
 

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
-from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file
+from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, patiently_on_every_rank, sync_file
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
 from nemo_style_aligner.telemetry import activity
 
@@ -101,7 +101,7 @@ def describe_files(directory: Path, group: dist.ProcessGroup | None = None) -> d
     """Size and SHA-256 of every file in ``directory``. Collective in ``group``: each rank reads its share."""
     files = on_first_rank(lambda: [p for p in directory.rglob("*") if p.is_file()], group)
     share = _own_share(sorted(file.relative_to(directory).as_posix() for file in files))
-    parts = on_every_rank(lambda: {name: describe_file(directory / name) for name in share}, group)
+    parts = patiently_on_every_rank(lambda: {name: describe_file(directory / name) for name in share}, group)
     return {name: description for part in parts for name, description in part.items()}
 
 
@@ -177,7 +177,7 @@ def find_changes(
         OSError: files cannot be read now.
     """
     share = _own_share(sorted(expected))
-    parts = on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share], group)
+    parts = patiently_on_every_rank(lambda: [_compare(source, name, expected[name]) for name in share], group)
     return sorted(problem for part in parts for problem in part if problem)
 
 

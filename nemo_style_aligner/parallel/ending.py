@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0
@@ -32,7 +32,8 @@ _EXIT_SECONDS = 60.0
 _ENDED_BY_ALL = (2, EXIT_STUCK)
 _ALL_SECONDS = 30.0  # until all of them have
 
-_failed_file: Path | None = None
+_log_dir: Path | None = None
+_run: str | None = None
 
 
 def shutdown(status: int = 0) -> None:
@@ -56,20 +57,40 @@ def shutdown(status: int = 0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     worlds.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_output()
 
 
 def leave_failures_in(log_dir: Path, *, remove: bool) -> None:
     """From now on a rank that fails leaves a line in `FAILED_FILE`; what an earlier run left is removed if told so."""
-    global _failed_file
-    _failed_file = log_dir / FAILED_FILE
+    global _log_dir
+    _log_dir = log_dir
     if remove:
-        _failed_file.unlink(missing_ok=True)
+        (log_dir / FAILED_FILE).unlink(missing_ok=True)
+
+
+def name_run(run: str) -> None:
+    """From now on a rank that fails also leaves its line in a file of this run alone, by which the other ranks end.
+
+    `FAILED_FILE` they cannot go by: a second job that was started in the directory by mistake, or a late rank of
+    a job that was killed, writes there as well.
+
+    Args:
+        run: names this start of the job, the same on all its ranks and on nobody else.
+    """
+    global _run
+    _run = run
+
+
+def run_name() -> str | None:
+    """What `name_run` was told."""
+    return _run
 
 
 def has_failed(log_dir: Path, patience: float = 0.0) -> bool:
-    """Whether a rank of this run has failed, or does so within ``patience`` seconds, as far as can be seen."""
+    """Whether a rank of this run has failed, or does so within ``patience`` seconds, as far as can be seen.
+
+    For jobs that start: `FAILED_FILE` has the ranks, too, that fail before the run has its name.
+    """
     deadline = time.monotonic() + patience
     while True:
         with contextlib.suppress(OSError):
@@ -96,8 +117,7 @@ def abort_job(exit_code: int = 1) -> NoReturn:
     last_resort = threading.Timer(_ABORT_SECONDS, os._exit, args=(exit_code,))
     last_resort.daemon = True
     last_resort.start()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_output()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_code)
@@ -119,28 +139,46 @@ def fail_job(error: BaseException) -> NoReturn:
 
 
 def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    rank, size, local_rank = _own_rank()
-    if _failed_file is not None:
+    # All ranks find the same mistake in the config.
+    is_mistake = issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue))
+    try:
+        rank, size, local_rank = _own_rank()
+        _leave_failure(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
+        if is_mistake:
+            # Rank 0 says it, and where that has not ended the job by then, the first rank of each other machine, on
+            # which it may be another one.
+            if rank > 0:
+                time.sleep(3.0)
+            lines = f"error: {error}\n" if local_rank == 0 else ""
+        else:
+            is_known = issubclass(kind, LaunchError)
+            trace_lines = [f"{kind.__name__}: {error}"] if is_known else traceback.format_exception(kind, error, trace)
+            text = "".join(trace_lines).rstrip()
+            header = f"rank {rank} of {size} on {socket.gethostname()} (process {os.getpid()}) failed; ending the job"
+            lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
+            sys.stderr.write(lines)  # in one piece: other ranks may be writing too
+    finally:
+        # Whatever cannot be said: an exception from here would leave the process to its other threads.
+        abort_job(2 if is_mistake else 1)
+
+
+def _leave_failure(line: str) -> None:
+    """Add a line to the files in which ranks say that they failed: for people and scripts, and for the other ranks."""
+    if _log_dir is None:
+        return
+    for path in [_log_dir / FAILED_FILE, *([] if _run is None else [failed_file_of(_log_dir, _run)])]:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
-            _failed_file.parent.mkdir(parents=True, exist_ok=True)
-            with _failed_file.open("a", encoding="utf-8") as file:
-                file.write(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
-    if issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue)):
-        # All ranks find the same mistake in the config: rank 0 says it, and where that has not ended the job by then,
-        # the first rank of each other machine, on which it may be another one.
-        if rank > 0:
-            time.sleep(3.0)
-        if local_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        abort_job(2)
-    if issubclass(kind, LaunchError):
-        text = f"{kind.__name__}: {error}"
-    else:
-        text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-    header = f"rank {rank} of {size} on {socket.gethostname()} (process {os.getpid()}) failed; ending the job"
-    lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
-    sys.stderr.write(lines)  # in one piece: other ranks may be writing too
-    abort_job(1)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
+
+def _flush_output() -> None:
+    """What can be written is; that the rest cannot (a full disk, a reader that is gone) changes nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _own_rank() -> tuple[int, int, int]:

@@ -8,15 +8,19 @@ job within seconds (`install_excepthook`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +40,15 @@ from nemo_style_aligner.config import (
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
-from nemo_style_aligner.parallel.ending import abort_job, has_failed, install_excepthook, leave_failures_in, shutdown
+from nemo_style_aligner.parallel.ending import (
+    abort_job,
+    fail_job,
+    has_failed,
+    install_excepthook,
+    leave_failures_in,
+    name_run,
+    shutdown,
+)
 from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port, machine_cores, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
@@ -44,6 +56,7 @@ from nemo_style_aligner.telemetry.logging import configure_logging
 
 _logger = logging.getLogger(__name__)
 
+_LOCKED_SECONDS = 30.0  # more than the limit for ranks that meet over MPI: they end without a word then
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
@@ -87,7 +100,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     """
     info = detect_launch(os.environ)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
-    info = _agree_on_address(info)
+    info = _agree_on_address(info, cfg.trainer.distributed_timeout_minutes)
     os.environ.update(info.environment())
     _share_cores(info)
 
@@ -117,6 +130,10 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
+    # Now, not with the watchdog: a rank may fail before it has one.
+    if info.rank == 0:
+        store.set("run", uuid.uuid4().hex[:12])
+    name_run(store.get("run").decode())
     try:
         if rollout_ranks:
             worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
@@ -146,10 +163,10 @@ def bind_address(host: str | None, info: LaunchInfo) -> str:
     return "0.0.0.0" if in_cluster else LOOPBACK
 
 
-def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
+def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
     """Fill in where rank 0 listens: under MPI rank 0 tells the others, alone it is this process's own affair.
 
-    Ranks that are all on one machine meet on loopback.
+    Ranks that are all on one machine meet on loopback. ``limit_minutes``: for MPI, which has no limits of its own.
     """
     if info.master_addr is not None:
         is_one_node = info.launcher == "slurm" and info.local_world_size == info.world_size
@@ -157,6 +174,30 @@ def _agree_on_address(info: LaunchInfo) -> LaunchInfo:
     if info.world_size == 1:
         return dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # ranks that wait in MPI would spin otherwise
+    with _limited(limit_minutes, info):
+        return _agree_over_mpi(info)
+
+
+@contextlib.contextmanager
+def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
+    """End the job where the body, in which the ranks meet over MPI, takes longer."""
+    error = LaunchError(
+        f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): see "
+        f"whether all {info.world_size} were started, and whether their machines reach each other"
+    )
+    timer = threading.Timer(60 * minutes, fail_job, (error,))
+    timer.daemon = True
+    timer.start()
+    # In C, where MPI's initialisation holds Python's lock, so that the timer's thread cannot run.
+    faulthandler.dump_traceback_later(60 * minutes + _LOCKED_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, its MPI library is not
@@ -269,7 +310,8 @@ def job(
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
-                        print(end.code, file=sys.stderr)
+                        with contextlib.suppress(OSError, ValueError):
+                            print(end.code, file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
             if status:

@@ -12,6 +12,7 @@ The signals of a process exist once, and so does this module's state.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+
+_logger = logging.getLogger(__name__)
 
 EXIT_REQUEUE = os.EX_TEMPFAIL
 """Exit status (75) of a job that stopped early with its state on disk: start it again and it goes on."""
@@ -133,9 +136,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def write_requeue_file(log_dir: Path, reason: str) -> None:
-    """Leave `REQUEUE_FILE` with the reason in it."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    (log_dir / REQUEUE_FILE).write_text(f"{reason}\n", encoding="utf-8")
+    """Leave `REQUEUE_FILE` with the reason in it. Where that cannot be (a full disk), the exit status says the same."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (log_dir / REQUEUE_FILE).write_text(f"{reason}\n", encoding="utf-8")
+    except OSError as error:
+        _logger.warning("%s cannot be written: %s", log_dir / REQUEUE_FILE, error)
 
 
 def remove_requeue_file(log_dir: Path) -> None:

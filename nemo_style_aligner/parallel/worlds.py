@@ -182,15 +182,6 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeou
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def share(name: str, value: str) -> str:
-    """Training rank 0's ``value`` on every rank of both worlds that asks for it."""
-    if _link is None:
-        return value
-    if _link.rank == 0:
-        _link.put(name, value.encode())
-    return _link.read(name).decode()
-
-
 def end(status: int) -> None:
     """Training rank 0: the job ends with this status; rollout ranks give up what they are at."""
     if _link is not None and _link.rank == 0:

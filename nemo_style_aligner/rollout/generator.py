@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch.distributed as dist
+
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -78,15 +80,23 @@ class LocalGenerator:
         work: where the ids of the samples to generate come from.
         sampling: sampling parameters.
         group: which ranks share the engine.
+        meeting: of all ranks, with a limit for how long one may wait there for the others' shares of a round; None
+            where ``work`` keeps them together.
     """
 
     def __init__(
-        self, engine: GenerationEngine, work: WorkSource, sampling: SamplingParams, group: EngineGroup
+        self,
+        engine: GenerationEngine,
+        work: WorkSource,
+        sampling: SamplingParams,
+        group: EngineGroup,
+        meeting: dist.ProcessGroup | None = None,
     ) -> None:
         self.engine = engine
         self.work = work
         self.sampling = sampling
         self.group = group
+        self.meeting = meeting
         self._num_rounds = 0
 
     @property
@@ -145,6 +155,8 @@ class LocalRound:
                 accepted.flush()
         if stop_signals.received() and group.is_leader:
             self._release_others()
+        if generator.meeting is not None:
+            dist.barrier(group=generator.meeting)  # training's collectives may have too short a limit for this wait
         stop_points.check()
 
     def _release_others(self) -> None:

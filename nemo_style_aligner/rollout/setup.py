@@ -277,7 +277,12 @@ def build_rollout_rank(
 
 
 def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: EngineGroup) -> LocalGenerator:
-    return LocalGenerator(engine, build_work_source(cfg, engine, group), sampling_params(cfg), group)
+    work = build_work_source(cfg, engine, group)
+    meeting = None
+    if isinstance(work, StaticPartition):  # with the queue, ranks wait for each other there
+        minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
+        meeting = control_group(dist.get_world_size(), minutes)
+    return LocalGenerator(engine, work, sampling_params(cfg), group, meeting)
 
 
 def build_collector(

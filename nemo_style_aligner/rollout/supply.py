@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 from collections.abc import Iterator, Sequence
 
 from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.seeds import derive_seed
@@ -47,12 +49,30 @@ class RequestSupply:
 
     def _lease(self, wait: bool = False) -> None:
         """As many ids as there are free slots, on all ranks of the group."""
-        ids: list[int] = []
+        n = max(1, self._num_slots - self.num_running)
         # A stop signal interrupts a round, but not one that has yet to begin, nor an engine that ranks share: they take
         # nothing more.
-        if self._group.is_leader and not stop_signals.received():
-            ids = self._work.lease(max(1, self._num_slots - self.num_running), wait=wait)
-        self._ids.extend(self._group.share(ids))
+        is_asking = self._group.is_leader and not stop_signals.received()
+        if wait and self._group.control is not None:
+            self._ids.extend(self._wait_together(n, is_asking))
+        else:
+            self._ids.extend(self._group.share(self._work.lease(n, wait=wait) if is_asking else []))
+
+    def _wait_together(self, n: int, is_asking: bool) -> list[int]:
+        """The leader waits for ids, for as long as others complete some; the ranks with it hear every few seconds."""
+        thread = concurrent.futures.ThreadPoolExecutor(1, "lease")
+        try:
+            lease = thread.submit(self._work.lease, n, wait=True) if is_asking else None
+            ids: list[int] | None = None
+            while ids is None:
+                if lease is None:
+                    ids = []
+                elif concurrent.futures.wait([lease], PATIENCE_SECONDS).done:
+                    ids = lease.result()
+                ids = self._group.share(ids)
+            return ids
+        finally:
+            thread.shutdown(wait=False)  # an error must not have to wait for what others complete
 
 
 def neighbours(prompts: Sequence[Prompt]) -> list[int]:

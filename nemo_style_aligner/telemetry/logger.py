@@ -14,7 +14,10 @@ in its run, whose id is in ``wandb_run_id``.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import math
 import os
 import threading
@@ -29,10 +32,14 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.config import without_secrets
 from nemo_style_aligner.telemetry import activity
 
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
 TIMELINE_FILE = "timeline.json"
 WANDB_ID_FILE = "wandb_run_id"
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class MetricsLogger:
@@ -64,8 +71,9 @@ class MetricsLogger:
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
         self._timeline_file = _open_for_append(self.log_dir / TIMELINE_FILE)
+        self._has_timeline = True
         if self._timeline_file.tell() == 0:
-            self._timeline_file.write("[\n")
+            self._write_timeline("[\n")
         self._write_event("process_name", ph="M", args={"name": self.log_dir.name})
 
     @classmethod
@@ -77,7 +85,11 @@ class MetricsLogger:
         return cls(log_dir, rank, wandb_kwargs)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``)."""
+        """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``).
+
+        Raises:
+            OSError: they cannot be written.
+        """
         activity.progress()  # on every rank
         if not self._enabled:
             return
@@ -93,6 +105,7 @@ class MetricsLogger:
 
         Raises:
             ValueError: a row has more or fewer cells than there are columns.
+            OSError: it cannot be written.
         """
         if not self._enabled:
             return
@@ -111,7 +124,10 @@ class MetricsLogger:
             self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
     def log_scope(self, path: str, seconds: float) -> None:
-        """Put a phase that ends now into the timeline; `ScopedTimer` calls this. Of any thread."""
+        """Put a phase that ends now into the timeline; `ScopedTimer` calls this. Of any thread.
+
+        Never fails: the phase may be ending by an exception, in whose place nobody wants to learn of a full disk.
+        """
         if self._enabled:
             name, begin = path.rpartition("/")[2], time.time() - seconds
             # Microseconds, by the clock that the jobs of a run have in common.
@@ -119,7 +135,16 @@ class MetricsLogger:
 
     def _write_event(self, name: str, **fields: Any) -> None:
         ids = {"pid": os.getpid(), "tid": threading.get_native_id()}
-        self._timeline_file.write(json.dumps({"name": name, **fields, **ids}) + ",\n")
+        self._write_timeline(json.dumps({"name": name, **fields, **ids}) + ",\n")
+
+    def _write_timeline(self, lines: str) -> None:
+        if not self._has_timeline:
+            return
+        try:
+            self._timeline_file.write(lines)
+        except OSError as error:
+            self._has_timeline = False
+            logger.warning("%s ends here, as it cannot be written: %s", self._timeline_file.name, error)
 
     def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard."""
@@ -140,7 +165,8 @@ class MetricsLogger:
         self._tensorboard.close()
         self._metrics_file.close()
         self._tables_file.close()
-        self._timeline_file.close()
+        with contextlib.suppress(OSError):  # of what could not be written before
+            self._timeline_file.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -196,10 +222,15 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
         ) from error
     settings = {"dir": str(log_dir), **wandb_settings(kwargs)}
     id_file = log_dir / WANDB_ID_FILE
-    if not settings.keys() & {"id", "resume"} and id_file.exists():
-        settings |= {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow"}
+    known = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
+    if known and not settings.keys() & {"id", "resume"}:
+        settings |= {"id": known, "resume": "allow"}
     run = wandb.init(**settings)
-    id_file.write_text(f"{run.id}\n", encoding="utf-8")
+    if run.id != known:
+        # Beside, and renamed: whoever is killed, or meets a full disk, in between leaves the old one.
+        unfinished = id_file.with_name(f".{WANDB_ID_FILE}.tmp")
+        unfinished.write_text(f"{run.id}\n", encoding="utf-8")
+        unfinished.replace(id_file)
     run.define_metric("*", step_metric="step")
     return run
 
@@ -233,7 +264,12 @@ def _open_for_append(path: Path) -> TextIO:
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        file.write(line)
+    except OSError as error:  # which does not say of which file
+        remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
+        raise OSError(error.errno, f"{error.strerror}{remedy}", file.name) from error
 
 
 def _to_float(name: str, value: Any) -> float:

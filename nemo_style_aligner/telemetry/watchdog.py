@@ -36,13 +36,24 @@ EXIT_STUCK = 124
 """Exit status of a job that the watchdog ended, the one of `timeout`."""
 
 FAILED_FILE = "failed"
-"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop."""
+"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop.
+
+Of whatever job has worked, or tried to work, in the directory; ranks follow the one of their own run, `failed_file_of`.
+"""
 
 _logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 5.0  # for the other ranks to notice the alarm and to write their stacks
 _SILENT_BEATS = 3.0  # a rank that has missed so many beats is stopped, starved or gone
-_QUIET_SHARE = 0.1  # of the limit, from which on a rank reads what the others write: not all do it all the time
+# Ranks that stand still read what the others write. Not all of them all the time: that would be files by the million.
+_QUIET_SHARE = 0.1  # of the limit, from which on some ranks do
+_NUM_READERS = 8  # how many, about
+_LATE_SHARE = 0.9  # of the limit, from which on every rank does
+
+
+def failed_file_of(log_dir: Path, run: str) -> Path:
+    """File in which the ranks of one run alone say that they failed."""
+    return log_dir / "watchdog" / f"{FAILED_FILE}_{run}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +116,8 @@ class Watchdog:
         self._end = end
         self._beat = min(10.0, max(0.2, limit / 10))
         self._alarm = self._folder / f"alarm_{job}.json"
-        self._failed = log_dir / FAILED_FILE
+        self._is_reader = rank % max(1, world_size // _NUM_READERS) == 0
+        self._failed = failed_file_of(log_dir, job)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._backstop: TextIO | None = None
@@ -132,10 +144,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._beat):
-            self._tick()
+            try:
+                self._tick()
+            except Exception:  # the watch must not end with it
+                _logger.exception("watchdog")
 
     def _tick(self) -> None:
         self._put_off_backstop(self._limit + 6 * self._beat)
+        late = _LATE_SHARE * self._limit
         state = self._state()
         self._sightings[self._rank] = Sighting(state, time.monotonic())
         self._write_state(state)
@@ -149,7 +165,7 @@ class Watchdog:
             if not self._stop.wait(_GATHER_SECONDS):
                 _logger.error("another rank has failed, as %s says: ending this one", self._failed)
                 self._end(1)
-        elif state.idle > _QUIET_SHARE * self._limit:
+        elif state.idle > _QUIET_SHARE * self._limit and (self._is_reader or state.is_stuck(late, 0.0)):
             self._read_states()
             if state.is_stuck(self._limit, 0.0) and self._others_are_stuck():
                 self._raise_alarm()
@@ -215,8 +231,9 @@ class Watchdog:
         silent_after = _SILENT_BEATS * self._beat + _GATHER_SECONDS
         report = describe([self._sightings.get(rank) for rank in ranks], self._limit, time.monotonic(), silent_after)
         report += f"\nstacks of all ranks that could write them: {self._folder}/stacks_rank_*.txt"
-        sys.stderr.write("".join(f"[rank {self._rank}] watchdog: {line}\n" for line in report.splitlines()))
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
+            sys.stderr.write("".join(f"[rank {self._rank}] watchdog: {line}\n" for line in report.splitlines()))
+            sys.stderr.flush()
         with _tolerated():
             (self._folder / "report.txt").write_text(report + "\n", encoding="utf-8")
         self._end(EXIT_STUCK)
