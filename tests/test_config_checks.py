@@ -422,6 +422,7 @@ def test_settings_that_cannot_work_are_found(model: Path, name: str) -> None:
     job, ranks, line, expected = WRONG[name]
     found = problems(model, job, line, ranks)
     assert len(found) == len(expected), found  # these and nothing else
+    assert not any("\n" in problem for problem in found)
     for text in expected:
         assert any(text in problem for problem in found), found
 
@@ -459,6 +460,12 @@ def test_a_log_directory_that_cannot_be_made_after_all(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=f"the log directory {folder} cannot be written to .*explicit_log_dir"):
             hold_log_directory(folder, "job")
+
+
+def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path) -> None:
+    line = f"exp_manager.explicit_log_dir={DATA}"
+    assert len(problems(model, "inference_rm", line)) == 1
+    assert problems(model, "inference_rm", f"{line} exp_manager.watchdog_minutes=null") == []
 
 
 def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:

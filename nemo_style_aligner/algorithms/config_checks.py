@@ -157,7 +157,8 @@ def _base_config(path: str | None, key: str) -> dict[str, Any]:
     try:
         return read_base_config(path, key)[1]
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(str(error) if str(error).startswith(key) else f"{key}={path}: {error}") from error
+        text = " ".join(str(error).splitlines())  # tarfile has one for each kind of compression
+        raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
 
 
 def _any_size_wrong(problems: list[str]) -> bool:
@@ -261,7 +262,8 @@ def _places(view: JobView) -> Iterator[str]:
 
 
 def _what_is_there(view: JobView) -> Iterator[str]:
-    yield from log_directory_problems(view.cfg.exp_manager)  # where every rank has its watchdog write
+    if view.name != "inference_rm" or view.get("exp_manager.watchdog_minutes") is not None:
+        yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
     if view.only_generates:
         return
     yield from resume_problems(view.cfg.exp_manager)
