@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config_types import wrong_types
@@ -175,6 +176,10 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
     if missing:
         problems.append("these keys need a value: " + ", ".join(missing))
     problems += wrong_types(cfg, defaults)
+    try:
+        notes.append(_note_on_directories(cfg, defaults))
+    except ConfigError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return [note for note in notes if note]
@@ -183,8 +188,22 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
 def log_directory(exp_manager: DictConfig) -> Path:
     """Where a job writes: ``explicit_log_dir``, else ``<exp_dir>/<name>``, else ``nemo_experiments/<name>``."""
     if exp_manager.explicit_log_dir:
-        return Path(exp_manager.explicit_log_dir).expanduser()
-    return Path(exp_manager.exp_dir or "nemo_experiments").expanduser() / exp_manager.name
+        return Path(str(exp_manager.explicit_log_dir)).expanduser()
+    return Path(str(exp_manager.exp_dir or "nemo_experiments")).expanduser() / str(exp_manager.name)
+
+
+def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
+    """That ``exp_dir`` gives way to ``explicit_log_dir``, as in NeMo; an error if nobody has asked for the latter."""
+    key, winner = "exp_manager.exp_dir", "exp_manager.explicit_log_dir"
+    try:
+        given, log_dir = OmegaConf.select(cfg, key), OmegaConf.select(cfg, winner)
+    except OmegaConfBaseException:  # reported with the values it refers to
+        return ""
+    if not given or not log_dir:
+        return ""
+    if log_dir == OmegaConf.select(defaults, winner):
+        raise ConfigError(f"{key}={given}: {winner}={log_dir}, the default, would win; set {winner}=null to use {key}")
+    return f"{key}={given} has no effect: {winner}={log_dir} wins"
 
 
 def _missing(config: DictConfig, prefix: str = "") -> Iterator[str]:

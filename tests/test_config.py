@@ -295,6 +295,19 @@ def test_log_directory() -> None:
     assert log_directory(section) == Path.home() / "runs"
 
 
+def test_exp_dir_beside_an_explicit_log_dir() -> None:
+    """The latter wins, as in NeMo: with a note where it was asked for, and an error where it is a default."""
+    cfg = composed("training_rm", "exp_manager.exp_dir=/mine")
+    with pytest.raises(ConfigError, match=r"exp_dir=/mine: .*explicit_log_dir=/results, the default.* set .*=null"):
+        check_config(cfg, "training_rm")
+    cfg.exp_manager.explicit_log_dir = "/r"
+    (note,) = check_config(cfg, "training_rm")
+    assert note == "exp_manager.exp_dir=/mine has no effect: exp_manager.explicit_log_dir=/r wins"
+    cfg.exp_manager.explicit_log_dir = None
+    assert check_config(cfg, "training_rm") == [] and log_directory(cfg.exp_manager) == Path("/mine/megatron_gpt")
+    assert check_config(composed("inference_rm", "exp_manager.exp_dir=/mine"), "inference_rm") == []
+
+
 def test_targets_of_moved_keys_exist() -> None:
     configs = [load_defaults(job) for job in JOBS]
     for legacy in LEGACY_KEYS:

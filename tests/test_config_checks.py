@@ -17,13 +17,19 @@ from omegaconf import OmegaConf
 from test_config import COMMANDS, JOBS, composed
 
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
+from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.supervised_setup import _unescaped
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
+from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
-SFT_FILES = ("model.data.train_ds.file_path=a", "model.data.validation_ds.file_path=a")
+DATA = str(Path(__file__))  # whose being there is all that is looked at
+PREFIX = f"model.data.data_prefix={{train: ['{DATA}']}}"
+SFT_FILES = (f"model.data.train_ds.file_path={DATA}", "model.data.validation_ds.file_path=null")
+GIVEN = {"gpt_sft": SFT_FILES, "training_rm": (PREFIX,), "gpt_ppo_actor": (PREFIX,)}
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
-    arguments = [f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}", *shlex.split(line)]
+    path = f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}"
+    log_dir = f"exp_manager.explicit_log_dir={model.parent / 'log'}"
     cfg = load_defaults(job)
-    for argument in [*SFT_FILES, *arguments] if job == "gpt_sft" else arguments:
+    for argument in [path, log_dir, *GIVEN.get(job, ()), *shlex.split(line)]:
         key, _, value = argument.partition("=")
-        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x)  # much faster than hydra
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)  # much faster than hydra
     check_config(cfg, job)
     return find_problems(job, cfg, ranks)
 
@@ -226,6 +233,109 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "name of a checkpoint": (
         "gpt_sft", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step:q}\"'", ("filename: {step:q}",),
     ),
+    "kind of measurement": (
+        "training_rm", 1, "'exp_manager.checkpoint_callback_params.filename=\"{val_loss:d}\"'",
+        ("exp_manager.checkpoint_callback_params.filename: {val_loss:d} of 0.5",),
+    ),
+    "measurement of PPO": (
+        "gpt_ppo_actor", 1, "'exp_manager.checkpoint_callback_params.filename=\"{val_rewards:q}-{step:04d}\"'",
+        ("exp_manager.checkpoint_callback_params.filename: {val_rewards:q} of 0.5",),
+    ),
+    "name that is none": (
+        "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.filename='\"..\"'",
+        ("filename='..': checkpoints need a name",),
+    ),
+    "no name": (
+        "gpt_sft", 1, "exp_manager.checkpoint_callback_params.filename='\"\"'", ("filename='': checkpoints need a",),
+    ),
+    "name of something unfinished": (
+        "gpt_sft", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step}.unfinished\"'",
+        ("none that ends with .unfinished, .damaged, -last",),
+    ),
+    "long name": (
+        "gpt_sft", 1, f"exp_manager.checkpoint_callback_params.filename={'x' * 201}", ("names of more than 200 bytes",),
+    ),
+    "critic's address": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=http://node7",
+        ("critic.ip=http://node7: give a host's name or address alone, as node7; its port is remote_critic",),
+    ),
+    "address with a port": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=node7:5556", ("critic.ip=node7:5556: give a host's name",),
+    ),
+    "reward model's address": (
+        "gpt_ppo_actor", 1,
+        "remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.ip='\"a b\"' "
+        "remote_critic_rm.critic.ip='\"\"'",
+        ("reward_model.ip=a b: give", "remote_critic_rm.critic.ip=: give"),
+    ),
+    "no secret": ("gpt_ppo_actor", 1, "remote_critic_rm.token='\"\"'", ("remote_critic_rm.token does not hold a",)),
+    "no secret of a service": ("inference_rm", 1, "inference.token='a b'", ("inference.token does not hold a secret",)),
+    "no steps": (
+        "training_rm", 1, "trainer.rm.max_steps=0", ("trainer.rm.max_steps=0: must be -1, or 1 or more",),
+    ),
+    "no steps of a critic": (
+        "gpt_ppo_critic", 1, "trainer.ppo.max_steps=0", ("trainer.ppo.max_steps=0: must be -1, or 1 or more",),
+    ),
+    "KL": (
+        "gpt_ppo_actor", 1, "trainer.ppo.use_absolute_kl=False trainer.ppo.kl_estimator=abs",
+        ("trainer.ppo.use_absolute_kl=False, trainer.ppo.kl_estimator=abs contradict each other",),
+    ),
+    "two engines": (
+        "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.enable=True trainer.ppo.generation.engine=megatron",
+        ("trainer.ppo.generation.engine=megatron, trainer.ppo.trt_llm.enable=True ask for two engines",),
+    ),
+    "no preferred batch": (
+        "gpt_ppo_critic", 1, "trainer.ppo.inference_micro_batch_size=[]",
+        ("trainer.ppo.inference_micro_batch_size=[]: give a whole number, or a list of one or more",),
+    ),
+    "preferred batches that are no numbers": (
+        "inference_rm", 1, "inference.inference_micro_batch_size=[4,many]",
+        ("inference.inference_micro_batch_size=[4, 'many']: give a whole number",),
+    ),
+    "no data": (
+        "gpt_ppo_actor", 1, "model.data.data_prefix=null", ("model.data.data_prefix should be {train: [FILE, ...",),
+    ),
+    "data file alone": ("training_rm", 1, f"model.data.data_prefix={DATA}", ("model.data.data_prefix should be {tra",)),
+    "split of another name": (
+        "training_rm", 1, f"'model.data.data_prefix={{train: {DATA}, val: {DATA}}}'", ("has the unknown split 'val'",),
+    ),
+    "nothing to train on": (
+        "training_rm", 1, f"'model.data.data_prefix={{validation: [{DATA}]}}'",
+        ("model.data.data_prefix names no training data",),
+    ),
+    "empty split": (
+        "gpt_ppo_actor", 1, "'model.data.data_prefix={train: []}'", ("model.data.data_prefix.train names no file",),
+    ),
+    "data that are not there": (
+        "gpt_ppo_actor", 1, "'model.data.data_prefix={train: [/none.jsonl]}'",
+        ("model.data.data_prefix.train names /none.jsonl: no such data file",),
+    ),
+    "no SFT data": (
+        "gpt_sft", 1, "model.data.train_ds.file_path=null model.data.validation_ds.file_path=/",
+        ("model.data.train_ds.file_path=None: give a file", "validation_ds.file_path names /: this is a folder"),
+    ),
+    "log directory that is a file": (
+        "gpt_ppo_critic", 1, f"exp_manager.explicit_log_dir={DATA}/log",
+        (f"exp_manager.explicit_log_dir={DATA}/log: the log directory {DATA}/log cannot be written to ({DATA} is no",),
+    ),
+    "log directory below a file": (
+        "inference_rm", 1, f"exp_manager.explicit_log_dir=null exp_manager.exp_dir={DATA}",
+        (f"exp_manager.exp_dir={DATA}: the log directory {DATA}/inference_rm cannot be written to",),
+    ),
+    "checkpoint that is not there": (
+        "gpt_sft", 1, "exp_manager.resume_from_checkpoint=/typo",
+        ("exp_manager.resume_from_checkpoint=/typo is no checkpoint: there is no such folder",),
+    ),
+    "folder that is no checkpoint": (
+        "gpt_ppo_critic", 1, f"exp_manager.resume_from_checkpoint={Path(DATA).parent}", ("it has no manifest.json",),
+    ),
+    "archive that is none": (
+        "gpt_sft", 1, f"model.restore_from_path={DATA}", (f"model.restore_from_path={DATA}: {DATA} is not a read",),
+    ),
+    "archive without a config": (
+        "training_rm", 1, f"pretrained_checkpoint.restore_from_path={Path(DATA).parent / 'data'}",
+        ("pretrained_checkpoint.restore_from_path=",),
+    ),
     "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run='4h' is not of the form",)),
     "head": (
         "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
@@ -312,6 +422,7 @@ def test_settings_that_cannot_work_are_found(model: Path, name: str) -> None:
     job, ranks, line, expected = WRONG[name]
     found = problems(model, job, line, ranks)
     assert len(found) == len(expected), found  # these and nothing else
+    assert not any("\n" in problem for problem in found)
     for text in expected:
         assert any(text in problem for problem in found), found
 
@@ -326,6 +437,96 @@ def test_settings_that_cannot_work_are_found(model: Path, name: str) -> None:
 )
 def test_ranks_and_micro_batches_need_not_divide_a_global_batch(model: Path, job: str, ranks: int, line: str) -> None:
     assert problems(model, job, line, ranks) == []
+
+
+def test_names_of_checkpoints_and_hosts_that_are_possible(model: Path) -> None:
+    filename = "exp_manager.checkpoint_callback_params.filename"
+    for name in ("{step:05d}-{epoch}-{val_loss:.3f}", "a/{train_loss:8.2e}", "run.1", "{consumed_samples:,}"):
+        assert problems(model, "training_rm", f"'{filename}=\"{name}\"'") == []
+    for host in ("localhost", "node-7.cluster", "10.0.0.7", "::1", "[fe80::1]", "7"):
+        assert problems(model, "gpt_ppo_actor", f"remote_critic_rm.critic.ip='\"{host}\"'") == []
+
+
+def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append(str(path)))
+    (line,) = problems(model, "gpt_sft", f"exp_manager.explicit_log_dir={tmp_path}/a/b")
+    assert f"(this user may not write in {tmp_path}): give a folder of yours" in line
+    assert asked == [str(tmp_path)]
+
+
+def test_a_log_directory_that_cannot_be_made_after_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"the log directory {folder} cannot be written to .*explicit_log_dir"):
+            hold_log_directory(folder, "job")
+
+
+def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path) -> None:
+    line = f"exp_manager.explicit_log_dir={DATA}"
+    assert len(problems(model, "inference_rm", line)) == 1
+    assert problems(model, "inference_rm", f"{line} exp_manager.watchdog_minutes=null") == []
+
+
+def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
+    """One that is gone since is none to complain of where the run has gone on from it: that is resumed instead."""
+    named = tmp_path / "elsewhere" / "step=3-last"
+    line = f"exp_manager.explicit_log_dir={tmp_path} exp_manager.resume_from_checkpoint={named}"
+    assert "there is no such folder" in problems(model, "gpt_sft", line)[0]
+    own = tmp_path / "checkpoints" / "step=7"
+    own.mkdir(parents=True)
+    Manifest(1, 7, None, {}, None).write(own)
+    assert len(problems(model, "gpt_sft", line)) == 1
+    Manifest(1, 7, None, {}, str(named)).write(own)
+    assert problems(model, "gpt_sft", line) == []
+    (own / "manifest.json").write_text("{}")
+    assert len(problems(model, "gpt_sft", line)) == 1 and own.exists()
+    named.mkdir(parents=True)
+    Manifest(1, 3, None, {}).write(named)
+    assert problems(model, "gpt_sft", line) == []
+
+
+def test_a_secret_that_others_may_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    (line,) = problems(model, "gpt_ppo_actor", "")
+    assert line.startswith("remote_critic_rm.token=auto: the secret file") and "cannot be read" in line
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o644)
+    assert "is open to others (mode 0644)" in problems(model, "gpt_ppo_critic", "")[0]
+    assert problems(model, "gpt_ppo_critic", "trainer.ppo.token=none") == []
+    (tmp_path / "token").chmod(0o600)
+    assert problems(model, "gpt_ppo_actor", "") == []
+
+
+def test_the_users_own_secret_is_not_made_by_the_checks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert problems(model, "gpt_ppo_actor", "") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_only_generate_need_no_data(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.pretrained_checkpoint.restore_from_path = str(model)
+    cfg.exp_manager.explicit_log_dir = str(model.parent)
+    cfg.exp_manager.resume_from_checkpoint = "/on_another_machine"
+    cfg.trainer.ppo.rollout_devices = 1
+    assert [len(find_problems("gpt_ppo_actor", cfg, 3, rank)) for rank in range(3)] == [2, 2, 0]
+
+
+def test_a_watchdog_that_comes_too_late_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = composed("gpt_ppo_critic", f"pretrained_checkpoint.restore_from_path={model}")
+    cfg.exp_manager.explicit_log_dir = str(model.parent)
+    check_job("gpt_ppo_critic", cfg, 1)
+    assert not caplog.messages
+    cfg.trainer.distributed_timeout_minutes = 20
+    check_job("gpt_ppo_critic", cfg, 1)
+    (message,) = caplog.messages
+    assert message.startswith("exp_manager.watchdog_minutes=25 is not below trainer.distributed_timeout_minutes=20")
 
 
 def test_weights_and_biases_that_is_not_installed_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +559,10 @@ def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: py
     job, line, _ = COMMANDS[name]
     cfg = composed(job, *shlex.split(line), f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}")
     check_config(cfg, job)
+    for argument in GIVEN.get(job, ()):  # the guides' places are not on this machine
+        key, _, value = argument.partition("=")
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
+    cfg.exp_manager.explicit_log_dir = str(model.parent)
     if "reshard" in line:
         cfg.model.pipeline_model_parallel_size = 2
     assert find_problems(job, cfg, int(cfg.trainer.devices) * 2) == []
@@ -369,6 +574,8 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
         "train_gpt_ppo_actor.py",
         f"pretrained_checkpoint.restore_from_path={model}",
         f"exp_manager.explicit_log_dir={tmp_path / 'log'}",
+        "exp_manager.resume_from_checkpoint=/typo",
+        PREFIX,
         "trainer.devices=2",
         "model.tensor_model_parallel_size=8",
         "model.ppo.num_rollout_samples=100",
@@ -381,6 +588,7 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
     start = lines.index("error: these settings cannot work:")
     keys = {line.split("=")[0] for line in lines[start + 1 :]}
     assert keys == {
+        "exp_manager.resume_from_checkpoint",
         "trainer.ppo.gae_lambda",
         "model.tensor_model_parallel_size",
         "model.ppo.num_rollout_samples",
@@ -400,7 +608,8 @@ def test_a_step_ahead_is_corrected_for_unless_told_otherwise(model: Path) -> Non
 
 
 def test_the_checks_change_nothing(model: Path) -> None:
-    cfg = composed("gpt_ppo_actor", f"pretrained_checkpoint.restore_from_path={model}")
+    cfg = composed("gpt_ppo_actor", f"pretrained_checkpoint.restore_from_path={model}", PREFIX)
+    cfg.exp_manager.explicit_log_dir = str(model.parent / "log")
     before = OmegaConf.to_yaml(cfg)
     check_job("gpt_ppo_actor", cfg, 2)
     assert OmegaConf.to_yaml(cfg) == before

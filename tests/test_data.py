@@ -456,6 +456,8 @@ def test_data_prefix(tmp_path: Path) -> None:
     assert prefix.train == DataSource((a, b)) and prefix.validation == DataSource((b,))
     assert prefix.test == DataSource((a, b), (0.3, 0.7))
     assert load_data_prefix({"train": [a]}).test is None
+    with pytest.raises(DataError, match=r"model\.data\.data_prefix names no training data"):
+        _ = load_data_prefix({"validation": [a]}).training
 
 
 @pytest.mark.parametrize(
@@ -464,7 +466,10 @@ def test_data_prefix(tmp_path: Path) -> None:
         (None, "data_prefix should be"),
         (["a.jsonl"], "data_prefix should be"),
         ({"train": ["a.jsonl"], "valid": []}, "unknown split 'valid'"),
-        ({"train": []}, "names no file"),
+        ({"train": []}, r"model\.data\.data_prefix\.train names no file"),
+        ({"train": {"a.jsonl": 1}}, "give a file, or a list of files"),
+        ({"train": [["a.jsonl"]]}, "give a file, or a list of files"),
+        ({"validation": "/"}, r"model\.data\.data_prefix\.validation names /: this is a folder"),
         ({"train": ["nowhere.jsonl"]}, r"nowhere\.jsonl: no such data file"),
         ({"train": [0.3, "a.jsonl", "b.jsonl"]}, "weights and files in turn"),
         ({"train": ["a.jsonl", 0.3]}, "weights and files in turn"),

@@ -7,9 +7,13 @@ one line per problem: key=value, why it cannot be, what to do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import ipaddress
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +23,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
+from nemo_style_aligner.algorithms.place_checks import (
+    data_prefix_problems,
+    log_directory_problems,
+    resume_problems,
+    secret_problems,
+    sft_data_problems,
+)
 from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import checkpoint_name
+from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
+from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
@@ -29,8 +41,11 @@ from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over, read_base_config
+from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.rollout.setup import sampling_params
 from nemo_style_aligner.telemetry.logger import wandb_settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +57,14 @@ class JobView:
         cfg: the config, its ``model`` section laid over the checkpoint's.
         world_size: ranks of the job.
         architecture: the model's shape; None if the checkpoint's config could not be read.
+        rank: this process's.
     """
 
     name: str
     cfg: DictConfig
     world_size: int
     architecture: ModelArchitecture | None
+    rank: int = 0
 
     def get(self, key: str) -> Any:
         """A value, None where it is not set or cannot be computed, which is reported by itself."""
@@ -69,6 +86,11 @@ class JobView:
     def training_ranks(self) -> int:
         """Ranks that train."""
         return self.world_size - self.rollout_ranks
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether this rank does, and so reads no data and no checkpoint: its machine need not have them."""
+        return self.rank >= self.training_ranks > 0
 
     @property
     def tp_size(self) -> int:
@@ -100,19 +122,22 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
     Raises:
         ConfigError: one line for each problem.
     """
-    problems = list(find_problems(name, cfg, world_size))
+    rank = detect_launch(os.environ).rank
+    problems = find_problems(name, cfg, world_size, rank)
     if problems:
         raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+    for doubt in _doubts(cfg) if rank == 0 else ():
+        logger.warning(doubt)
 
 
-def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
+def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) -> list[str]:
     """What `check_job` complains about."""
     problems: list[str] = []
     cfg = cfg.copy()
     architecture = None
+    key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
     try:
-        key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
-        _, base = read_base_config(OmegaConf.select(cfg, key), key)
+        base = _base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
         cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
         architecture = ModelArchitecture.from_nemo_config(cfg.model)
@@ -120,11 +145,20 @@ def find_problems(name: str, cfg: DictConfig, world_size: int) -> list[str]:
         pass  # found again below, with its key
     except (OSError, ValueError, KeyError) as error:
         problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
-    view = JobView(name, cfg, world_size, architecture)
+    view = JobView(name, cfg, world_size, architecture, rank)
     problems += _out_of_range(view)
     # Sizes that make no sense by themselves would make the arithmetic senseless.
     checks = (_values_that_are_read_as_a_whole,) if _any_size_wrong(problems) else _CHECKS[name]
-    return problems + [problem for check in checks for problem in check(view)]
+    return problems + [problem for check in (*checks, _places) for problem in check(view)]
+
+
+def _base_config(path: str | None, key: str) -> dict[str, Any]:
+    """`read_base_config`, whose complaints about an archive that is none name the archive alone."""
+    try:
+        return read_base_config(path, key)[1]
+    except (OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).splitlines())  # tarfile has one for each kind of compression
+        raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
 
 
 def _any_size_wrong(problems: list[str]) -> bool:
@@ -163,7 +197,7 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
         settings: list[CheckpointSettings] = []
         yield from _attempt(lambda: settings.append(CheckpointSettings.from_config(cfg.exp_manager)))
         if settings:
-            yield from _attempt(lambda: checkpoint_name(settings[0].filename, _EXAMPLE_VALUES))
+            yield from _checkpoint_name(settings[0].filename)
     if "optim" in cfg.model:
         betas = view.get("model.optim.betas")
         if betas is not None and len(betas) != 2:
@@ -176,7 +210,30 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
             yield f"model.ppo.sampling_params and length_params: {problem}"
 
 
-_EXAMPLE_VALUES = {"step": 1, "epoch": 1, "consumed_samples": 1, "ppo_optimization_step": 1, "val_loss": 0.5}
+def _checkpoint_name(template: Any) -> Iterator[str]:
+    key = "exp_manager.checkpoint_callback_params.filename"
+    if not isinstance(template, str):
+        yield f"{key}={template}: must be text"
+        return
+    fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
+    # Counters are whole numbers, what steps and validations measure are fractions.
+    examples = {name: 0.5 if name.startswith(("val_", "train_")) else 1 for name in fields}
+    try:
+        name = checkpoint_name(template, examples)
+    except ValueError as error:
+        yield f"exp_manager.{error}"
+        return
+    taken = (UNFINISHED, DAMAGED, LAST)
+    if name.strip() in ("", ".", "..") or name.endswith(taken):
+        yield (
+            f"{key}={template!r}: checkpoints need a name, and none that ends with {', '.join(taken)}, which say what "
+            "became of them; try megatron_gpt-{step}"
+        )
+    elif len(os.fsencode(name)) > _LONGEST_NAME:
+        yield f"{key}={template}: makes names of more than {_LONGEST_NAME} bytes; choose a shorter one"
+
+
+_LONGEST_NAME = 200  # file systems take 255, and numbers grow and suffixes are added
 
 
 def _wandb(view: JobView) -> Iterator[str]:
@@ -194,6 +251,44 @@ def _wandb(view: JobView) -> Iterator[str]:
         known = inspect.signature(wandb.init).parameters
         if unknown := [f"exp_manager.wandb_logger_kwargs.{name}" for name in settings if name not in known]:
             yield f"{', '.join(unknown)}: wandb.init takes no such argument; leave it out"
+
+
+# ---- places -------------------------------------------------------------------------------------
+
+
+def _places(view: JobView) -> Iterator[str]:
+    with contextlib.suppress(OmegaConfBaseException):  # reported by itself
+        yield from _what_is_there(view)
+
+
+def _what_is_there(view: JobView) -> Iterator[str]:
+    if view.name != "inference_rm" or view.get("exp_manager.watchdog_minutes") is not None:
+        yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
+    if view.only_generates:
+        return
+    yield from resume_problems(view.cfg.exp_manager)
+    if view.name == "gpt_sft":
+        yield from sft_data_problems(view.cfg.model.data)
+    elif view.name in ("training_rm", "gpt_ppo_actor"):
+        yield from data_prefix_problems(view.get("model.data.data_prefix"))
+    token = {
+        "gpt_ppo_actor": "remote_critic_rm.token",
+        "gpt_ppo_critic": "trainer.ppo.token",
+        "inference_rm": "inference.token",
+    }.get(view.name)
+    if token is not None:
+        yield from secret_problems(view.get(token), token)
+
+
+def _doubts(cfg: DictConfig) -> Iterator[str]:
+    """What works, but hardly as it was meant."""
+    watchdog, limit = "exp_manager.watchdog_minutes", "trainer.distributed_timeout_minutes"
+    minutes, timeout = OmegaConf.select(cfg, watchdog), OmegaConf.select(cfg, limit)
+    if minutes is not None and minutes >= timeout:
+        yield (
+            f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
+            "watchdog can report who held it up"
+        )
 
 
 # ---- layout -------------------------------------------------------------------------------------
@@ -297,6 +392,9 @@ def _generation(view: JobView) -> Iterator[str]:
             f"{view.said(reshard)} with {view.said(_PP)}: there are no pipeline stages to turn into tensor "
             f"parallelism; leave it out (how many ranks share an engine is said by {size})"
         )
+    trt_llm = f"{ppo}.trt_llm.enable"
+    if view.get(engine) == "megatron" and view.get(trt_llm):
+        yield f"{view.said(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
     if view.get(engine) == "megatron" and view.pp_size > 1:
         yield f"{view.said(engine)} cannot generate with {view.said(_PP)}; choose embedded"
     parallel = "model.sequence_parallel"
@@ -353,15 +451,34 @@ def _policy_logprobs(view: JobView) -> Iterator[str]:
         )
 
 
+def _kl_estimator(view: JobView) -> Iterator[str]:
+    absolute, estimator = "trainer.ppo.use_absolute_kl", "trainer.ppo.kl_estimator"
+    if view.get(absolute) is False and view.get(estimator) == "abs":
+        yield f"{view.said(absolute, estimator)} contradict each other: choose {estimator}=k1, or {absolute}=True"
+
+
 def _services(view: JobView) -> Iterator[str]:
     critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
+    yield from _host(view, f"{critic}.ip")
     if view.get("remote_critic_rm.combine_rm_and_critic_server"):
         return
+    yield from _host(view, f"{reward}.ip")
     if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
         yield (
             f"{view.said(f'{critic}.port', f'{reward}.port')}: two services at one address; give the reward model's, "
             "or set remote_critic_rm.combine_rm_and_critic_server=True"
         )
+
+
+def _host(view: JobView, key: str) -> Iterator[str]:
+    host = str(view.get(key))
+    is_plain = re.fullmatch(r"[^\s/:@]+", host) is not None
+    if ":" in host and not re.search(r"[\s/]", host):
+        with contextlib.suppress(ValueError):
+            is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    if not is_plain:
+        port = key.removesuffix("ip") + "port"
+        yield f"{view.said(key)}: give a host's name or address alone, as node7; its port is {port}"
 
 
 # ---- the reward model and the critic ------------------------------------------------------------
@@ -382,8 +499,17 @@ def _reward_head(view: JobView) -> Iterator[str]:
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"
-    if view.get(key) is not None and view.get(key) < 1:
+    if view.get(key) == -1:
         yield f"{view.said(key)}: the learning rate's schedule needs a number of critic updates; give 1 or more"
+
+
+def _inference_batch(view: JobView) -> Iterator[str]:
+    section = "inference" if view.name == "inference_rm" else "trainer.ppo"
+    key = f"{section}.inference_micro_batch_size"
+    value = view.get(key)
+    sizes = list(value) if isinstance(value, ListConfig) else [value]
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+        yield f"{view.said(key)}: give a whole number, or a list of one or more"
 
 
 _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
@@ -391,7 +517,7 @@ _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monit
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
     "training_rm": (*_TRAINING, _reward_head),
-    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic),
+    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic, _inference_batch),
     "gpt_ppo_actor": (
         *_TRAINING,
         _rollout_batches,
@@ -400,7 +526,8 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
         _rollout_ranks,
         _importance,
         _policy_logprobs,
+        _kl_estimator,
         _services,
     ),
-    "inference_rm": _COMMON,
+    "inference_rm": (*_COMMON, _inference_batch),
 }

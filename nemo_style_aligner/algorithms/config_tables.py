@@ -23,12 +23,13 @@ from nemo_style_aligner.telemetry.logging import LOG_FORMATS, LOG_LEVELS
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers between ``low`` and ``high``, the ends included unless said otherwise."""
+    """Numbers between ``low`` and ``high``, the ends included unless said otherwise; and ``also``, which means off."""
 
     low: float
     high: float = math.inf
     low_excluded: bool = False
     high_excluded: bool = False
+    also: float | None = None
 
     def allows(self, value: Any) -> bool:
         """Whether a number, or each number of a list, lies in the range. Other types are not this check's business."""
@@ -36,11 +37,15 @@ class Range:
             return all(map(self.allows, value))
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
+        if value == self.also:
+            return True
         above = value > self.low if self.low_excluded else value >= self.low
         below = value < self.high if self.high_excluded else value <= self.high
         return above and below and not math.isinf(value)
 
     def __str__(self) -> str:
+        if self.also is not None:
+            return f"{self.also:g}, or {dataclasses.replace(self, also=None)}"
         if self.high == math.inf:
             return f"above {self.low:g}" if self.low_excluded else f"{self.low:g} or more"
         left, right = "(" if self.low_excluded else "[", ")" if self.high_excluded else "]"
@@ -61,7 +66,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.distributed_timeout_minutes", _POSITIVE),
     ("exp_manager.watchdog_minutes", _POSITIVE),
     ("trainer.*.max_epochs", _COUNT),
-    ("trainer.*.max_steps", Range(-1)),
+    ("trainer.*.max_steps", Range(1, also=-1)),  # 0 would load everything to write out what it loaded
     ("trainer.*.val_check_interval", _NOT_NEGATIVE),
     ("trainer.*.save_interval", _NOT_NEGATIVE),
     ("trainer.*.limit_val_batches", _NOT_NEGATIVE),

@@ -33,11 +33,17 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         wait_seconds: how long a predecessor may take to be gone.
 
     Raises:
-        ConfigError: another job holds it.
+        ConfigError: another job holds it, or nothing can be written there.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
+    except OSError as error:
+        raise ConfigError(
+            f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror}): give a folder of "
+            "yours with exp_manager.explicit_log_dir"
+        ) from error
     deadline = time.monotonic() + wait_seconds
     while not _is_taken(descriptor, path):
         if time.monotonic() >= deadline:

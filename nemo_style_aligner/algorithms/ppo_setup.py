@@ -34,17 +34,18 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
 
     Raises:
         ValueError: settings that do not fit together (found before any weight is read).
+        SecretError: the shared secret cannot be used.
         ServerUnavailableError: the service is not there in time.
         SequenceConflictError: the critic cannot go on with this run.
     """
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    scorer = build_scorer(cfg)  # before any weight is read: it may have no secret
     actor = build_actor(cfg, base, base.load(), settings)
     initial_archive = InitialArchive(base.path, archive_identity(base.path)) if dist.get_rank() == 0 else None
     longest_response = int(cfg.model.ppo.length_params.max_length)
     longest_trained = train_prompts.longest + longest_response
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
-    scorer = build_scorer(cfg)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
         num_rollouts = int(cfg.model.ppo.num_rollout_samples)

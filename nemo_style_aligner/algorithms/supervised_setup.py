@@ -131,7 +131,8 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = cfg.model.data
 
-    def dataset(section: DictConfig) -> Dataset[SFTItem]:
+    def dataset(part: str) -> Dataset[SFTItem]:
+        section = data[part]
         options = SFTFormat(
             max_seq_length=int(section.max_seq_length),
             min_seq_length=int(section.min_seq_length),
@@ -146,7 +147,8 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
             chat=True if data.chat else None,
             chat_prompt_tokens=None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens),
         )
-        return data_source(section.file_path).build(lambda paths: SFTDataset(paths, tokenizer, options))
+        source = data_source(section.file_path, f"model.data.{part}.file_path")
+        return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
     def batcher(items: Dataset[SFTItem]) -> Batcher:
         def make(indices: Sequence[int]) -> LanguageModelBatch:
@@ -159,8 +161,8 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         return make
 
     return SupervisedTask(
-        dataset(data.train_ds),
-        dataset(data.validation_ds) if data.validation_ds.file_path else None,
+        dataset("train_ds"),
+        dataset("validation_ds") if data.validation_ds.file_path else None,
         batcher,
         1,
         bool(data.train_ds.shuffle),
@@ -181,8 +183,6 @@ def sft_objective() -> Objective:
 def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
     """Comparisons or labelled texts, from ``model.data.data_prefix``."""
     prefix = load_data_prefix(cfg.model.data.data_prefix)
-    if prefix.train is None:
-        raise ValueError("model.data.data_prefix names no training data: give {train: [FILE], validation: [FILE]}")
     length, append_eod = int(cfg.model.data.seq_length), bool(cfg.model.data.append_eod)
     make: Callable[[Any], Dataset[Any]]
     batcher: Callable[[Dataset[Any]], Batcher]
@@ -199,7 +199,7 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
             return ComparisonDataset(paths, tokenizer, length, append_eod)
 
     return SupervisedTask(
-        prefix.train.build(make),
+        prefix.training.build(make),
         prefix.validation.build(make) if prefix.validation is not None else None,
         batcher,
         rows,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,9 +64,25 @@ class DataPrefix:
     validation: DataSource | None
     test: DataSource | None
 
+    @property
+    def training(self) -> DataSource:
+        """The training data.
+
+        Raises:
+            DataError: there are none.
+        """
+        if self.train is None:
+            raise DataError(f"{_PREFIX_KEY} names no training data: give {{train: [FILE], validation: [FILE]}}")
+        return self.train
+
+
+_PREFIX_KEY = "model.data.data_prefix"
+
 
 def load_data_prefix(data_prefix: Any) -> DataPrefix:
-    """Read ``{train: [...], validation: [...], test: [...]}``; each value is a file or a list.
+    """Read ``model.data.data_prefix``: ``{train: [...], validation: [...], test: [...]}``, each a file or a list.
+
+    No file is opened.
 
     A list is either files, ``[a, b]``, which are read one after the other, or weights and files in
     turn, ``[0.3, a, 0.7, b]``, which are blended.
@@ -73,20 +90,36 @@ def load_data_prefix(data_prefix: Any) -> DataPrefix:
     Raises:
         DataError: another shape, an unknown split, or a file that is not there.
     """
-    expected = "data_prefix should be {train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}"
+    expected = f"{_PREFIX_KEY} should be {{train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}}"
     if not isinstance(data_prefix, Mapping):
         raise DataError(f"{expected}, not {data_prefix!r}")
     splits = ("train", "validation", "test")
     unknown = [key for key in data_prefix if key not in splits]
     if unknown:
         raise DataError(f"{expected}; it has the unknown split {unknown[0]!r}")
-    sources = {key: None if data_prefix.get(key) is None else data_source(data_prefix[key]) for key in splits}
-    return DataPrefix(**sources)
+    given = {split: data_prefix.get(split) for split in splits}
+    return DataPrefix(
+        **{
+            split: None if entry is None else data_source(entry, f"{_PREFIX_KEY}.{split}")
+            for split, entry in given.items()
+        }
+    )
 
 
-def data_source(entry: Any) -> DataSource:
-    """Read one split of a data_prefix: ``a``, ``[a, b]`` or ``[0.3, a, 0.7, b]``."""
-    entries = [entry] if isinstance(entry, str | Path) else list(entry)
+def data_source(entry: Any, key: str) -> DataSource:
+    """Read the files of one split: ``a``, ``[a, b]`` or ``[0.3, a, 0.7, b]``. None is opened.
+
+    Args:
+        entry: what the config says.
+        key: where it says so, for messages.
+
+    Raises:
+        DataError: another shape, or a file that is not there.
+    """
+    is_list = isinstance(entry, Sequence) and not isinstance(entry, str)
+    if not is_list and not isinstance(entry, str | Path):
+        raise DataError(f"{key}={entry}: give a file, or a list of files")
+    entries = list(entry) if is_list else [entry]
     numbers = [_as_number(item) for item in entries]
     weights: tuple[float, ...] | None = None
     if any(number is not None for number in numbers):
@@ -94,16 +127,19 @@ def data_source(entry: Any) -> DataSource:
         files = entries[1::2]
         alternate = all(number is None for number in numbers[1::2])
         if len(weights) != len(files) or 2 * len(files) != len(entries) or not alternate:
-            raise DataError(f"a blend should be weights and files in turn, [0.3, a, 0.7, b], not {entries}")
+            raise DataError(f"{key}: a blend should be weights and files in turn, [0.3, a, 0.7, b], not {entries}")
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise DataError(f"the weights of a blend should be positive, got {list(weights)}")
+            raise DataError(f"{key}: the weights of a blend should be positive, got {list(weights)}")
         entries = files
     if not entries:
-        raise DataError("a split of data_prefix names no file; leave the split out or give it one")
-    paths = tuple(Path(item).expanduser() for item in entries)
+        raise DataError(f"{key} names no file; leave it out or give it one")
+    if not all(isinstance(item, str | Path) for item in entries):
+        raise DataError(f"{key}={entries}: give a file, or a list of files")
+    paths = tuple(Path(os.path.expanduser(item)) for item in entries)
     for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path}: no such data file")
+        if not os.path.isfile(path):  # which has no error of its own for folders that may not be looked into
+            reason = "this is a folder" if os.path.isdir(path) else "no such data file"
+            raise DataError(f"{key} names {path}: {reason}")
     return DataSource(paths, weights)
 
 

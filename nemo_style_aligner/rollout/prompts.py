@@ -102,8 +102,6 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     """
     ppo = cfg.model.ppo
     prefix = load_data_prefix(cfg.model.data.data_prefix)
-    if prefix.train is None:
-        raise ValueError("model.data.data_prefix names no training prompts: give {train: [FILE], validation: [FILE]}")
     bos_id = tokenizer.bos_id if ppo.sampling_params.add_BOS else None
     if ppo.sampling_params.add_BOS and bos_id is None:
         raise ValueError("model.ppo.sampling_params.add_BOS=True, but the tokenizer has no BOS token")
@@ -118,7 +116,7 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
         return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_id)
 
-    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+    train = prefix.training.build(lambda paths: PromptDataset(paths, tokenizer, limit))
     validation = None
     if prefix.validation is not None:
         prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit))

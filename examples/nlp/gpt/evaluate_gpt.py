@@ -35,6 +35,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
+    if not args.prompts.is_file():
+        parser.error(f"--prompts {args.prompts}: no such file")
+    for option, archive in (("--model", args.model), ("--reward-model", args.reward_model)):
+        if archive is not None and not archive.exists():
+            parser.error(f"{option} {archive} does not exist")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)

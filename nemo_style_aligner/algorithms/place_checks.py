@@ -1,0 +1,109 @@
+"""What a config names that must be on this machine: data, log directory, checkpoint, secret.
+
+Looked at before a job starts, by every rank that will use it: nothing is made, and no file is opened that may be large.
+A function gives one line for each problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
+from nemo_style_aligner.config import log_directory
+from nemo_style_aligner.data.datasets import data_source, load_data_prefix
+from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.servers.secret import (
+    AUTO,
+    NONE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    SecretError,
+    find_secret,
+    user_secret_path,
+)
+
+
+def data_prefix_problems(data_prefix: object) -> Iterator[str]:
+    """Of ``model.data.data_prefix``, which must name training data."""
+    try:
+        _ = load_data_prefix(data_prefix).training
+    except DataError as error:
+        yield str(error)
+
+
+def sft_data_problems(data: DictConfig) -> Iterator[str]:
+    """Of the files in ``model.data`` of SFT; validation may have none."""
+    for part in ("train_ds", "validation_ds"):
+        files = data[part].file_path
+        if not files and part == "validation_ds":
+            continue
+        try:
+            data_source(files, f"model.data.{part}.file_path")
+        except DataError as error:
+            yield str(error)
+
+
+def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
+    """Whether the log directory is, or can be made, a folder in which files can be written."""
+    keys = [name for name in ("explicit_log_dir", "exp_dir") if exp_manager.get(name)] or ["explicit_log_dir"]
+    said = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
+    try:
+        log_dir = log_directory(exp_manager).absolute()
+    except RuntimeError as error:  # of `~` or `~user`
+        yield f"{said}: {error}"
+        return
+    # What a link points to counts; a link to nothing is no folder, and none can be made in its place.
+    nearest = next(path for path in (log_dir, *log_dir.parents) if os.path.lexists(path))
+    reason = None
+    if not os.path.isdir(nearest):
+        reason = f"{nearest} is no folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"this user may not write in {nearest}"
+    if reason is not None:
+        yield f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder of yours"
+
+
+def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
+    """Whether ``resume_from_checkpoint`` is there, or a run that went on from it, which is resumed in its stead."""
+    named = exp_manager.get("resume_from_checkpoint")
+    if not named:
+        return
+    path = Path(os.path.expanduser(str(named)))
+    if os.path.isfile(path / MANIFEST):
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        own = [log for log in (log_directory(exp_manager) / "checkpoints").iterdir() if os.path.isfile(log / MANIFEST)]
+        if any(_origin(checkpoint) == str(path.resolve()) for checkpoint in own):
+            return
+    reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
+    yield (
+        f"exp_manager.resume_from_checkpoint={named} is no checkpoint: {reason}; give one of the folders in "
+        "<log directory>/checkpoints"
+    )
+
+
+def _origin(checkpoint: Path) -> str | None:
+    try:
+        return Manifest.read(checkpoint).resumed_from
+    except DamagedCheckpointError:  # reported when it is loaded
+        return None
+
+
+def secret_problems(token: object, key: str) -> Iterator[str]:
+    """Whether the shared secret can be used. The user's own may not be there: whichever job needs it first makes it."""
+    is_auto = str(token).lower() == AUTO
+    if token is None or str(token).lower() == NONE:
+        return
+    try:
+        is_users_own = is_auto and not any(map(os.environ.get, (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)))
+        if is_users_own and not os.path.exists(user_secret_path()):
+            return
+        find_secret(None if is_auto else str(token), key)
+    except SecretError as error:
+        yield str(error) if str(error).startswith(key) else f"{key}={AUTO}: {error}"
