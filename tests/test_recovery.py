@@ -26,9 +26,10 @@ from served_critic import client_config, wait_for
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.parallel.groups import initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers import training_session
+from nemo_style_aligner.servers import journal, training_session
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
@@ -153,7 +154,7 @@ class CriticJob:
         rewards = SimpleNamespace(
             rewards=lambda tokens, lengths: lengths[:, None].float(), is_in_place=False, leave=lambda **_: None
         )
-        metrics = SimpleNamespace(log_metrics=lambda *_: None)
+        metrics = SimpleNamespace(log_metrics=lambda *_: None, log_scope=lambda *_: None)
         service = CriticService(self.critic, rewards, server.ledger, self.checkpoints, metrics, self.critic.reset)
         for path, state in list(self.checkpoints.trainer_states().items()):
             if self.checkpoints.is_whole(path):
@@ -596,6 +597,33 @@ def test_a_damaged_batch_is_named_and_a_truncated_one_is_not_counted(job: Critic
     job.restart()
     with pytest.raises(SequenceConflictError, match="batches from 3 on"), actor(job, tmp_path, state):
         pass
+
+
+def test_batches_that_cannot_be_read_now_are_not_deleted(
+    job: CriticJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with actor(job, tmp_path) as critic:
+        train(critic, 1, 2)
+        state = critic.state_dict()
+    job.restart()
+    monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0,))
+    for trouble in (OSError(errno.EIO, "Input/output error"), FileNotFoundError("no descriptors, as safetensors says")):
+
+        def fail(*_: object, trouble: OSError = trouble, **__: object) -> None:
+            raise trouble
+
+        monkeypatch.setattr(journal, "safe_open", fail)
+        with pytest.raises(JournalError, match=r"0000000\d.* cannot be read now"), actor(job, tmp_path, state):
+            pass
+    monkeypatch.undo()
+    with actor(job, tmp_path, state) as critic:
+        train(critic, 3)
+    assert job.critic.trained == [1, 2, 3]
+    cut = tmp_path / "00000002.safetensors"
+    cut.write_bytes(cut.read_bytes()[:50])
+    CriticJournal(tmp_path, GIB).rewind(critic.client.position)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000002.safetensors.damaged", "00000003.safetensors", "run.json"]
 
 
 def test_a_full_disk_is_an_error_before_the_batch_is_sent(

@@ -443,6 +443,38 @@ def test_training_keeps_its_place_among_inference() -> None:
     assert order == ["infer 1", "infer 3", "train", "infer 2", "save", "infer 1"]
 
 
+def test_a_save_that_is_asked_for_again_is_waited_for_and_not_made_again() -> None:
+    """Of a checkpoint that takes longer than the service waits to answer."""
+    written: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    class Slow(CountingBackend):
+        def save(self, keep_history: str | None = None) -> object:
+            super().save(keep_history)
+            return written
+
+    backend, start = Slow(), CriticPosition("run", 1)
+    save = {"inputs": [tensor("dummy_var", [0])]}
+    numbered = save | {"parameters": start.parameters()}
+    other = save | {"parameters": start.parameters() | {"keep_history": "0123"}}
+    with serve(backend, delay_us=0, http={"command_timeout_s": 0.3}) as server:
+        for _ in range(3):
+            assert post(server, "critic_save", numbered).status_code == 504
+        assert backend.saves == 1
+        assert post(server, "critic_save", other).status_code == 504  # which prunes other checkpoints
+        assert backend.saves == 2
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(post, server, "critic_save", other)
+            written.set_result(None)
+            assert waiting.result(20).status_code in (200, 504)
+        outputs(post(server, "critic_save", other))  # whole by now, and nothing has changed since
+        assert backend.saves == 2
+        outputs(post(server, "critic_save", save))  # of somebody who does not say where the critic is
+        assert backend.saves == 3
+        outputs(post(server, "critic_train", train_body()))
+        outputs(post(server, "critic_save", other))  # the critic is elsewhere by now
+        assert backend.saves == 4
+
+
 def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
     backend = CountingBackend()
     tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
@@ -640,7 +672,7 @@ def test_stop_finishes_what_was_taken() -> None:
 
 
 RANK_SCRIPT = """
-    import datetime, os, sys, time
+    import concurrent.futures, datetime, os, sys, threading, time
     import torch, torch.distributed as dist
     from nemo_style_aligner.servers.dispatcher import DispatchSettings
     from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
@@ -672,8 +704,15 @@ RANK_SCRIPT = """
             dist.all_reduce(total, group=group)
             return float(total)
 
-        def save(self):
-            open(f"{os.environ['OUT']}/saved{rank}", "w").write(str(server.ledger.state_dict()))
+        def save(self, keep_history=None):
+            written = concurrent.futures.Future()
+
+            def write():
+                open(f"{os.environ['OUT']}/saved{rank}", "w").write(str(server.ledger.state_dict()))
+                written.set_result(None)
+
+            threading.Timer(5.5 if os.environ["FAULT"] == "slow" else 0.0, write).start()
+            return written
 
     server = ModelServer(
         critic_endpoints(ModelLimits(64, 1000), combined=True), HttpSettings(port=0),
@@ -737,15 +776,16 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
         np.testing.assert_array_equal(scores.values.numpy(), wanted_values)
         ones = torch.ones(3, 4)
         assert client.train_async(tokens, ones, ones, ones).result(20) == 36.0
-        client.save_async().result(20)
-        saved = [(tmp_path / f"saved{rank}").read_text() for rank in range(2)]
-        assert saved[0] == saved[1] and "'sequence_number': 1" in saved[0]
+        saving = client.save_async()  # takes longer than the group's timeout, too
         taken = client.infer_async(tokens, lengths)  # takes a second
         time.sleep(0.5)
         for process in reversed(processes):  # a launcher signals all ranks, in any order
             process.send_signal(signal.SIGTERM)
         assert taken.result(20).rewards.tolist() == scores.rewards.tolist()
+        saving.result(20)
         assert [process.wait(20) for process in processes] == [0, 0]
+        saved = [(tmp_path / f"saved{rank}").read_text() for rank in range(2)]
+        assert saved[0] == saved[1] and "'sequence_number': 1" in saved[0]
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -85,6 +85,20 @@ def test_a_client_within_the_rate_may_take_its_time() -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
+def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
+    """Nor does one that has stopped reading keep its connection."""
+    limits = ConnectionLimits(receive_seconds=0.5)
+    with (
+        serve(CountingBackend(), delay_us=0, http={"connections": limits}) as server,
+        connect(server.number) as connection,
+    ):
+        connection.settimeout(60)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while True:
+                connection.sendall(b"GET /v2/models/critic_infer/config HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        outputs(post(server, "critic_infer", ONE))
+
+
 def test_idle_connections_make_room_for_new_ones() -> None:
     limits = ConnectionLimits(max_connections=20)
     with serve(CountingBackend(), delay_us=0, http={"connections": limits}) as server:

@@ -66,7 +66,7 @@ class Manifest:
         """
         path = directory / MANIFEST
         try:
-            content = json.loads(_read_patiently(path, lambda: path.read_text(encoding="utf-8")))
+            content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
             checksum, version = content.pop("sha256"), content.pop("format")
         except (*_NOT_THERE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
@@ -78,7 +78,7 @@ class Manifest:
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
-def _read_patiently(path: Path, read: Callable[[], T]) -> T:
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
     """``read()`` of a file, again and again where the system cannot at the moment. What is not there, is not."""
     for pause in (*_READ_PAUSES, None):
         try:
@@ -189,7 +189,7 @@ def _compare(source: FileSource, name: str, expected: Mapping[str, Any]) -> str 
             return describe_stream(stream)
 
     try:
-        found = _read_patiently(path, read)
+        found = read_patiently(path, read)
     except _NOT_THERE:
         return f"{path}: No such file or directory"
     except OSError as error:

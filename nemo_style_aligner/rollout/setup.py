@@ -247,7 +247,13 @@ def build_scorer(cfg: DictConfig) -> CriticClient:
         internal_errors=_INTERNAL_ERRORS,
     )
     training = float(timeouts.training_seconds)
-    train_limits = dataclasses.replace(limits, read_s=training / 2, total_s=training)
+    train_limits = dataclasses.replace(
+        limits,
+        read_s=training / 2,
+        total_s=training,
+        too_slow="give it more ranks, or both sides more time for training and saving (the service's "
+        "command_timeout_seconds, and remote_critic_rm.timeouts.training_seconds here)",
+    )
     return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job)
 
 

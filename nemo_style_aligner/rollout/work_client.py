@@ -157,8 +157,9 @@ class WorkQueueClient:
 
     def close(self) -> None:
         """Close the connections, and on rank 0 the server."""
-        self._heartbeat.stop()
-        self._http.close()  # ends what the sender waits for
+        self._heartbeat.request_stop()
+        self._http.close()  # ends what the sender and a beat wait for
+        self._heartbeat.join()
         self._sender.shutdown(cancel_futures=True)
         if self._server is not None:
             self._server.stop()
@@ -284,9 +285,12 @@ class _Heartbeat:
         with self._lock:
             self._held.clear()
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """End the thread, after the beat that is on its way."""
         self._stopping.set()
+
+    def join(self) -> None:
+        """Wait for its end."""
         self._thread.join(self._limits.lease_seconds)
 
     def _run(self) -> None:

@@ -111,16 +111,24 @@ class ConnectionWatch:
         self._limits = limits
         self._max_connections = max_connections
         self._receiving: dict[int, tuple[Any, float]] = {}  # by channel: the unfinished request, since when
+        self._unsent: dict[int, tuple[int, float]] = {}  # by channel: bytes of its answers, since when as many
 
     def sweep(self, channels: Iterable[Any], now: float | None = None) -> None:
         """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
         now = time.time() if now is None else now  # the clock of the channels' own times
         channels = list(channels)
         receiving: dict[int, tuple[Any, float]] = {}
+        unsent: dict[int, tuple[int, float]] = {}
         idle: list[Any] = []
         for channel in channels:
             request = channel.request
-            if channel.requests or channel.total_outbufs_len:
+            if size := channel.total_outbufs_len:
+                known, since = self._unsent.get(id(channel), (size, now))
+                unsent[id(channel)] = (size, since if known == size else now)
+                if known == size and now - since > self._limits.receive_seconds:
+                    channel.handle_close()  # the client takes nothing: what is left can never be sent
+                continue
+            if channel.requests:
                 continue  # at work on its answer
             if request is not None:
                 known, since = self._receiving.get(id(channel), (None, now))
@@ -137,7 +145,7 @@ class ConnectionWatch:
                     channel.will_close = True
                 else:
                     idle.append(channel)
-        self._receiving = receiving
+        self._receiving, self._unsent = receiving, unsent
         if len(channels) > self._max_connections * 3 // 4:
             excess = len(channels) - self._max_connections // 2
             for channel in sorted(idle, key=lambda channel: channel.last_activity)[:excess]:

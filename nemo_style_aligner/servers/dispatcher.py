@@ -116,6 +116,21 @@ def preferred_batch_rows(inference_micro_batch_size: int | Sequence[int], data_p
     return tuple(int(size) * data_parallel_size for size in sizes)
 
 
+@dataclasses.dataclass
+class _Save:
+    """A checkpoint that is being written.
+
+    Attributes:
+        written: done when it is whole.
+        asked: on rank 0: where the critic is, and what must be kept, of a request that says where it believes it to be.
+        jobs: on rank 0: who waits for it. Who was given no answer in time asks again.
+    """
+
+    written: Future[Any]
+    asked: tuple[str, str | None] | None = None
+    jobs: list[SaveJob] = dataclasses.field(default_factory=list)
+
+
 class Dispatcher:
     """Runs a service's backend. Made on every rank; `run` returns on every rank after a graceful stop."""
 
@@ -139,7 +154,8 @@ class Dispatcher:
         self._weight_swaps = 0  # counted in the metrics already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
-        self._saves: list[tuple[SaveJob | None, Future[Any]]] = []  # being written; the job, on rank 0
+        self._saves: list[_Save] = []  # being written
+        self._last_saved: tuple[str, str | None] | None = None  # what was `asked` for the newest that is whole
 
     def request_stop(self) -> None:
         """Finish what was taken, then return from `run` on all ranks. On any rank, from any thread or a handler."""
@@ -219,9 +235,7 @@ class Dispatcher:
             self._train(first)
         elif isinstance(first, SaveJob):
             if self._is_there(first, "critic_save"):
-                command = Command(OpCode.SAVE, {"keep_history": first.keep_history} if first.keep_history else {})
-                self._command(command, lambda: self._save(command, first))
-                self._note_saves()
+                self._save_or_join(first)
         elif isinstance(first, RestoreJob):
             self._restore(first)
         else:
@@ -238,6 +252,20 @@ class Dispatcher:
             job.future.set_exception(refusal)
             return False
         return True
+
+    def _save_or_join(self, job: SaveJob) -> None:
+        """A request that is sent again waits for the checkpoint that it asked for: another one would take longer."""
+        asked = None if job.position is None else (self._ledger.history, job.keep_history)
+        being_written = next((save for save in self._saves if save.asked == asked), None)
+        if asked is not None and being_written is not None:
+            being_written.jobs.append(job)
+        elif asked is not None and asked == self._last_saved:
+            _answer_save(job)
+        else:
+            command = Command(OpCode.SAVE, {"keep_history": job.keep_history} if job.keep_history else {})
+            self._command(command, lambda: self._save(command))
+            self._saves[-1].asked, self._saves[-1].jobs = asked, [job]
+        self._note_saves()
 
     def _infer(self, jobs: list[InferJob]) -> None:
         settings = self._settings
@@ -344,30 +372,36 @@ class Dispatcher:
 
     # -------------------------------------------------------------- all ranks
 
-    def _save(self, command: Command, job: SaveJob | None = None) -> None:
+    def _save(self, command: Command) -> None:
         written = self._backend.save(**command.metadata)
         if written is None:
             written = Future()
             written.set_result(None)
-        self._saves.append((job, written))
+        self._saves.append(_Save(written))
 
     def _note_saves(self) -> None:
         """Answer the requests whose checkpoints are whole. Raises what went wrong in writing one."""
-        while self._saves and self._saves[0][1].done():
-            job, written = self._saves[0]
-            written.result()
+        while self._saves and self._saves[0].written.done():
+            save = self._saves[0]
+            save.written.result()
             self._saves.pop(0)
-            if job is not None:
-                job.future.set_result({"status": np.zeros(1, dtype=np.int64)})
+            self._last_saved = save.asked
+            for job in save.jobs:
+                _answer_save(job)
 
     def _finish_saves(self) -> None:
-        """Wait until every checkpoint is whole."""
-        concurrent.futures.wait([written for _, written in self._saves])
+        """Wait until every checkpoint is whole. Ranks that wait for a command hear from rank 0 meanwhile."""
+        while pending := [save.written for save in self._saves if not save.written.done()]:
+            if self._channel.rank > 0:
+                concurrent.futures.wait(pending)
+            elif concurrent.futures.wait(pending, self._settings.heartbeat_seconds).not_done:
+                self._channel.send(Command(OpCode.NOOP))
+                self._compare()
         self._note_saves()
 
     def _give_up_saves(self, error: BaseException) -> None:
-        for job, _ in self._saves:
-            if job is not None and not job.future.done():
+        for job in (job for save in self._saves for job in save.jobs):
+            if not job.future.done():
                 job.future.set_exception(ProtocolError(500, f"the service failed: {_describe(error)}"))
 
     def _train_here(self, command: Command) -> float:
@@ -397,6 +431,10 @@ class Dispatcher:
         if standing.stop:
             self.request_stop()
         return standing.failed
+
+
+def _answer_save(job: SaveJob) -> None:
+    job.future.set_result({"status": np.zeros(1, dtype=np.int64)})
 
 
 def _describe(error: BaseException) -> str:

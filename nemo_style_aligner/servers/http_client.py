@@ -33,10 +33,6 @@ RETRY_STATUSES = frozenset({429, 502, 503, 504})
 AWAY_STATUSES = frozenset({502, 503})
 # And of one that is at work.
 _BUSY_STATUSES = frozenset({429, 504})
-_TOO_SLOW = (
-    "The server is there, and busy: give it more ranks, or both sides more time (its infer_timeout_seconds, and "
-    "timeouts.read_seconds and total_seconds here)"
-)
 _CHUNK_BYTES = 2**16
 # A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
 # or when what was sent is not taken for two minutes.
@@ -75,6 +71,10 @@ class ClientLimits:
     # is not counted in total_s. None: it is, and has no limit of its own.
     away_s: float | None = None
     internal_errors: int = 0  # answers with status 500 that are borne before the request counts as refused
+    too_slow: str = (  # what to do about a server that is there, and takes longer
+        "give it more ranks, or both sides more time (its infer_timeout_seconds, and timeouts.read_seconds and "
+        "total_seconds here)"
+    )
     first_backoff_s: float = 0.1
     max_backoff_s: float = 10.0
 
@@ -206,9 +206,12 @@ class HttpClient:
             why = clock.exceeded(wait)
             if why is not None or self._closed.wait(wait):
                 why = why or "the client was closed"
+                remedy = "Check that the server runs, and its host and port"
+                if is_busy:
+                    remedy = f"The server is there, and busy: {limits.too_slow}"
                 raise ServerUnavailableError(
                     f"{what}: no answer after {clock.elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
-                    + (_TOO_SLOW if is_busy else "Check that the server runs, and its host and port")
+                    f"{remedy}"
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
             backoff = min(2 * backoff, limits.max_backoff_s)

@@ -18,7 +18,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
+from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
+from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 
 logger = logging.getLogger(__name__)
@@ -123,21 +125,21 @@ class CriticJournal:
         return found
 
     def rewind(self, position: CriticPosition) -> None:
-        """Open the directory for a run that goes on at ``position``: what does not lead there is deleted."""
+        """Open the directory for a run that goes on at ``position``: what does not lead there is deleted.
+
+        Raises:
+            JournalError: a batch cannot be read now. It may be needed, so nothing is deleted.
+        """
         self._entries = {}
         if not self.directory.is_dir():
             return
         for path in self.directory.glob(f"*{UNFINISHED}"):
             path.unlink()
-        batches = list(self.directory.glob(f"*{_SUFFIX}"))
-        entries = [entry for path in batches if (entry := _read_entry(path)) is not None]
+        entries = [entry for path in self.directory.glob(f"*{_SUFFIX}") if (entry := _read_entry(path)) is not None]
         self._entries = {entry.position.next_number: entry for entry in entries}
         leading_there = {point.next_number for point in self.positions(position)[:-1]}
-        self._entries = {number: entry for number, entry in self._entries.items() if number in leading_there}
-        kept = {entry.path for entry in self._entries.values()}
-        for path in batches:
-            if path not in kept:
-                path.unlink()
+        for number in self._entries.keys() - leading_there:
+            self._drop(number)
         logger.info("critic journal %s: the run goes on at %d, with %s", self.directory, position.next_number, self)
 
     def prune(self, first_needed: int) -> None:
@@ -192,12 +194,26 @@ class CriticJournal:
 
 
 def _read_entry(path: Path) -> _Entry | None:
-    """What is known of a batch without reading it; None if the file is not a whole one."""
-    try:
+    """What is known of a batch without reading it; None if the file is not a whole one, which is put aside then.
+
+    Raises:
+        JournalError: it cannot be read now: no descriptors are left, or a file server does not answer.
+    """
+
+    def read() -> tuple[dict[str, str], int]:
+        with path.open("rb"):  # safetensors says of whatever cannot be opened that it is not there
+            pass
         with safe_open(path, framework="np") as file:
-            metadata = file.metadata()
+            return file.metadata(), path.stat().st_size
+
+    try:
+        metadata, size = read_patiently(path, read)
         position = CriticPosition(metadata["run_id"], int(metadata["sequence_number"]), metadata["history"])
-        return _Entry(path, position, metadata["digest"], path.stat().st_size)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        logger.warning("%s is not a batch of the journal and is deleted: %s", path, error)
+        return _Entry(path, position, metadata["digest"], size)
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read now ({error}): start the job again when it can") from error
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        aside = path.with_name(path.name + DAMAGED)
+        logger.warning("%s is not a batch of the journal and becomes %s: %s", path, aside.name, error)
+        path.rename(aside)
         return None

@@ -287,6 +287,8 @@ class CriticWatch:
             return is_level
         except ServerUnavailableError as error:  # away again
             logger.warning("the critic was lost while it was brought level: %s", error)
+        except (ProtocolError, OSError) as error:  # an answer that says nothing, no descriptors: not for ever
+            logger.warning("the critic could not be brought level, it is tried again: %s", error)
         except (SequenceConflictError, RequestRefusedError, JournalError) as error:
             if not self._stopped.is_set():
                 logger.error("the critic cannot be brought level: %s", error)
