@@ -36,8 +36,8 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
-from nemo_style_aligner.models import linear as linear_module
 from nemo_style_aligner.models import logprobs as logprobs_module
+from nemo_style_aligner.models import products
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -298,7 +298,7 @@ def test_chunks_of_logits_equal_dense(
     from multirank_models import VOCAB as SPLIT_VOCAB
     from multirank_models import inputs
 
-    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
+    multiply(monkeypatch, has_bf16)
     monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", 4 * SPLIT_VOCAB * rows)
     hidden, weight, wanted, loss_weights = inputs()
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
@@ -315,6 +315,12 @@ def test_chunks_of_logits_equal_dense(
     for name, expected in dense_reference(dtype).items():
         torch.testing.assert_close(found[name], expected, atol=tolerance, rtol=tolerance, msg=name)
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
+
+
+def multiply(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    """As on a processor with or without bf16 arithmetic, by torch, so that `FactorTypes` sees it."""
+    monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: has_bf16)
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: False)
 
 
 class FactorTypes(TorchDispatchMode):
@@ -337,7 +343,7 @@ def test_linear_layers_equal_exact_products(
     dtype: torch.dtype, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed in bf16 only where the processor does, rounded to the dtype of the weights."""
-    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
+    multiply(monkeypatch, has_bf16)
     config = transformer_config(ARCHITECTURES["tied"], {}, dtype, current_layout())
     draw = torch.Generator().manual_seed(3)
     for layer_type, skipped in ((ColumnLinear, {"gather_output": False}), (RowLinear, {"input_is_parallel": True})):
@@ -381,7 +387,7 @@ def test_gradients_of_matrices_are_added_where_they_belong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over micro batches, as autograd's own from a model without DDP; none of them comes by as a tensor of its own."""
-    monkeypatch.setattr(linear_module, "_has_bf16_arithmetic", lambda: has_bf16)
+    multiply(monkeypatch, has_bf16)
     ids, config = tokens(), {"make_vocab_size_divisible_by": 64, "optim": OPTIM}
     packed = pack_row(ids, torch.ones(5, 12, dtype=torch.bool), 1)
     model = build_model(ARCHITECTURES[name], config, dtype, head=head)

@@ -1,32 +1,16 @@
-"""megatron-core's linear layers as they compute on CPUs: products in fp32 where the processor has none in bf16."""
+"""megatron-core's linear layers as they compute on CPUs: by `products`, with gradients added in place."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from nemo_style_aligner.models.main_grads import add_product, main_grad_of
+from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.products import add_product, product, widened
 from nemo_style_aligner.models.recompute import not_keeping
-from nemo_style_aligner.parallel.machine import computes_in_bf16
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as products of matrices take it: in fp32 if it is bf16 on a processor without bf16 arithmetic, else itself.
-
-    Products of bf16 matrices are exact in fp32 and summed in it either way. Torch emulates them there, five to
-    eight times slower than fp32 products, and far slower where a factor is transposed.
-    """
-    is_emulated = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _has_bf16_arithmetic()
-    return x.float() if is_emulated else x
-
-
-@functools.cache
-def _has_bf16_arithmetic() -> bool:
-    return computes_in_bf16()
 
 
 class _OnCPU:
@@ -77,14 +61,14 @@ class _Linear(torch.autograd.Function):
         ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
         ctx.gathered_by = group if sequence_parallel else None
         ctx.main_grad = main_grad_of(weight)
-        return torch.matmul(widened(_gathered(x, ctx.gathered_by)), widened(weight).t()).to(x.dtype)
+        return product(widened(_gathered(x, ctx.gathered_by)), widened(weight).t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wide, grad_x, grad_weight, exchange = widened(grad), None, None, None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.matmul(wide, widened(weight)).to(grad.dtype)
+            grad_x = product(wide, widened(weight)).to(grad.dtype)
             if ctx.allreduce_dgrad:
                 exchange = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
             elif ctx.gathered_by is not None:
@@ -93,7 +77,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # while the ranks exchange the other one
             rows, columns = widened(_gathered(x, ctx.gathered_by)).flatten(0, -2), wide.flatten(0, -2)
             if ctx.main_grad is None:
-                grad_weight = torch.mm(columns.t(), rows).to(weight.dtype)
+                grad_weight = product(columns.t(), rows).to(weight.dtype)
             else:
                 add_product(ctx.main_grad, columns, rows)
         if exchange is not None:

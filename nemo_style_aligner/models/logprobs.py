@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from nemo_style_aligner.models.linear import widened
-from nemo_style_aligner.models.main_grads import add_product, main_grad_of
+from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.products import add_product, product, widened
 
 _CHUNK_BYTES = 64 * 2**20
 """Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
@@ -137,7 +137,7 @@ class _Predictions(torch.autograd.Function):
             ids, here = vocabulary.local(wanted.targets[part])
             grad_logits.scatter_add_(1, ids[:, None], (grad_logprob[part] * here)[:, None])
             grad_logits = grad_logits.to(rows.dtype)
-            torch.mm(grad_logits, vocabulary.weight, out=grad_rows[part])
+            product(grad_logits, vocabulary.weight, out=grad_rows[part])
             add_product(mine, grad_logits, rows[part])
         return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if ctx.main_grad is None else None, None, None
 
@@ -166,12 +166,11 @@ class _Slice:
         if rows.is_cuda:
             step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
         # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
-        to_fp32 = {"out_dtype": torch.float32} if rows.is_cuda and rows.dtype != torch.float32 else {}
+        dtype = torch.float32 if rows.is_cuda else rows.dtype
         for start in range(0, rows.shape[0], step):
             part = slice(start, min(start + step, rows.shape[0]))
             shape = (part.stop - part.start, self.size)
-            product = _buffer(shape, to_fp32.get("out_dtype", rows.dtype), rows.device)
-            logits = torch.mm(rows[part], self.weight.t(), **to_fp32, out=product)
+            logits = product(rows[part], self.weight.t(), out=_buffer(shape, dtype, rows.device))
             if logits.dtype != torch.float32:
                 logits = _buffer(shape, torch.float32, rows.device).copy_(logits)
             yield part, logits if temperature == 1.0 else logits.div_(temperature)

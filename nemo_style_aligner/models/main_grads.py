@@ -14,7 +14,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 
 _IN_PLACE = "_gradient_is_added_in_place"
-_ROWS_ADDED = 8192
 
 
 def add_in_place(gpt: GPTModel) -> None:
@@ -33,19 +32,6 @@ def add_in_place(gpt: GPTModel) -> None:
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     """The fp32 sum to which a function may add the gradient of ``weight``; None: it returns it to autograd."""
     return getattr(weight, "main_grad", None) if getattr(weight, _IN_PLACE, False) else None
-
-
-def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
-    """total += columns.T @ rows: fp32 [v, h], [n, v] and [n, h] of one dtype."""
-    if total.dtype == rows.dtype:
-        total.addmm_(columns.t(), rows)
-        return
-    if total.is_cuda:
-        torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
-        return
-    # Some of v at a time: the product in bf16, and in fp32 for the sum, are small then.
-    for some, part in zip(total.split(_ROWS_ADDED), columns.split(_ROWS_ADDED, 1), strict=True):
-        some.add_(part.t() @ rows)
 
 
 class _Embedding(VocabParallelEmbedding):

@@ -1,0 +1,152 @@
+"""Products of matrices, where nearly all of a training pass goes: on CPUs in the way that suits the processor.
+
+- In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
+- In fp32 on AMD's processors numpy multiplies, with the OpenBLAS of its wheels, instead of the MKL of torch's, in
+  threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+import torch
+from numpy.typing import NDArray
+
+from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
+
+_AMD = ("AuthenticAMD", "HygonGenuine")
+_SHARED_OPERATIONS = 2**23
+"""Multiplications that are worth the waking of a thread: 0.1 ms of them."""
+_PARTS_PER_THREAD = 2
+"""So that a thread whose core another process takes gets less to do."""
+_SMALLEST_PART = 256
+"""Rows or columns of a result. For each part the other factor is packed anew."""
+_ELEMENTS_ADDED = 2**20
+"""What is added to a sum at a time: it is small beside it, and stays in the caches."""
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as products of matrices take it: in fp32 if it is bf16 on a processor without bf16 arithmetic, else itself.
+
+    Products of bf16 matrices are exact in fp32 and summed in it either way. Torch emulates them there, five to
+    eight times slower than fp32 products, and far slower where a factor is transposed.
+    """
+    is_emulated = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _has_bf16_arithmetic()
+    return x.float() if is_emulated else x
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a [..., k] @ b [k, n] -> [..., n], of their dtype. Not differentiable.
+
+    Args:
+        out: contiguous; where the result goes. On GPUs it may be in fp32 whatever the factors are in.
+    """
+    if out is not None and out.dtype != a.dtype:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    if not _go_to_openblas(a, b):
+        return torch.matmul(a, b, out=out)
+    if out is None:
+        out = a.new_empty(*a.shape[:-1], b.shape[1])
+    left, right, result = _array(a.flatten(0, -2)), _array(b), _array(out.flatten(0, -2))
+    is_tall = result.shape[0] >= result.shape[1]
+
+    def multiply(begin: int, end: int) -> None:
+        if is_tall:
+            np.matmul(left[begin:end], right, out=result[begin:end])
+        else:
+            np.matmul(left, right[:, begin:end], out=result[:, begin:end])
+
+    _share_out(max(result.shape), left.size * right.shape[1], multiply)
+    return out
+
+
+def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+    """total += columns.T @ rows: fp32 [v, h], [n, v] and [n, h] of one dtype."""
+    if total.is_cuda and total.dtype != rows.dtype:
+        torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
+        return
+    step = max(1, _ELEMENTS_ADDED // total.shape[1])
+    if total.dtype != rows.dtype:  # products in bf16 on a CPU
+        for some, part in zip(total.split(step), columns.split(step, 1), strict=True):
+            some.add_(part.t() @ rows)
+        return
+    if not _go_to_openblas(columns, rows):
+        total.addmm_(columns.t(), rows)
+        return
+    left, right, result = _array(columns.t()), _array(rows), _array(total)
+
+    def add(begin: int, end: int) -> None:
+        for first in range(begin, end, step):
+            some = slice(first, min(first + step, end))
+            result[some] += left[some] @ right
+
+    _share_out(len(result), left.size * right.shape[1], add)
+
+
+def _go_to_openblas(*factors: torch.Tensor) -> bool:
+    return _prefers_openblas() and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in factors)
+
+
+def _array(matrix: torch.Tensor) -> NDArray[Any]:
+    """The same memory, if OpenBLAS can read it as it lies: numpy has a slow loop of its own for everything else."""
+    if not (matrix.stride(1) == 1 or matrix.stride(0) == 1):
+        matrix = matrix.contiguous()
+    return matrix.detach().numpy()
+
+
+def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> None:
+    """work(begin, end) of parts of 0..size, on as many threads as torch has.
+
+    OpenBLAS's own threads wait for each other by yielding, which gives a core to no process of another session or
+    control group; beside such a process (the critic beside the actor) they were slower than MKL's.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or operations < _SHARED_OPERATIONS:
+        work(0, size)
+        return
+    parts = max(threads, min(_PARTS_PER_THREAD * threads, size // _SMALLEST_PART))
+    bounds = [size * i // parts for i in range(parts + 1)]
+    todo = iter(list(itertools.pairwise(bounds)))  # threads take the next under Python's lock
+
+    def take() -> None:
+        for begin, end in todo:
+            work(begin, end)
+
+    helpers = [_helpers(threads - 1).submit(take) for _ in range(threads - 1)]
+    take()
+    for helper in helpers:
+        helper.result()
+
+
+@functools.cache
+def _has_bf16_arithmetic() -> bool:
+    return computes_in_bf16()
+
+
+@functools.cache
+def _prefers_openblas() -> bool:
+    """Whether this is an AMD processor, torch has MKL for it, and numpy OpenBLAS, which then computes in one thread."""
+    if not any(name in processor_model() for name in _AMD) or not torch.backends.mkl.is_available():
+        return False
+    openblas = threadpoolctl.ThreadpoolController().select(internal_api="openblas")
+    openblas.limit(limits=1)
+    return bool(openblas.lib_controllers)
+
+
+@functools.lru_cache(maxsize=1)
+def _helpers(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "products", initializer=_leave_first_core, initargs=(count + 1,))
+
+
+def _leave_first_core(threads: int) -> None:
+    """Where OpenMP has bound the process's first thread to a core, which this one has inherited."""
+    is_bound = any(name in os.environ for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"))
+    if is_bound and len(os.sched_getaffinity(0)) < threads:
+        os.sched_setaffinity(0, range(os.cpu_count() or threads))  # the system leaves those that this process may use

@@ -1,0 +1,106 @@
+"""Products of matrices by both libraries, against exact ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import threadpoolctl
+import torch
+
+from nemo_style_aligner.models import products
+
+LIBRARIES = pytest.mark.parametrize("openblas", [False, True], ids=["torch", "openblas"])
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@LIBRARIES
+@pytest.mark.parametrize("m, k, n", [(700, 48, 520), (300, 64, 1100), (1, 40, 30), (3, 1, 5), (0, 8, 4)])
+def test_products_are_exact(
+    openblas: bool, threads: int, m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all ways in which the factors may lie, in parts and whole, into given memory and added to it."""
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: openblas)
+    monkeypatch.setattr(products, "_ELEMENTS_ADDED", 50 * max(n, 1))
+    plain = random(m, k), random(k, n)
+    transposed = tuple(x.t().contiguous().t() for x in plain)
+    strided = random(m, 2 * k)[:, ::2], random(2 * k, 3 * n)[::2, ::3]
+    sliced = random(m, k + 5)[:, 2 : k + 2], random(n + 7, k)[3 : n + 3].t()
+    for a, b in (plain, transposed, strided, sliced, (plain[0][:1].expand(m, k), plain[1])):
+        exact = a.double() @ b.double()
+        found = products.product(a, b)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, exact.float(), atol=1e-6 * k, rtol=1e-5)
+        memory = random(m + 1, n)
+        before = memory[m].clone()
+        assert products.product(a, b, out=memory[:m]) is not None
+        assert torch.equal(memory[:m], found) and torch.equal(memory[m], before)
+        total = random(m, n)
+        expected = total.double() + exact
+        products.add_product(total, a.t(), b)
+        torch.testing.assert_close(total, expected.float(), atol=1e-6 * k, rtol=1e-5)
+    rows = random(2, 5, k).requires_grad_()
+    torch.testing.assert_close(products.product(rows, plain[1]), (rows.detach() @ plain[1]), atol=1e-6 * k, rtol=1e-5)
+
+
+def test_openblas_gives_the_same_bits_again(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread computes which part."""
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: True)
+    a, b = random(900, 130), random(130, 1000)
+    first = products.product(a, b)
+    assert all(torch.equal(products.product(a, b), first) for _ in range(20))
+
+
+def test_errors_of_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(ValueError, match="mismatch"):
+        products.product(random(1000, 130), random(131, 1000))
+
+
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_who_computes(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenBLAS on AMD's processors, in one thread then; bf16 and other devices stay torch's."""
+    monkeypatch.setattr(products, "processor_model", lambda: f"vendor_id\t: {vendor}")
+    products._prefers_openblas.cache_clear()
+    x = torch.ones(2, 2)
+    found = threadpoolctl.ThreadpoolController().select(internal_api="openblas").info()
+    try:
+        has_both = torch.backends.mkl.is_available() and bool(found)
+        assert products._go_to_openblas(x, x) == (vendor == "AuthenticAMD" and has_both)
+        assert not products._go_to_openblas(x.bfloat16(), x.bfloat16())
+        assert not products._go_to_openblas(x.to("meta"), x.to("meta"))
+        if products._prefers_openblas():
+            limited = threadpoolctl.ThreadpoolController().select(internal_api="openblas").info()
+            assert {library["num_threads"] for library in limited} == {1}
+    finally:
+        products._prefers_openblas.cache_clear()
+
+
+def test_helpers_leave_the_core_that_openmp_gives_the_first_thread() -> None:
+    """With OMP_PROC_BIND a process's first thread has one core, which threads inherit."""
+    code = """
+import os, torch
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from nemo_style_aligner.models import products
+print(len(products._helpers(1).submit(os.sched_getaffinity, 0).result()))
+"""
+    cores = len(os.sched_getaffinity(0))
+    for bound, expected in (("true", cores), ("", 1)):
+        environment = dict(os.environ) | ({"OMP_PROC_BIND": bound} if bound else {})
+        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+        assert out.stdout.split()[-1:] == [str(expected)], out.stderr
