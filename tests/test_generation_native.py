@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -252,6 +254,14 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
         pytest.skip("this processor has every kernel's instructions")
     with pytest.raises(NativeUnavailable, match="fail their check"):
         check(compile_command(["g++"], dataclasses.replace(SHAPE, dtype=torch.bfloat16), missing[0]), tmp_path)
+
+
+@pytest.mark.parametrize(("error", "hint"), [(errno.EOPNOTSUPP, "Linux 5.16"), (errno.ENOSPC, "signal stack")])
+def test_why_the_system_refuses_instructions(error: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = SimpleNamespace(step_prepare=lambda: error)
+    monkeypatch.setattr(library, "find_or_compile", lambda *_: (refusing, False))
+    with pytest.raises(NativeUnavailable, match=hint):
+        load_library(SHAPE, "avx2")
 
 
 def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -60,9 +61,9 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
     check_first = require_check if KERNELS[kernel].checked else None
     library, compiled = find_or_compile(command, _SOURCES, check_first)
     if error := library.step_prepare():
-        raise NativeUnavailable(
-            f"the system refused the {kernel} instructions ({os.strerror(error)}): Linux 5.16 or newer has them"
-        )
+        too_small = "a thread's alternate signal stack is too small for their registers"
+        hint = too_small if error == errno.ENOSPC else "Linux 5.16 or newer has them"
+        raise NativeUnavailable(f"the system refused the {kernel} instructions ({os.strerror(error)}): {hint}")
     return library, compiled
 
 
