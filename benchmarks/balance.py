@@ -28,7 +28,7 @@ from model_files import random_weights
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
-from nemo_style_aligner.rollout.work_client import WorkQueueClient
+from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
@@ -97,11 +97,13 @@ def run_worker(
     generate = Sleeping(args.sleep) if args.sleep else Generating(args)
     server = None
     if rank == 0:
-        server = WorkQueueServer(WorkQueue(workers=args.workers))
+        server = WorkQueueServer(WorkQueue(ROUND_SECONDS, workers=args.workers))
         for _ in range(args.workers):
             address.put(server.port)
     port = address.get(timeout=START_SECONDS)
-    queue_client = WorkQueueClient("127.0.0.1", port, server=server, slots=generate.num_slots, poll_seconds=0.02)
+    limits = WorkerLimits(ROUND_SECONDS, ROUND_SECONDS, ROUND_SECONDS)
+    slots = generate.num_slots
+    queue_client = WorkQueueClient("127.0.0.1", port, limits, server=server, slots=slots, poll_seconds=0.02)
     sources: dict[str, WorkSource] = {
         "work queue": queue_client,
         "longest first": queue_client,

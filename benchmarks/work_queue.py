@@ -60,7 +60,7 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
     processes = min(processes, num_workers)
     shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
     barrier, answers = context.Barrier(processes + 1), context.Queue()
-    queue = WorkQueue(workers=num_workers)
+    queue = WorkQueue(LIMIT_SECONDS, workers=num_workers)
     server = WorkQueueServer(queue, token=TOKEN)
     queue.start_round(0, range(num_ids))
     loads = [

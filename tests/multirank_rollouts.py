@@ -28,7 +28,7 @@ from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.prompts import Prompt, build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_scorer
+from nemo_style_aligner.rollout.setup import build_collector, build_scorer, open_work_queue
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 
@@ -108,12 +108,13 @@ def config(folder: Path, port: int, way: Way) -> DictConfig:
 def make_rollouts(folder: Path, port: int, way: Way) -> None:
     initialize_model_parallel(way.tp, way.pp, seed=1)
     cfg = config(folder, port, way)
+    queue = open_work_queue(cfg)
     base = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, _ = build_prompt_sources(cfg, base.tokenizer)
     model = base.load(trainable=False)
     scorer = build_scorer(cfg)
     scorer.wait_until_ready(60)
-    collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)
+    collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS, queue)
     collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
         pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)

@@ -45,7 +45,7 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.rollout.batch import Experience
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank
+from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, open_work_queue
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.logger import MetricsLogger
@@ -216,7 +216,8 @@ def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
     scorer = Scorer(stop_at)
-    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS)  # type: ignore[arg-type]
+    longest = train_prompts.longest + MAX_NEW_TOKENS
+    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest, open_work_queue(cfg))  # type: ignore[arg-type]
     critic = Critic(way, scorer, stop_at)
     log_dir = folder / "logs" / way.name
     checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings())

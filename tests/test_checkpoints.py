@@ -678,7 +678,7 @@ def test_no_rank_waits_in_a_collective_for_what_another_reads(tmp_path: Path, mo
     (tmp_path / "file").write_text("content")
     enough, on_every_rank = threading.Event(), durable.on_every_rank
     answers: list[Any] = []
-    monkeypatch.setattr(durable, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(durable, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(durable, "on_every_rank", attempts)
     with single_process():
         expected = {"file": manifest.describe_file(tmp_path / "file")}

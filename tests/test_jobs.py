@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -439,6 +440,22 @@ def test_a_critic_that_never_comes_up(artefacts: Artefacts, tmp_path: Path) -> N
     finally:
         job.kill()
     assert f"the server at http://localhost:{port} was not ready within 2 s" in job.output()
+
+
+def test_a_work_queue_whose_port_is_taken(artefacts: Artefacts, tmp_path: Path) -> None:
+    """Known before the weights are read and the critic is waited for, and the error says which key."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = actor_flags(artefacts, tmp_path / "log", free_port(), devices=1)
+        queue = ["trainer.ppo.batch_iterator.use_flask=True", f"trainer.ppo.batch_iterator.port={port}"]
+        job = Job(script("train_gpt_ppo_actor.py", *flags, *queue), tmp_path / "actor.log")
+        try:
+            assert job.wait(TIMEOUT) == 1, job.describe()
+        finally:
+            job.kill()
+    assert f"rollout work queue cannot listen on 127.0.0.1:{port} (Address already in use)" in job.output()
+    assert "choose a free port with trainer.ppo.batch_iterator.port" in job.output()
+    assert "waiting for the server" not in job.output()
 
 
 # ---- resuming -----------------------------------------------------------------------------------

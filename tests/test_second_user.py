@@ -14,7 +14,7 @@ import pytest
 from conftest import Artefacts
 from served_critic import CountingBackend, critic_client, infer_body, serve, train_body
 
-from nemo_style_aligner.rollout.work_client import WorkQueueClient
+from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.servers.journal import CriticJournal
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_the_services_of_a_run_are_closed(folder: Path) -> None:
     """No values and rewards, no training, no save, no metrics; no work from the queue, and none taken off it."""
     secret = make_secret(folder / "secret")
-    backend, queue = CountingBackend(), WorkQueue()
+    backend, queue = CountingBackend(), WorkQueue(600)
     queue.start_round(0, [1, 2])
     bodies = {
         "critic_infer": infer_body([[1, 2]], [2]),
@@ -109,7 +109,7 @@ def test_the_services_of_a_run_are_closed(folder: Path) -> None:
             assert backend.batches == backend.trained == [] and backend.saves == 0
             with critic_client(server.number, token=secret.value) as client:  # the owner's requests go through
                 client.save_async().result(20)
-        worker = WorkQueueClient("127.0.0.1", work_server.port, token=secret.value)
+        worker = WorkQueueClient("127.0.0.1", work_server.port, WorkerLimits(600, 600, 3600), token=secret.value)
         worker.start_round(0, [])
         assert worker.lease(2) == [1, 2]
         worker.close()

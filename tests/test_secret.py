@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.algorithms import service_setup
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.servers import secret
 from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
 from nemo_style_aligner.telemetry.logger import MetricsLogger
@@ -62,6 +64,14 @@ def test_the_most_specific_secret_is_taken(home: Path, monkeypatch: pytest.Monke
 def test_authentication_is_turned_off_with_a_warning(value, caplog: pytest.LogCaptureFixture) -> None:
     assert resolve_token(value, "trainer.ppo.token") is None
     assert "trainer.ppo.token=none" in caplog.text
+
+
+@pytest.mark.parametrize(("job", "section"), [("gpt_ppo_critic", "trainer.ppo"), ("inference_rm", "inference")])
+def test_a_service_names_its_key_in_full(job: str, section: str, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = OmegaConf.select(load_defaults(job), section)
+    cfg.merge_with({"token": "none", "host": "127.0.0.1"})
+    service_setup._http_settings(cfg, section)
+    assert f"{section}.token=none: no authentication" in caplog.text
 
 
 def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:

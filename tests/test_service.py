@@ -624,8 +624,10 @@ def test_listens_before_the_model_is_there_and_is_not_ready() -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"{port}.*choose a free port"):
-            ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=port), DispatchSettings((8,)))
+        http = HttpSettings(port=port, section="trainer.ppo")
+        keys = r"with trainer\.ppo\.port, or .* with trainer\.ppo\.host"
+        with pytest.raises(OSError, match=rf"{port}.*choose a free port {keys}"):
+            ModelServer(critic_endpoints(ModelLimits(), combined=True), http, DispatchSettings((8,)))
 
 
 def test_an_absent_server_is_named_with_the_elapsed_time() -> None:

@@ -231,6 +231,17 @@ def test_metrics_that_cannot_be_written_say_where_and_what_to_do(tmp_path: Path)
         log.log_metrics({"loss": 1.0}, step=1)
 
 
+@needs_full_disk
+def test_a_full_disk_leaves_the_hyperparameters_of_the_start_before(tmp_path: Path) -> None:
+    log = MetricsLogger(tmp_path)
+    log.log_hyperparameters({"a": 1})
+    (tmp_path / ".hyperparameters.yaml.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"make room and start the job again: '.*/hyperparameters.yaml'"):
+        log.log_hyperparameters({"a": 2})
+    log.close()
+    assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1}
+
+
 def test_each_scope_has_its_peak_of_memory() -> None:
     timer = ScopedTimer(memory=Peaks(9, 1, 5, 2, 3, 7, 4))
     with timer("step"):  # 9 was before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import requests
 import torch
 from job_processes import ROOT
 from listeners import listeners
-from served_critic import client_config
+from served_critic import TEST_LIMITS, client_config
 
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
@@ -40,7 +41,7 @@ from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.remote import RemoteRound
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
-from nemo_style_aligner.rollout.setup import build_work_source
+from nemo_style_aligner.rollout.setup import build_work_source, open_work_queue
 from nemo_style_aligner.rollout.supply import RequestSupply
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import (
@@ -64,6 +65,9 @@ from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.timeout(60)
 
+LEASE_SECONDS = 600.0
+LIMITS = WorkerLimits(LEASE_SECONDS, stall_seconds=600, wait_seconds=3600)
+
 
 class Clock:
     def __init__(self) -> None:
@@ -82,8 +86,8 @@ def serve(queue: WorkQueue, token: str | None = None):
         server.stop()
 
 
-def client(server: WorkQueueServer, round_number: int = 0, **options) -> WorkQueueClient:
-    made = WorkQueueClient("127.0.0.1", server.port, poll_seconds=0.02, **options)
+def client(server: WorkQueueServer, round_number: int = 0, limits: WorkerLimits = LIMITS, **options) -> WorkQueueClient:
+    made = WorkQueueClient("127.0.0.1", server.port, limits, poll_seconds=0.02, **options)
     made.start_round(round_number, [])
     return made
 
@@ -96,7 +100,7 @@ def put(server: WorkQueueServer, path: str, body, **options) -> requests.Respons
 
 
 def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     queue.start_round(0, [5, 3, 9, 1])
     assert queue.lease(3, "a")[:2] == ([5, 3, 9], SERVING)
     queue.start_round(1, [5, 3, 9, 1], [10.0, 30.0, 10.0, 20.0])
@@ -104,7 +108,7 @@ def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
 
 
 def test_a_round_is_complete_when_every_id_is() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     queue.start_round(0, [1, 2])
     assert queue.lease(5, "a")[:2] == ([1, 2], WAITING)
     assert queue.complete([1], "a") == ([1], [])
@@ -145,7 +149,7 @@ def test_renewing_keeps_a_lease() -> None:
 
 
 def test_a_repeated_lease_request_gets_the_same_ids() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     queue.start_round(0, list(range(10)))
     first = queue.lease(3, "a", request_number=1)
     assert queue.lease(3, "a", request_number=1) == first
@@ -154,7 +158,7 @@ def test_a_repeated_lease_request_gets_the_same_ids() -> None:
 
 
 def test_a_straggler_cannot_touch_the_next_round() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     queue.start_round(4, [1, 2])
     assert queue.lease(1, "late", round_number=4)[0] == [1]
     queue.start_round(5, [1, 2])
@@ -167,7 +171,7 @@ def test_a_straggler_cannot_touch_the_next_round() -> None:
 
 
 def test_wrong_rounds_are_named() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with pytest.raises(ValueError, match="must differ"):
         queue.start_round(0, [1, 1])
     with pytest.raises(ValueError, match="expected lengths"):
@@ -207,7 +211,7 @@ def test_hundreds_of_workers_some_of_them_dying_complete_each_id_once() -> None:
 
 
 def test_nemo_aligners_own_request_is_answered_with_a_list() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue) as server:
         queue.start_round(0, [7, 8, 9])
         assert put(server, "/get_idx", {"batch_size": 2}).json() == [7, 8]
@@ -217,9 +221,9 @@ def test_nemo_aligners_own_request_is_answered_with_a_list() -> None:
 
 
 def test_client_leases_completes_and_ends() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue) as server:
-        worker = WorkQueueClient("127.0.0.1", server.port, server=server)
+        worker = WorkQueueClient("127.0.0.1", server.port, LIMITS, server=server)
         for round_number in range(3):
             worker.start_round(round_number, [4, 5, 6])
             seen = []
@@ -250,11 +254,11 @@ def test_waiting_has_a_limit() -> None:
         queue.start_round(0, [1])
         assert client(server, worker="slow").lease(1) == [1]
         with pytest.raises(TimeoutError, match=r"waits for 1 ids.*for 0\.2 s: ids 1 are held by slow, last heard of"):
-            client(server, limits=WorkerLimits(wait_seconds=0.2)).lease(1, wait=True)
+            client(server, limits=dataclasses.replace(LIMITS, wait_seconds=0.2)).lease(1, wait=True)
 
 
 def test_many_clients_at_once_complete_each_id_once() -> None:
-    queue, lock = WorkQueue(), threading.Lock()
+    queue, lock = WorkQueue(LEASE_SECONDS), threading.Lock()
     completed: collections.Counter[int] = collections.Counter()
     with serve(queue) as server:
         queue.start_round(0, list(range(1000)))
@@ -277,7 +281,7 @@ def test_many_clients_at_once_complete_each_id_once() -> None:
 
 
 def test_the_token_is_needed() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue, token="s3cret") as server:
         queue.start_round(0, [1, 2])
         for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -314,7 +318,7 @@ def test_the_token_is_needed() -> None:
     ],
 )
 def test_malformed_requests_are_refused(path: str, body) -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue) as server:
         queue.start_round(0, [1])
         response = put(server, path, body)
@@ -342,7 +346,7 @@ def test_a_lease_takes_completions_along() -> None:
 
 
 def test_a_busy_client_reports_what_is_done_with_its_next_lease() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue) as server:
         queue.start_round(0, list(range(8)))
         worker = client(server)
@@ -361,7 +365,7 @@ def test_a_busy_client_reports_what_is_done_with_its_next_lease() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_nobody() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     with serve(queue) as server, socket.create_connection(("127.0.0.1", server.port)) as deaf:
         queue.start_round(0, list(range(10**15, 10**15 + 60000)))
         body = json.dumps({"batch_size": 60000, "worker": "deaf", "request": 1}).encode()
@@ -390,7 +394,7 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
     clock = Clock()
     queue = WorkQueue(lease_seconds=10, clock=clock)
     with serve(queue) as server:
-        worker, sink, begun = WorkQueueClient("127.0.0.1", server.port, server=server), Sink(), []
+        worker, sink, begun = WorkQueueClient("127.0.0.1", server.port, LIMITS, server=server), Sink(), []
         worker.start_round(2, list(range(8)))
         accepted = AcceptedResponses(worker, sink)
         supply = RequestSupply(worker, EngineGroup(), 4, [Prompt(i, [1, 2]) for i in range(8)], seed=7)
@@ -466,9 +470,9 @@ def test_ranks_with_shares_of_their_own_wait_for_each_other_with_the_rounds_limi
     monkeypatch.setattr(setup, "control_group", group_of)
     engine: Any = Engine()
     with single_process():
-        assert setup._local_generator(cfg, engine, EngineGroup()).meeting is None
+        assert setup._local_generator(cfg, engine, EngineGroup(), None).meeting is None
         monkeypatch.setattr(setup.dist, "get_world_size", lambda: 2)
-        local = setup._local_generator(cfg, engine, EngineGroup())
+        local = setup._local_generator(cfg, engine, EngineGroup(), None)
         monkeypatch.undo()
         monkeypatch.setattr(generator.dist, "barrier", lambda **where: order.append(where["group"]))
         monkeypatch.setattr(generator.worlds, "barrier", lambda: order.append("round"))
@@ -481,9 +485,9 @@ def test_ranks_with_shares_of_their_own_wait_for_each_other_with_the_rounds_limi
 def test_requests_for_very_many_ids_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (work_client, work_server):
         monkeypatch.setattr(module, "MAX_IDS_PER_REQUEST", 100)
-    queue, count = WorkQueue(), 250
+    queue, count = WorkQueue(LEASE_SECONDS), 250
     with serve(queue) as server:
-        worker = WorkQueueClient("127.0.0.1", server.port, server=server)
+        worker = WorkQueueClient("127.0.0.1", server.port, LIMITS, server=server)
         worker.start_round(2, range(count))
         taken: list[int] = []
         while ids := worker.lease(count):
@@ -516,9 +520,9 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
     prompts = [Prompt(i, [1]) for i in range(8)]
     monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
     with single_process():
-        queue = WorkQueue()
+        queue = WorkQueue(LEASE_SECONDS)
         with serve(queue) as server:
-            worker = WorkQueueClient("127.0.0.1", server.port, server=server)
+            worker = WorkQueueClient("127.0.0.1", server.port, LIMITS, server=server)
             local = LocalGenerator(engine, worker, sampling, EngineGroup())  # type: ignore[arg-type]
             with pytest.raises(StopEarlyError):
                 local.start(prompts, 1).run(sink)
@@ -543,7 +547,7 @@ def test_over_several_machines_the_queue_has_an_address_that_others_reach(
     cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "host": host, "port": 0})
     engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
     with single_process():
-        source = build_work_source(cfg, engine, EngineGroup())
+        source = build_work_source(cfg, engine, EngineGroup(), open_work_queue(cfg))
     source.start_round(1, [5])
     assert isinstance(source, WorkQueueClient) and source.lease(1) == [5]
     told, port = source._http.base_url.removeprefix("http://").split(":")
@@ -557,12 +561,13 @@ def test_addresses_of_ipv6() -> None:
     assert server_url("fd00::5", 5555) == server_url("[fd00::5]", 5555) == "http://[fd00::5]:5555"
     config = client_config(5555)
     config["critic"]["ip"] = "fd00::5"
-    assert CriticClient(config)._critic.base_url == "http://[fd00::5]:5555"
+    critic = CriticClient(config, infer_limits=TEST_LIMITS, train_limits=TEST_LIMITS)
+    assert critic._critic.base_url == "http://[fd00::5]:5555"
     try:
-        server = WorkQueueServer(WorkQueue(), host="::1")
+        server = WorkQueueServer(WorkQueue(LEASE_SECONDS), host="::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
-    worker = WorkQueueClient("::1", server.port)
+    worker = WorkQueueClient("::1", server.port, LIMITS)
     server.queue.start_round(1, [5])
     worker.start_round(1, [])
     assert worker.lease(1) == [5]
@@ -571,7 +576,7 @@ def test_addresses_of_ipv6() -> None:
 
 
 def test_stop_frees_the_port_and_ends_the_client() -> None:
-    server = WorkQueueServer(WorkQueue())
+    server = WorkQueueServer(WorkQueue(LEASE_SECONDS))
     worker = client(server, http_limits=ClientLimits(total_s=0.5))
     server.stop()
     with pytest.raises(ServerUnavailableError, match=f":{server.port}/get_idx.*after"):
@@ -582,7 +587,7 @@ def test_stop_frees_the_port_and_ends_the_client() -> None:
 
 
 def test_clients_of_a_future_round_are_told() -> None:
-    with serve(WorkQueue()) as server, pytest.raises(RequestRefusedError, match="has not begun"):
+    with serve(WorkQueue(LEASE_SECONDS)) as server, pytest.raises(RequestRefusedError, match="has not begun"):
         client(server, 3).lease(1)
 
 
@@ -635,7 +640,7 @@ def test_a_request_for_scores_that_fails_is_not_waited_for() -> None:
 
 def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer() -> None:
     queue, steps, ended = WorkQueue(lease_seconds=1.5), [0], threading.Event()
-    limits = WorkerLimits(lease_seconds=1.5, stall_seconds=0.8)
+    limits = WorkerLimits(lease_seconds=1.5, stall_seconds=0.8, wait_seconds=30)
     others = set(threading.enumerate())
     with serve(queue) as server:
         queue.start_round(0, [1, 2])
@@ -661,7 +666,7 @@ def test_what_keeps_the_watchdog_quiet_keeps_the_leases() -> None:
     cfg.trainer.ppo.batch_iterator.merge_with(settings)
     engine: Any = types.SimpleNamespace(num_slots=0, statistics=GenerationStatistics())
     with single_process():
-        worker = build_work_source(cfg, engine, EngineGroup())
+        worker = build_work_source(cfg, engine, EngineGroup(), open_work_queue(cfg))
     assert isinstance(worker, WorkQueueClient)
     worker.start_round(1, [7])
     assert worker.lease(1) == [7]
@@ -692,7 +697,7 @@ def test_a_sample_that_everybody_loses_ends_the_round() -> None:
 
 
 def test_leases_shrink_towards_the_end_of_a_round() -> None:
-    queue = WorkQueue(workers=4)
+    queue = WorkQueue(LEASE_SECONDS, workers=4)
     queue.start_round(0, list(range(100)))
     sizes = []
     while ids := queue.lease(10, f"w{len(sizes) % 4}").ids:
@@ -704,7 +709,7 @@ def test_leases_shrink_towards_the_end_of_a_round() -> None:
 
 
 def test_nothing_is_leased_ahead_that_others_have_slots_for() -> None:
-    queue = WorkQueue(workers=2)
+    queue = WorkQueue(LEASE_SECONDS, workers=2)
     with serve(queue) as server:
         worker = client(server, slots=4)
         queue.start_round(0, list(range(16)))
@@ -825,7 +830,7 @@ def test_static_partition_deals_out_everything_once() -> None:
 
 
 def test_throughput_is_far_above_what_generation_needs() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(LEASE_SECONDS)
     queue.start_round(0, list(range(20000)))
     started = time.monotonic()
     while queue.lease(8, f"w{random.randrange(256)}")[0]:

@@ -19,7 +19,13 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, build_scorer, sampling_params
+from nemo_style_aligner.rollout.setup import (
+    build_collector,
+    build_rollout_rank,
+    build_scorer,
+    open_work_queue,
+    sampling_params,
+)
 from nemo_style_aligner.servers.client import SequencesToScore
 from nemo_style_aligner.servers.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
@@ -34,10 +40,12 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
 
     Raises:
         ValueError: settings that do not fit together (found before any weight is read).
+        OSError: the work queue's port is taken (before any weight is read, too).
         SecretError: the shared secret cannot be used.
         ServerUnavailableError: the service is not there in time.
         SequenceConflictError: the critic cannot go on with this run.
     """
+    queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     scorer = build_scorer(cfg)  # before any weight is read: it may have no secret
@@ -52,7 +60,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
         sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
         scorer.wait_until_ready(ready_seconds, sequences=sequences)
-    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest)
+    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest, queue)
     journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))
     timeouts = cfg.remote_critic_rm.timeouts
     critic = RemoteCritic(

@@ -35,7 +35,8 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     combined = bool(ppo.combine_rm_and_critic_server)
     limits = _limits(base, ppo)
     endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_to_ids)
-    return ModelServer(endpoints, _http_settings(ppo), _dispatch(ppo, run.layout, limits), device=device())
+    http = _http_settings(ppo, "trainer.ppo")
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits), device=device())
 
 
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
@@ -48,9 +49,8 @@ def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseMo
         num_attributes=1 if head.merge_attributes else head.num_attributes,
         tokenize=base.tokenizer.text_to_ids,
     )
-    return ModelServer(
-        endpoints, _http_settings(cfg.inference), _dispatch(cfg.inference, layout, limits), device=device()
-    )
+    http = _http_settings(cfg.inference, "inference")
+    return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits), device=device())
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
@@ -135,11 +135,13 @@ def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) 
     )
 
 
-def _http_settings(section: DictConfig) -> HttpSettings:
+def _http_settings(section: DictConfig, key: str) -> HttpSettings:
+    """From the config's section at ``key``."""
     return HttpSettings(
         port=int(section.port),
         host=bind_address(section.host, detect_launch(os.environ)),
-        token=resolve_token(section.token, "token"),
+        section=key,
+        token=resolve_token(section.token, f"{key}.token"),
         max_body_bytes=int(section.max_body_bytes),
         max_outstanding_requests=int(section.max_outstanding_requests),
         infer_timeout_s=float(section.infer_timeout_seconds),

@@ -12,13 +12,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, broadcast_object
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_PATIENCE_SECONDS = 5.0  # that a rank waits in one collective for what takes long
 
 UNFINISHED = ".unfinished"
 """Suffix of what is still being written or already being deleted. A leftover of a killed process; never read."""
@@ -59,7 +57,7 @@ def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | 
 
         def has_ended() -> bool:
             assert future is not None
-            return bool(concurrent.futures.wait([future], _PATIENCE_SECONDS).done)
+            return bool(concurrent.futures.wait([future], PATIENCE_SECONDS).done)
 
         while not on_first_rank(has_ended, group):
             pass
@@ -71,7 +69,7 @@ def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | 
     thread = concurrent.futures.ThreadPoolExecutor(1, "every-rank")
     try:
         future = thread.submit(action)
-        while not all(on_every_rank(lambda: not concurrent.futures.wait([future], _PATIENCE_SECONDS).not_done, group)):
+        while not all(on_every_rank(lambda: not concurrent.futures.wait([future], PATIENCE_SECONDS).not_done, group)):
             pass
         return on_every_rank(future.result, group)
     finally:

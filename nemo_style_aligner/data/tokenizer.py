@@ -37,7 +37,7 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 
 # What templates that tell today's date (Llama 3.1 and later) say where they do not know it: data depend on no day.
 _DATE = "26 Jul 2024"
-_GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 class TokenizerError(ValueError):
@@ -113,7 +113,7 @@ class Tokenizer(ABC):
         """Write a directory that `load_tokenizer` (and transformers) can load."""
         self._save(directory)
         if self.generation_config is not None:
-            (directory / _GENERATION_CONFIG).write_text(self.generation_config, encoding="utf-8")
+            (directory / GENERATION_CONFIG).write_text(self.generation_config, encoding="utf-8")
 
     @abstractmethod
     def _save(self, directory: Path) -> None:
@@ -267,7 +267,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         TokenizerError: nothing there, or nothing that can be read.
     """
     tokenizer = _load(Path(path))
-    config = Path(path) / _GENERATION_CONFIG
+    config = Path(path) / GENERATION_CONFIG
     tokenizer.generation_config = config.read_text(encoding="utf-8") if config.is_file() else None
     return tokenizer
 

@@ -201,19 +201,39 @@ def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
     return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))
 
 
-def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: EngineGroup) -> WorkSource:
-    """The Flask work queue on rank 0 (``trainer.ppo.batch_iterator.use_flask``) or a fixed partition. Collective."""
+def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
+    """The Flask work queue (``trainer.ppo.batch_iterator.use_flask``), listening; None on all ranks but one.
+
+    That is the first of those that generate. Open it before weights are read: a port that is taken is known at once.
+
+    Raises:
+        OSError: its address cannot be bound.
+        SecretError: the shared secret cannot be used.
+    """
+    section, link = cfg.trainer.ppo.batch_iterator, worlds.link()
+    generates = link is None or link.is_rollout_rank
+    if not section.use_flask or not generates or dist.get_rank() != 0:
+        return None
+    return WorkQueueServer(
+        WorkQueue(float(section.lease_seconds)),
+        host=section.host or _reachable_address(),
+        port=int(section.port),
+        token=_token(cfg),
+        section="trainer.ppo.batch_iterator",
+    )
+
+
+def build_work_source(
+    cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
+) -> WorkSource:
+    """The work queue that `open_work_queue` has opened on one rank, or a fixed partition without it. Collective."""
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
         return StaticPartition(group.index, group.count)
-    token = _token(cfg)
-    server, address = None, None
-    if dist.get_rank() == 0:
-        reachable = "127.0.0.1" if is_on_one_machine() else own_address()
-        host = section.host or reachable
-        queue = WorkQueue(lease_seconds=float(section.lease_seconds), workers=group.count)
-        server = WorkQueueServer(queue, host=host, port=int(section.port), token=token)
-        address = (reachable if host in _WILDCARDS else host, server.port)
+    address = None
+    if queue is not None:
+        queue.queue.workers = group.count
+        address = (_reachable_address() if queue.host in _WILDCARDS else queue.host, queue.port)
     host, port = broadcast_object(address)
     limits = WorkerLimits(
         lease_seconds=float(section.lease_seconds),
@@ -223,12 +243,17 @@ def build_work_source(cfg: DictConfig, engine: GenerationEngine, group: EngineGr
     return WorkQueueClient(
         host,
         port,
-        token=token,
-        server=server,
+        limits,
+        token=_token(cfg),
+        server=queue,
         slots=engine.num_slots,
         progress=lambda: activity.current().progress,  # what the watchdog goes by
-        limits=limits,
     )
+
+
+def _reachable_address() -> str:
+    """An address of this machine that all ranks of the job reach."""
+    return "127.0.0.1" if is_on_one_machine() else own_address()
 
 
 def _token(cfg: DictConfig) -> str | None:
@@ -257,7 +282,13 @@ def build_scorer(cfg: DictConfig) -> CriticClient:
     return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job)
 
 
-def build_generator(cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int) -> Generator:
+def build_generator(
+    cfg: DictConfig,
+    model: MegatronModel,
+    tokenizer: Tokenizer,
+    max_sequence_length: int,
+    queue: WorkQueueServer | None,
+) -> Generator:
     """What makes the responses: this rank's engine, or the ranks that the job has for it. Collective."""
     other_world = worlds.link()
     if other_world is not None:
@@ -268,22 +299,26 @@ def build_generator(cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer,
             max_sequence_length,
             float(cfg.trainer.ppo.batch_iterator.wait_seconds),
         )
-    return _local_generator(cfg, *build_engine(cfg, model, tokenizer, max_sequence_length))
+    return _local_generator(cfg, *build_engine(cfg, model, tokenizer, max_sequence_length), queue)
 
 
 def build_rollout_rank(
     cfg: DictConfig, link: Link, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
 ) -> RolloutRank:
     """What a rank runs that only generates. Its engine is built when the training ranks say for what length."""
+    queue = open_work_queue(cfg)
 
     def build(max_sequence_length: int) -> LocalGenerator:
-        return _local_generator(cfg, *build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length))
+        engine, group = build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length)
+        return _local_generator(cfg, engine, group, queue)
 
     return RolloutRank(link, architecture, dtype, build)
 
 
-def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: EngineGroup) -> LocalGenerator:
-    work = build_work_source(cfg, engine, group)
+def _local_generator(
+    cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
+) -> LocalGenerator:
+    work = build_work_source(cfg, engine, group, queue)
     meeting = None
     if isinstance(work, StaticPartition):  # with the queue, ranks wait for each other there
         minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
@@ -292,11 +327,16 @@ def _local_generator(cfg: DictConfig, engine: GenerationEngine, group: EngineGro
 
 
 def build_collector(
-    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, scorer: CriticClient, max_sequence_length: int
+    cfg: DictConfig,
+    model: MegatronModel,
+    tokenizer: Tokenizer,
+    scorer: CriticClient,
+    max_sequence_length: int,
+    queue: WorkQueueServer | None,
 ) -> RolloutCollector:
-    """Everything of the rollout phase. Collective."""
+    """Everything of the rollout phase; ``queue`` is from `open_work_queue`. Collective."""
     return RolloutCollector(
-        build_generator(cfg, model, tokenizer, max_sequence_length),
+        build_generator(cfg, model, tokenizer, max_sequence_length, queue),
         scorer,
         tokenizer,
         scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),

@@ -52,9 +52,9 @@ class WorkerLimits:
         wait_seconds: the longest wait for other workers while not one of them completes anything.
     """
 
-    lease_seconds: float = 600.0
-    stall_seconds: float = 600.0
-    wait_seconds: float = 3600.0
+    lease_seconds: float
+    stall_seconds: float
+    wait_seconds: float
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,13 +86,13 @@ class WorkQueueClient:
         self,
         host: str,
         port: int,
+        limits: WorkerLimits,
         *,
         token: str | None = None,
         worker: str | None = None,
         server: WorkQueueServer | None = None,
         slots: int = 0,
         progress: Callable[[], object] = lambda: None,
-        limits: WorkerLimits | None = None,
         http_limits: ClientLimits = CLIENT_LIMITS,
         poll_seconds: float = 0.5,
     ) -> None:
@@ -100,7 +100,7 @@ class WorkQueueClient:
         self._http = HttpClient(server_url(host, port), token=token, error_text=_error_text)
         self._server = server
         self._slots = slots
-        self._limits = limits or WorkerLimits()
+        self._limits = limits
         self._http_limits = http_limits
         self._poll_seconds = poll_seconds
         self._round: int | None = None

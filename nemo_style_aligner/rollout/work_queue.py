@@ -75,11 +75,14 @@ class WorkQueue:
     With ``workers``, the number of those who will ask, a lease is at most half a worker's share of what is left
     (guided self-scheduling): large at first, single ids at the end of a round, so that nobody sits on a backlog
     while others have nothing to do.
+
+    Attributes:
+        workers: may be set before the first round, where it is not known earlier.
     """
 
     def __init__(
         self,
-        lease_seconds: float = 600.0,
+        lease_seconds: float,
         *,
         workers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +92,7 @@ class WorkQueue:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self.lease_seconds = lease_seconds
-        self._expected_workers = workers
+        self.workers = workers
         self._clock = clock
         self._lock = threading.Lock()
         self._round = -1
@@ -247,14 +250,14 @@ class WorkQueue:
         return WAITING if self._unfinished else DRAINED
 
     def _lease(self, ids: list[int]) -> Lease:
-        share = len(self._pending) // max(self._expected_workers or 1, len(self._workers))
+        share = len(self._pending) // max(self.workers or 1, len(self._workers))
         return Lease(ids, self._state(), share, self._unfinished)
 
     def _guided_size(self) -> int:
         """Ids that one lease may have."""
-        if self._expected_workers in (None, 1):
+        if self.workers in (None, 1):
             return len(self._pending)
-        return -(-len(self._pending) // (2 * max(self._expected_workers, len(self._workers))))
+        return -(-len(self._pending) // (2 * max(self.workers, len(self._workers))))
 
     def _pop(self, n: int) -> list[int]:
         ids = [heapq.heappop(self._pending)[1] for _ in range(min(n, len(self._pending)))]

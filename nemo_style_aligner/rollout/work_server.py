@@ -142,9 +142,21 @@ class WorkQueueServer:
     """Serves a `WorkQueue` over HTTP from a daemon thread of rank 0. ``port`` 0 takes a free one.
 
     ``host``: loopback unless workers run on other nodes; then an address of rank 0's machine, and a token.
+    ``section``: of the config, whose keys host and port are.
+
+    Raises:
+        OSError: the address cannot be bound.
     """
 
-    def __init__(self, queue: WorkQueue, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self,
+        queue: WorkQueue,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        section: str | None = None,
+    ) -> None:
         self.queue = queue
         self._server = WsgiServer(
             create_app(queue, token),
@@ -153,6 +165,7 @@ class WorkQueueServer:
             threads=0,  # no request waits for anything
             max_body_bytes=2 * MAX_BODY_BYTES,
             name="rollout work queue",
+            section=section,
             may_send_body=token_check(token),
         )
         self.host, self.port = host, self._server.port

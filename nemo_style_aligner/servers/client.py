@@ -49,7 +49,6 @@ from nemo_style_aligner.servers.training_session import (
 logger = logging.getLogger(__name__)
 
 _TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
-TRAIN_LIMITS = ClientLimits(read_s=3900.0, total_s=7800.0)
 _REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
@@ -97,10 +96,10 @@ class CriticClient:
         self,
         config: Mapping[str, Any],
         *,
+        infer_limits: ClientLimits,
+        train_limits: ClientLimits,
         token: str | None = None,
         max_parallel: int = 8,
-        infer_limits: ClientLimits | None = None,
-        train_limits: ClientLimits | None = None,
         on_lost: Callable[[Exception], object] | None = None,
     ) -> None:
         critic, names = config["critic"], config["critic"]["name"]
@@ -114,8 +113,8 @@ class CriticClient:
             self._reward = _http_client(config["reward_model"], token)
             self._reward_model = config["reward_model"]["name"]
         self._failure: str | None = None  # of training
-        self._infer_limits = infer_limits or ClientLimits()
-        self._train_limits = train_limits or TRAIN_LIMITS
+        self._infer_limits = infer_limits
+        self._train_limits = train_limits
         self._session = TrainingSession(
             self._command,
             self._train_model,

@@ -85,9 +85,9 @@ class WsgiServer:
     """A waitress server in a daemon thread, started by the constructor, bound before it returns.
 
     ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
-    address cannot be bound. ``may_send_body`` looks at a request's header before a large body is read
-    (`token_check` makes one). ``threads`` work on requests; 0, for an application that never waits: the server's own
-    thread does, which saves handing requests over.
+    address cannot be bound, and their keys where they are from a ``section`` of the config. ``may_send_body`` looks at
+    a request's header before a large body is read (`token_check` makes one). ``threads`` work on requests; 0, for an
+    application that never waits: the server's own thread does, which saves handing requests over.
     """
 
     def __init__(
@@ -99,12 +99,13 @@ class WsgiServer:
         threads: int,
         max_body_bytes: int,
         name: str,
+        section: str | None = None,
         limits: ConnectionLimits | None = None,
         may_send_body: HeaderCheck | None = None,
     ) -> None:
         limits = limits or ConnectionLimits()
         connections = limits.connections()
-        self._socket = _bind(host, port, name)
+        self._socket = _bind(host, port, name, section)
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._map: dict[int, Any] = {}
@@ -214,7 +215,7 @@ class _OwnThread:
             self._tasks.popleft().cancel()
 
 
-def _bind(host: str, port: int, name: str) -> socket.socket:
+def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -227,7 +228,8 @@ def _bind(host: str, port: int, name: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
+        where = f" with {section}.port, or another address of this machine with {section}.host" if section else ""
         raise OSError(
-            error.errno, f"{name} cannot bind to {host}:{port} ({error.strerror}): choose a free port or another host"
+            error.errno, f"{name} cannot listen on {host}:{port} ({error.strerror}): choose a free port{where}"
         ) from error
     return listener

@@ -59,6 +59,7 @@ class HttpSettings:
 
     port: int
     host: str = "127.0.0.1"
+    section: str | None = None  # of the config, whose keys these are: for errors
     # Shared secret for `Authorization: Bearer`; None: no authentication.
     token: str | None = dataclasses.field(default=None, repr=False)
     max_body_bytes: int = 2**30
@@ -113,6 +114,7 @@ def start_http_server(
         # Flask enforces the limit proper and answers in the protocol's form.
         max_body_bytes=settings.max_body_bytes + _WSGI_BODY_MARGIN,
         name="inference service",
+        section=settings.section,
         limits=settings.connections,
         may_send_body=token_check(settings.token),
     )

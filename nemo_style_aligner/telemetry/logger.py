@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
 TIMELINE_FILE = "timeline.json"
+HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -147,12 +148,16 @@ class MetricsLogger:
             logger.warning("%s ends here, as it cannot be written: %s", self._timeline_file.name, error)
 
     def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
-        """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard."""
+        """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
+
+        Raises:
+            OSError: it cannot be written; what an earlier start has written is still there.
+        """
         if not self._enabled:
             return
         container = without_secrets(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
         text = OmegaConf.to_yaml(container, resolve=True)
-        (self.log_dir / "hyperparameters.yaml").write_text(text, encoding="utf-8")
+        _write_whole(self.log_dir / HYPERPARAMETERS_FILE, text)
         self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
         if self._wandb is not None:
             self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
@@ -227,10 +232,7 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
         settings |= {"id": known, "resume": "allow"}
     run = wandb.init(**settings)
     if run.id != known:
-        # Beside, and renamed: whoever is killed, or meets a full disk, in between leaves the old one.
-        unfinished = id_file.with_name(f".{WANDB_ID_FILE}.tmp")
-        unfinished.write_text(f"{run.id}\n", encoding="utf-8")
-        unfinished.replace(id_file)
+        _write_whole(id_file, f"{run.id}\n")
     run.define_metric("*", step_metric="step")
     return run
 
@@ -267,9 +269,24 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
     line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         file.write(line)
-    except OSError as error:  # which does not say of which file
-        remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
-        raise OSError(error.errno, f"{error.strerror}{remedy}", file.name) from error
+    except OSError as error:
+        raise _write_error(error, file.name) from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step: whoever is killed, or meets a full disk, in between leaves the old one."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise _write_error(error, str(path)) from error
+
+
+def _write_error(error: OSError, path: str) -> OSError:
+    """What ``error``, which may not say of which file it is, means for the file at ``path``."""
+    remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
+    return OSError(error.errno, f"{error.strerror}{remedy}", path)
 
 
 def _to_float(name: str, value: Any) -> float:

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
+from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
-GENERATION_CONFIG = "generation_config.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
 
 # Files of a model directory that belong to its tokenizer and its use, not to its weights.
