@@ -57,6 +57,18 @@ def test_products_are_exact(
     torch.testing.assert_close(products.product(rows, plain[1]), (rows.detach() @ plain[1]), atol=1e-6 * k, rtol=1e-5)
 
 
+@LIBRARIES
+def test_storages_can_be_resized_afterwards(openblas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `offload` and `swap` do with weights and gradients."""
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: openblas)
+    weight, total, out = random(30, 40), torch.zeros(20, 40), torch.empty(20, 40)
+    products.product(random(20, 30), weight, out=out)
+    products.add_product(total, random(30, 20), weight)
+    torch.testing.assert_close(total, random(30, 20).t() @ weight)
+    for tensor in (weight, total, out):
+        tensor.untyped_storage().resize_(0)
+
+
 def test_openblas_gives_the_same_bits_again(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever thread computes which part."""
     monkeypatch.setattr(products, "_prefers_openblas", lambda: True)

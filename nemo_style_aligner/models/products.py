@@ -98,7 +98,21 @@ def _array(matrix: torch.Tensor) -> NDArray[Any]:
     """The same memory, if OpenBLAS can read it as it lies: numpy has a slow loop of its own for everything else."""
     if not (matrix.stride(1) == 1 or matrix.stride(0) == 1):
         matrix = matrix.contiguous()
-    return matrix.detach().numpy()
+    return np.asarray(_Memory(matrix)) if matrix.numel() else np.empty(matrix.shape, np.float32)
+
+
+class _Memory:
+    """An fp32 tensor's, by numpy's array interface. After ``Tensor.numpy`` its storage could never be resized again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # the array keeps this object, and with it the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": np.dtype(np.float32).str,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(tensor.element_size() * stride for stride in tensor.stride()),
+        }
 
 
 def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> None:
