@@ -57,6 +57,7 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("model.activations_checkpoint_num_layers", (int,)),
     ("model.use_avg_pool", (bool,)),
     ("model.force_head_dtype", (str, int)),
+    ("model.optim.sched.max_steps", (int,)),
     ("model.reward_model_type", (str,)),
     ("model.regression.num_attributes", (int,)),
     ("model.regression.attribute_weights", (list,)),

@@ -163,6 +163,9 @@ def test_constant_schedule_and_errors() -> None:
     schedule = Schedule.from_config({"lr": 2.0, "sched": {"name": "constant", "warmup_steps": 3}}, 10)
     assert [schedule(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert Schedule.from_config({"lr": 2.0}, 10)(0) == 2.0
+    given = Schedule.from_config({"lr": 2.0, "sched": {"max_steps": 7}}, 10)  # NeMo's key
+    assert given.max_steps == given.ending_with_run(12).max_steps == 7
+    assert Schedule.from_config({"lr": 2.0, "sched": {"max_steps": None}}, 10).ending_with_run(12).max_steps == 12
     with pytest.raises(ValueError, match="choose CosineAnnealing or constant"):
         Schedule(lr=1.0, name="Polynomial")
     with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):
@@ -190,7 +193,7 @@ def test_a_run_that_is_too_short_for_its_schedule_says_so(
     assert bool(caplog.records) == expected
     if expected:
         first = 0 if settings["warmup_steps"] == 0 else 11
-        assert f"of this run's {max_steps} updates those after the first {first} are made at min_lr=0.1" in caplog.text
+        assert f"of its {max_steps} updates those after the first {first} are made at min_lr=0.1" in caplog.text
         assert all(schedule(step) == 0.1 for step in range(first, max_steps))
 
 

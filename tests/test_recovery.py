@@ -294,9 +294,11 @@ def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> 
         other = CriticClient(client_config(job.port), infer_limits=LIMITS, train_limits=LIMITS)
         other.follow(position)
         job.restart()
+        asked = time.monotonic()
         scores = other.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3]))
         time.sleep(1.0)
         assert not scores.done()
+        assert asked < other.last_progress, "who waits for scores must learn that the critic gets on"
         with actor(job, tmp_path, critic.state_dict()):
             assert float(scores.result(30).values[0, 0]) == weights(1, 2)[-1]
         other.close()

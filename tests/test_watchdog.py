@@ -14,7 +14,14 @@ import pytest
 from job_processes import Job, ranks_of
 
 from nemo_style_aligner.telemetry import activity, watchdog
-from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, RankState, Sighting, Watchdog, describe
+from nemo_style_aligner.telemetry.watchdog import (
+    EXIT_STUCK,
+    RankState,
+    Sighting,
+    Watchdog,
+    describe,
+    remove_old_runs,
+)
 
 SCRIPT = """
 import ctypes, sys, time
@@ -163,6 +170,23 @@ def test_a_rank_ends_when_another_has_failed(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "watchdog" / "failed_job").write_text(failure)
     dog._tick()
     assert ended == [1]
+
+
+def test_files_of_runs_long_over_are_removed(tmp_path: Path) -> None:
+    """Not those of the last ones, whose ranks may still be looking at them, nor what is not of a run."""
+    (tmp_path / "watchdog").mkdir()
+    for run in range(15):
+        for name in (f"failed_{run}", f"alarm_{run}.json", f"rank_{run}.json"):
+            path = tmp_path / "watchdog" / name
+            path.touch()
+            os.utime(path, (run, run))
+    remove_old_runs(tmp_path)
+    left = {path.name for path in (tmp_path / "watchdog").iterdir()}
+    newest = range(5, 15)
+    assert left == {f"rank_{run}.json" for run in range(15)} | {
+        name for run in newest for name in (f"failed_{run}", f"alarm_{run}.json")
+    }
+    remove_old_runs(tmp_path / "none")
 
 
 def test_few_of_many_ranks_read_what_the_others_write_until_it_is_late(

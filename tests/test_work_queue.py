@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -599,6 +600,7 @@ class LateScores:
 
     def __init__(self) -> None:
         self.answers: list[concurrent.futures.Future[Scores]] = []
+        self.last_progress = -math.inf
 
     def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
         self.answers.append(concurrent.futures.Future())
@@ -616,6 +618,10 @@ def test_scores_are_given_up_when_none_comes_for_long() -> None:
     for number in (1, 0):  # each one starts the time anew
         time.sleep(0.3)
         client.answers[number].set_result(scores[number])
+        assert not responses.are_scored(0.0)
+    for _ in range(2):  # and so does each step of a critic that is brought level
+        time.sleep(0.3)
+        client.last_progress = time.monotonic()
         assert not responses.are_scored(0.0)
     time.sleep(0.3)
     assert not responses.are_scored(0.0)

@@ -499,7 +499,7 @@ def _reward_head(view: JobView) -> Iterator[str]:
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"
-    if view.get(key) == -1:
+    if view.get(key) == -1 and view.get("model.optim.sched.max_steps") is None:
         yield f"{view.said(key)}: the learning rate's schedule needs a number of critic updates; give 1 or more"
 
 

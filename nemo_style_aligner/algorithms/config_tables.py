@@ -132,6 +132,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.optim.weight_decay", _NOT_NEGATIVE),
     ("model.optim.eps", _POSITIVE),
     ("model.optim.betas", _SHARE_BELOW_1),
+    ("model.optim.sched.max_steps", _COUNT),
     ("model.optim.sched.*_steps", _NOT_NEGATIVE),
     ("model.optim.sched.min_lr", _NOT_NEGATIVE),
     ("model.data.*seq_length", _COUNT),

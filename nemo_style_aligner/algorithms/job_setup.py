@@ -24,7 +24,7 @@ from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.telemetry.logger import MetricsLogger
-from nemo_style_aligner.telemetry.watchdog import Watchdog
+from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,20 @@ def start_run(cfg: DictConfig) -> Run:
     )
 
 
+def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
+    """The watchdog of a service that writes nothing else in its log directory. Collective.
+
+    Raises:
+        ConfigError: another job works there; on rank 0. Without a watchdog nothing is written, and several may.
+    """
+    log_dir = log_directory(exp_manager)
+    if exp_manager.watchdog_minutes is not None and dist.get_rank() == 0:
+        hold_log_directory(log_dir, exp_manager.name)
+    return start_watchdog(exp_manager.watchdog_minutes, log_dir)
+
+
 def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
-    """``exp_manager.watchdog_minutes``, over all ranks of the job. Collective."""
+    """``exp_manager.watchdog_minutes``, over all ranks of the job, whose directory this is alone. Collective."""
     if minutes is None:
         return None
     if minutes <= 0:
@@ -113,6 +125,8 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     job = run_name() or broadcast_object(uuid.uuid4().hex[:12])
     link = worlds.link()
     rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)
+    if rank == 0:
+        remove_old_runs(log_dir)
     watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, job, abort_job)
     watchdog.start()
     return watchdog

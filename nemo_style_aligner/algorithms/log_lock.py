@@ -1,4 +1,4 @@
-"""One job at a time in a log directory: two would delete each other's checkpoints."""
+"""One job at a time in a log directory: two would delete or overwrite each other's files."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
             holder = os.read(descriptor, 1000).decode("utf-8", "replace").strip() or "unknown"
             os.close(descriptor)
             raise ConfigError(
-                f"another job works in {log_dir} ({holder}), and two would delete each other's checkpoints: end it, or "
-                f"give this one a directory of its own with exp_manager.explicit_log_dir. If its machine is lost, and "
-                f"the file system keeps the lock all the same, delete {path}"
+                f"another job works in {log_dir} ({holder}), and two would delete or overwrite each other's files: "
+                f"end it, or give this one a directory of its own with exp_manager.explicit_log_dir. If its machine is "
+                f"lost, and the file system keeps the lock all the same, delete {path}"
             )
         time.sleep(_POLL_SECONDS)
     try:

@@ -266,4 +266,4 @@ class TrainingLoop(abc.ABC):
         max_steps = min(self.step + steps_left, self.settings.step_limit)
         updates = updates_made + (max_steps - self.step) * updates_per_step
         self.settings = dataclasses.replace(self.settings, max_steps=max_steps)
-        self.optimizer.schedule = dataclasses.replace(self.optimizer.schedule, max_steps=updates)
+        self.optimizer.schedule = self.optimizer.schedule.ending_with_run(updates)

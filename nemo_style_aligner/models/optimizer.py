@@ -29,6 +29,9 @@ class Schedule:
 
     NeMo's ``CosineAnnealing``: linear warm-up over ``warmup_steps``, cosine from ``lr`` to ``min_lr`` over
     ``max_steps - warmup_steps - constant_steps``, then ``min_lr``. ``constant`` keeps ``lr`` after the warm-up.
+
+    Attributes:
+        is_given_length: ``max_steps`` is the config's, and not the run's number of updates.
     """
 
     lr: float
@@ -37,6 +40,7 @@ class Schedule:
     constant_steps: int = 0
     max_steps: int = 0
     name: str = "CosineAnnealing"
+    is_given_length: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in ("CosineAnnealing", "constant"):
@@ -46,16 +50,22 @@ class Schedule:
 
     @classmethod
     def from_config(cls, optim: Mapping[str, Any], max_steps: int) -> Schedule:
-        """Read ``model.optim``; ``max_steps`` is the job's number of optimizer updates."""
+        """Read ``model.optim``; ``max_steps`` is the job's number of optimizer updates, if the section has none."""
         sched = optim.get("sched") or {"name": "constant"}
+        given = sched.get("max_steps")
         return cls(
             lr=float(optim["lr"]),
             min_lr=float(sched.get("min_lr") or 0.0),
             warmup_steps=int(sched.get("warmup_steps") or 0),
             constant_steps=int(sched.get("constant_steps") or 0),
-            max_steps=max_steps,
+            max_steps=max_steps if given is None else int(given),
             name=str(sched.get("name", "CosineAnnealing")),
+            is_given_length=given is not None,
         )
+
+    def ending_with_run(self, updates: int) -> Schedule:
+        """For a run that has another number of updates than was known before."""
+        return self if self.is_given_length else dataclasses.replace(self, max_steps=updates)
 
     def __call__(self, step: int) -> float:
         """The learning rate of update number ``step``, counted from 0."""
@@ -75,7 +85,7 @@ class Schedule:
         is_short = warmup < self.max_steps <= self.warmup_steps + self.constant_steps
         if self.name == "CosineAnnealing" and is_short and self.min_lr < self.lr and dist.get_rank() == 0:
             logger.warning(
-                "model.optim.sched: of this run's %d updates those after the first %d are made at min_lr=%g; "
+                "model.optim.sched: of its %d updates those after the first %d are made at min_lr=%g; "
                 "constant_steps=%d leaves none for the way down from lr=%g. Lower it, to 0 for instance",
                 self.max_steps,
                 warmup,

@@ -100,7 +100,7 @@ class ScoredResponses:
         """Wait for the scores of `results`, at most so long; whether they are all there.
 
         Raises:
-            TimeoutError: none has come for longer than the client's own limits allow.
+            TimeoutError: none has come, nor the critic nearer, for longer than the client's own limits allow.
             Exception: what went wrong with a request.
         """
         done, missing = concurrent.futures.wait(
@@ -111,7 +111,8 @@ class ScoredResponses:
         if len(done) > self._num_scored:
             self._num_scored, self._last_heard = len(done), time.monotonic()
         # The client gives up on a request in time, with more to say; before that it may wait for a connection.
-        if missing and time.monotonic() - self._last_heard > self.silence_limit:
+        # A critic that was lost gives no scores while it is brought level, however long: batch after batch is progress.
+        if missing and time.monotonic() - max(self._last_heard, self._scorer.last_progress) > self.silence_limit:
             late = next(sample_ids for sample_ids, scores in self._requests if scores in missing)
             raise TimeoutError(
                 f"no scores came for {self.silence_limit:g} s, twice total_seconds and restart_seconds of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import random
 import threading
 import time
@@ -90,6 +91,9 @@ class CriticClient:
     On its own, a client makes sure that nothing is trained twice, and raises an error when the critic loses training.
     After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
     takes scores from none that is not. ``on_lost`` is called if that is impossible, see `CriticWatch`.
+
+    Attributes:
+        last_progress: when a critic that is being brought level was last seen at another place, by `time.monotonic()`.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class CriticClient:
         self._watch: CriticWatch | None = None
         self._on_lost = on_lost
         self._closed = threading.Event()
+        self.last_progress = -math.inf
         self._inference = concurrent.futures.ThreadPoolExecutor(max_parallel, "critic-infer")
         self._rewards = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
         self._command_thread = concurrent.futures.ThreadPoolExecutor(1, "critic-command")  # one thread keeps the order
@@ -267,7 +272,8 @@ class CriticClient:
                         raise self._watch.failure from error
                     self._watch.wake()
                 if conflict.expected != expected:
-                    expected, since = conflict.expected, time.monotonic()
+                    expected = conflict.expected
+                    self.last_progress = since = time.monotonic()
                 elapsed = time.monotonic() - since
                 if elapsed > patience:
                     message = f"the critic was not brought level, nor nearer, for {elapsed:.0f} s: {conflict}"

@@ -49,11 +49,21 @@ _SILENT_BEATS = 3.0  # a rank that has missed so many beats is stopped, starved 
 _QUIET_SHARE = 0.1  # of the limit, from which on some ranks do
 _NUM_READERS = 8  # how many, about
 _LATE_SHARE = 0.9  # of the limit, from which on every rank does
+_KEPT_RUNS = 10  # of those before, whose files stay: ranks of the last ones may still be on their way out
 
 
 def failed_file_of(log_dir: Path, run: str) -> Path:
     """File in which the ranks of one run alone say that they failed."""
     return log_dir / "watchdog" / f"{FAILED_FILE}_{run}"
+
+
+def remove_old_runs(log_dir: Path) -> None:
+    """Delete the files that earlier runs of the job had for their ranks to read, but for those of the newest runs."""
+    for pattern in (f"{FAILED_FILE}_*", "alarm_*.json"):
+        with _tolerated():
+            by_age = sorted((log_dir / "watchdog").glob(pattern), key=lambda path: path.stat().st_mtime)
+            for path in by_age[:-_KEPT_RUNS]:
+                path.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)

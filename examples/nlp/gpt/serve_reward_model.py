@@ -8,10 +8,9 @@ from nemo_style_aligner.parallel.launch import job
 @job("inference_rm", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
-    from nemo_style_aligner.algorithms.job_setup import start_watchdog
+    from nemo_style_aligner.algorithms.job_setup import start_service_watchdog
     from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
     from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
-    from nemo_style_aligner.config import log_directory
     from nemo_style_aligner.models.restore import open_base_model
     from nemo_style_aligner.parallel.groups import initialize_model_parallel
 
@@ -22,7 +21,7 @@ def main(cfg: DictConfig) -> int:
         cfg.trainer.distributed_timeout_minutes,
     )
     control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
-    watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
+    watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
     status = serve(listen_as_reward_model(cfg, layout, base), build_reward_service(cfg, base), control)
     if watchdog is not None:
