@@ -94,6 +94,9 @@ def test_who_computes(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         has_both = torch.backends.mkl.is_available() and bool(found)
         assert products._go_to_openblas(x, x) == (vendor == "AuthenticAMD" and has_both)
+        with monkeypatch.context() as many:
+            many.setattr(torch, "get_num_threads", lambda: 64)
+            assert not products._go_to_openblas(x, x)
         assert not products._go_to_openblas(x.bfloat16(), x.bfloat16())
         assert not products._go_to_openblas(x.to("meta"), x.to("meta"))
         if products._prefers_openblas():

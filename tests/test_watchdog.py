@@ -154,24 +154,6 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return found
 
 
-def test_a_rank_ends_when_another_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the launcher leaves it running: srun of itself, without scancel in its container."""
-    monkeypatch.setattr(watchdog, "_GATHER_SECONDS", 0.01)
-    (tmp_path / "watchdog").mkdir()
-    ended: list[int] = []
-    dog = Watchdog(tmp_path, 0, 2, 100.0, "job", ended.append)
-    dog._tick()
-    assert not ended
-    failure = "rank 1 on host: RuntimeError: broken\n"
-    for other in ("failed", "watchdog/failed_other"):  # of a second job that was started here by mistake
-        (tmp_path / other).write_text(failure)
-    dog._tick()
-    assert not ended
-    (tmp_path / "watchdog" / "failed_job").write_text(failure)
-    dog._tick()
-    assert ended == [1]
-
-
 def test_files_of_runs_long_over_are_removed(tmp_path: Path) -> None:
     """Not those of the last ones, whose ranks may still be looking at them, nor what is not of a run."""
     (tmp_path / "watchdog").mkdir()
@@ -187,6 +169,24 @@ def test_files_of_runs_long_over_are_removed(tmp_path: Path) -> None:
         name for run in newest for name in (f"failed_{run}", f"alarm_{run}.json")
     }
     remove_old_runs(tmp_path / "none")
+
+
+def test_a_rank_ends_when_another_has_failed(clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher leaves it running: srun of itself, without scancel in its container."""
+    monkeypatch.setattr(watchdog, "_GATHER_SECONDS", 0.01)
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    dog = Watchdog(tmp_path, 0, 2, 100.0, "job", ended.append)
+    dog._tick()
+    assert not ended
+    failure = "rank 1 on host: RuntimeError: broken\n"
+    for other in ("failed", "watchdog/failed_other"):  # of a second job that was started here by mistake
+        (tmp_path / other).write_text(failure)
+    dog._tick()
+    assert not ended
+    (tmp_path / "watchdog" / "failed_job").write_text(failure)
+    dog._tick()
+    assert ended == [1]
 
 
 def test_few_of_many_ranks_read_what_the_others_write_until_it_is_late(

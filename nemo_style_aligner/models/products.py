@@ -2,7 +2,7 @@
 
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
 - In fp32 on AMD's processors numpy multiplies, with the OpenBLAS of its wheels, instead of the MKL of torch's, in
-  threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
+  a few threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
+_MOST_THREADS = 8
+"""Of ours. Python hands out parts one after the other: many threads would wait for theirs longer than they compute."""
 _SHARED_OPERATIONS = 2**23
 """Multiplications that are worth the waking of a thread: 0.1 ms of them."""
 _PARTS_PER_THREAD = 2
@@ -91,7 +93,8 @@ def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) 
 
 
 def _go_to_openblas(*factors: torch.Tensor) -> bool:
-    return _prefers_openblas() and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in factors)
+    is_fp32 = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in factors)
+    return is_fp32 and torch.get_num_threads() <= _MOST_THREADS and _prefers_openblas()
 
 
 def _array(matrix: torch.Tensor) -> NDArray[Any]:
