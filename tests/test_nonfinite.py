@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -134,3 +135,14 @@ def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:
 def test_there_are_two_things_to_do() -> None:
     with pytest.raises(ValueError, match="on_nonfinite='ignore': choose stop or skip"):
         NonFinitePolicy.from_config({"on_nonfinite": "ignore", "max_consecutive_skips": 3})
+
+
+@pytest.mark.parametrize("num_ended", [0, 1])
+def test_responses_that_never_end_are_reported(num_ended: int, caplog: pytest.LogCaptureFixture) -> None:
+    """They are no part of the policy's loss, and nothing else would show that it learns nothing."""
+    made = step()
+    made.rollouts.is_end[:] = torch.arange(N) < num_ended
+    with caplog.at_level(logging.WARNING):
+        experience, _ = made.experience()
+    assert bool(experience.policy_mask.any()) == (num_ended > 0)
+    assert ("nothing for the policy to learn" in caplog.text) == (num_ended == 0)

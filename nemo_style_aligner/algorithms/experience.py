@@ -123,6 +123,13 @@ def make_experience(
     valid = rollouts.is_valid
     mask = rollouts.response_mask() * valid[:, None]
     policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
+    if settings.mask_truncated and not rollouts.is_end.any():
+        logger.warning(
+            "none of %d responses has ended by itself, so there is nothing for the policy to learn "
+            "(trainer.ppo.mask_truncated): does the model know what ends a response "
+            "(model.ppo.sampling_params.end_strings), and is length_params.max_length enough?",
+            len(rollouts),
+        )
 
     if init_logprobs is None:
         init_logprobs = logprobs
