@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -114,6 +116,13 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
     print(flush=True)
+
+
+def plot_path(text: str) -> Path:
+    """Type of an argument ``--plot``: refused before anything is measured where nothing can draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
+    return Path(text)
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import SHAPES, available_cores, print_table, spread, write_json
+from common import SHAPES, available_cores, plot_path, print_table, spread, write_json
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
@@ -69,9 +69,9 @@ def main() -> None:
             print(f"{point}: {results[point].seconds}", file=sys.stderr, flush=True)
     report = [figures(name, point, results[point]) for name, points in series.items() for point in points]
     print_report(series, report)
+    write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})
     if args.plot:
         plot(series, report, args.plot)
-    write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="steps of each setting, after one that does not count")
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
-    parser.add_argument("--plot", type=Path, help="write the curves here; the name's ending chooses the format")
+    parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -190,6 +190,9 @@ def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Pat
         axis.set_xticks(sizes, [f"{s / 1e6:.0f}M" if name == "model" else str(s) for s in sizes])
         axis.minorticks_off()
     axes[0][0].set_ylabel("seconds per step")
+    low, high = axes[0][0].get_ylim()
+    ticks = [t for t in (m * 10.0**e for e in range(-3, 6) for m in (1, 2, 5)) if low <= t <= high]
+    axes[0][0].set_yticks(ticks, [f"{t:g}" for t in ticks])
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import print_table, write_json
+from common import plot_path, print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
@@ -104,8 +104,6 @@ def main() -> None:
     for name in args.variants:
         outcomes[name] = [run(demo, args, name, seed, sft, reward_model) for seed in args.seeds]
     print_report(outcomes)
-    if args.plot:
-        plot(outcomes, args.plot)
     write_json(
         args.json,
         {
@@ -113,6 +111,8 @@ def main() -> None:
             "variants": {name: [dataclasses.asdict(run) for run in runs] for name, runs in outcomes.items()},
         },
     )
+    if args.plot:
+        plot(outcomes, args.plot)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -120,7 +120,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3), help="of PPO")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "learning")
-    parser.add_argument("--plot", type=Path, help="write the reward curves here; the name's ending chooses the format")
+    parser.add_argument(
+        "--plot", type=plot_path, help="write the reward curves here; the name's ending chooses the format"
+    )
     parser.add_argument("--json", type=Path)
     run_demo.add_options(parser)
     return parser.parse_args()
