@@ -20,6 +20,7 @@ from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.supervised_setup import _unescaped
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
@@ -102,6 +103,14 @@ def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:
     assert "measures no such thing" in problem
     settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"monitor": "validation_loss"}})
     assert settings.monitor == "val_loss"
+    assert (
+        checkpoint_name("{step}-{validation_loss:.2f}", {"step": 7, "val_loss": 0.5}) == "step=7-validation_loss=0.50"
+    )
+
+
+def test_whole_numbers_may_be_typed_as_floats() -> None:
+    settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"save_top_k": 2.0, "save_last_n": 1e1}})
+    assert [(type(value), value) for value in (settings.save_top_k, settings.save_last_n)] == [(int, 2), (int, 10)]
 
 
 def test_templates_are_unescaped_as_typed_on_a_command_line() -> None:

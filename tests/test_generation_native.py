@@ -15,6 +15,7 @@ import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
 from nemo_style_aligner.generation.embedded.native import library
+from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import check, compile_command, load_library
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
@@ -387,3 +388,19 @@ def test_memory_comes_and_goes() -> None:
     step.acquire()
     step.weights.copy_from(weights.items(), "full")
     assert torch.equal(run(step, chunks), before)
+
+
+def test_memory_is_taken_as_it_is_touched() -> None:
+    """KV memory may be larger than the machine's; what cannot even be mapped is an error that says what to change."""
+    try:
+        never_refused = Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        never_refused = False
+    if never_refused:
+        arena = Arena({"keys": ((2**40,), torch.uint8)})  # 1 TiB
+        arena["keys"][2**39] = 7
+        assert arena["keys"][2**39 - 1 : 2**39 + 2].tolist() == [0, 7, 0]
+        arena.release()
+        assert arena["keys"][2**39] == 0
+    with pytest.raises(MemoryError, match="kv_cache_tokens bounds"):
+        Arena({"keys": ((2**60,), torch.uint8)})

@@ -209,7 +209,32 @@ def test_long_responses_decode_a_bounded_tail_only() -> None:
     params = SamplingParams(max_new_tokens=500, stop_strings=("bccd",))
     condition = StopCondition(params, eos_id=1, detokenize=detokenize)
     assert _first_end([5] * 400 + [12, 23], condition) == (402, "stop")
-    assert max(decoded) < 20
+    assert max(decoded) < 20 and len(decoded) < 10  # once for each token that cannot be the last of a stop string
+
+
+@pytest.mark.parametrize(
+    "pieces, string, expected",
+    [
+        (["▁Hi", "▁User", ":"], "User:", 3),
+        (["▁Hi", ":", "▁x"], ": ", 3),  # alone, the last token has no space
+        (["▁Hi", "\n", "▁"], "\n ", 3),
+        (["▁Caf", "<C3>", "<A9>"], "é", 3),  # alone, the last token is no character
+        (["▁Hi", "▁User", "▁:"], "User:", None),
+    ],
+)
+def test_stop_strings_whose_last_token_reads_otherwise_alone(
+    pieces: list[str], string: str, expected: int | None
+) -> None:
+    """As sentencepiece decodes: a text does not begin with its first token's space; bytes make up characters."""
+
+    def detokenize(ids: Sequence[int]) -> str:
+        text = "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
+        whole = text.replace("<C3><A9>", "é")
+        return whole.replace("<C3>", "\ufffd").replace("<A9>", "\ufffd")
+
+    condition = StopCondition(SamplingParams(max_new_tokens=9, stop_strings=(string,)), 99, detokenize=detokenize)
+    tokens = list(range(len(pieces)))
+    assert _first_end(tokens, condition) == ((len(pieces), None) if expected is None else (expected, "stop"))
 
 
 def test_a_stop_string_that_overlaps_one_below_the_minimum_length_counts() -> None:

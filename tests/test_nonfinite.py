@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_style_aligner.algorithms.experience import AdvantageSettings, leave_out_nonfinite, make_experience
+from nemo_style_aligner.algorithms.experience import (
+    AdvantageSettings,
+    leave_out_nonfinite,
+    make_experience,
+    why_nothing_is_learnt,
+)
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.servers.client import Scores
@@ -137,12 +141,11 @@ def test_there_are_two_things_to_do() -> None:
         NonFinitePolicy.from_config({"on_nonfinite": "ignore", "max_consecutive_skips": 3})
 
 
-@pytest.mark.parametrize("num_ended", [0, 1])
-def test_responses_that_never_end_are_reported(num_ended: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_ended, is_masked", [(0, True), (1, True), (0, False)])
+def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) -> None:
     """They are no part of the policy's loss, and nothing else would show that it learns nothing."""
-    made = step()
+    made, settings = step(), dataclasses.replace(SETTINGS, mask_truncated=is_masked)
     made.rollouts.is_end[:] = torch.arange(N) < num_ended
-    with caplog.at_level(logging.WARNING):
-        experience, _ = made.experience()
-    assert bool(experience.policy_mask.any()) == (num_ended > 0)
-    assert ("nothing for the policy to learn" in caplog.text) == (num_ended == 0)
+    reason = why_nothing_is_learnt(made.rollouts, settings)
+    experience, _ = make_experience(made.rollouts, made.scores, made.logprobs, made.init_logprobs, settings, version=0)
+    assert bool(experience.policy_mask.any()) == (reason is None) == (num_ended > 0 or not is_masked)

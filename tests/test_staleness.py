@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.parallel.worlds import Link, await_message
+from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.worlds import Link, Wait
+from nemo_style_aligner.rollout import remote
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, pack_results, unpack_request, unpack_results
 from nemo_style_aligner.telemetry.logger import read_metrics
@@ -200,8 +203,74 @@ def test_commands_come_in_order_and_do_not_stay(link: Link) -> None:
 def test_a_wait_ends_when_the_other_side_does_nothing(link: Link) -> None:
     seen = iter([0, 1, 2, 2, 2, 2, 2])
     with pytest.raises(TimeoutError, match=r"responses: nothing came for 0\.05 s .*wait_seconds.* last 1 ranks"):
-        await_message(link, "never", 0.05, lambda: next(seen), "waiting for responses")
+        Wait(link, 0.05, lambda: next(seen), "waiting for responses").until_there("never")
     assert next(seen) == 2  # it went on for as long as there was progress
+
+
+def test_a_wait_in_parts_has_one_limit(link: Link) -> None:
+    wait = Wait(link, 0.05, lambda: 0, "waiting for responses")
+    with pytest.raises(TimeoutError):
+        while True:
+            assert not wait.until_there("never", time.monotonic() + 0.02)
+
+
+class Taken:
+    """A `ResponseSink`."""
+
+    def __init__(self) -> None:
+        self.results: list[GenerationResult] = []
+        self.num_flushed = 0
+
+    def add(self, result: GenerationResult) -> None:
+        self.results.append(result)
+
+    def flush(self) -> None:
+        self.num_flushed = len(self.results)
+
+
+@pytest.fixture
+def remote_round(link: Link, monkeypatch: pytest.MonkeyPatch) -> remote.RemoteRound:
+    """Of two responses."""
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    return remote.RemoteRound(link, "round/1", [Prompt(0, [1]), Prompt(1, [2])], wait_seconds=60.0)
+
+
+RESULTS = [GenerationResult(0, [1], [4], [-1.0], "stop", 0), GenerationResult(1, [2], [5], [-1.0], "stop", 0)]
+
+
+def test_a_rank_that_has_its_share_hears_of_the_others(
+    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No collective waits for a response: here another rank's come late."""
+    others = iter([1, 1, 0])
+    monkeypatch.setattr(remote, "all_reduce_max", lambda own: max(own, next(others)))
+    stop_points: list[int] = []
+    monkeypatch.setattr(remote.stop_points, "check", lambda: stop_points.append(1))
+    for number, result in enumerate(RESULTS):
+        link.put(f"round/1/{number}", pack_results([result]))
+    taken = Taken()
+    remote_round.run(taken)
+    assert (taken.results, taken.num_flushed, len(stop_points)) == (RESULTS, 2, 3)
+
+
+def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
+    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Taken()
+
+    def check() -> None:
+        if len(taken.results) == 1:
+            raise StopEarlyError("received SIGUSR1")
+        link.put("round/1/0", pack_results(RESULTS[:1]))  # while the others look for signals
+
+    monkeypatch.setattr(remote.stop_points, "check", check)
+    with pytest.raises(StopEarlyError):
+        remote_round.run(taken)
+    assert taken.num_flushed == 1  # scored while the next one is made
+    link.put("round/1/1", pack_results(RESULTS[1:]))
+    assert remote_round.wait() == RESULTS  # to be kept in a checkpoint
 
 
 def test_prompts_and_responses_come_out_as_they_went_in() -> None:

@@ -101,6 +101,17 @@ def leave_out_nonfinite(
     )
 
 
+def why_nothing_is_learnt(rollouts: RolloutBatch, settings: AdvantageSettings) -> str | None:
+    """Why no token of these is part of the policy's loss, and what to look at; None where there are some."""
+    if not settings.mask_truncated or rollouts.is_end.any():
+        return None
+    return (
+        f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
+        "(trainer.ppo.mask_truncated): does the model know what ends a response "
+        "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
+    )
+
+
 def make_experience(
     rollouts: RolloutBatch,
     scores: Scores,
@@ -123,13 +134,6 @@ def make_experience(
     valid = rollouts.is_valid
     mask = rollouts.response_mask() * valid[:, None]
     policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
-    if settings.mask_truncated and not rollouts.is_end.any():
-        logger.warning(
-            "none of %d responses has ended by itself, so there is nothing for the policy to learn "
-            "(trainer.ppo.mask_truncated): does the model know what ends a response "
-            "(model.ppo.sampling_params.end_strings), and is length_params.max_length enough?",
-            len(rollouts),
-        )
 
     if init_logprobs is None:
         init_logprobs = logprobs

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.algorithms.experience import leave_out_nonfinite, make_experience
+from nemo_style_aligner.algorithms.experience import leave_out_nonfinite, make_experience, why_nothing_is_learnt
 from nemo_style_aligner.algorithms.generation_schedule import GenerationSchedule
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraining, RemoteCritic
@@ -143,6 +143,8 @@ class PPOTrainer(TrainingLoop):
         )
         if self.settings.takes_engine_logprobs:
             metrics = _without(metrics, _OF_TWO_POLICIES)
+        if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(rollouts, self.settings.advantages)):
+            logger.warning("step %d: %s", self.step + 1, reason)
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)

@@ -26,7 +26,7 @@ from nemo_style_aligner.checkpoints.durable import (
 )
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name, specification = match.group(1), (match.group(2) or ":")[1:]
-        value = values.get(name)
+        value = values.get(monitored_name(name))
         if value is None:
             return f"{name}=none"
         if isinstance(value, float) and value.is_integer() and not specification:

@@ -186,7 +186,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_to_id(self, token: str) -> int | None:
-        return self._tokenizer.get_vocab().get(token)
+        found = self._tokenizer.convert_tokens_to_ids(token)  # that of the unknown token where there is none
+        return found if found is not None and self._tokenizer.convert_ids_to_tokens(found) == token else None
 
     def _save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(str(directory))

@@ -136,13 +136,21 @@ def _top_p_threshold(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     vocab = scores.shape[-1]
     normalizer = torch.logsumexp(scores, dim=-1, keepdim=True)
     values = torch.topk(scores, min(_TOP_P_CANDIDATES, vocab), dim=-1).values
-    cumulative = (values - normalizer).exp().cumsum(dim=-1)
-    if values.shape[-1] < vocab and not bool((cumulative[:, -1] >= top_p).all()):
-        values = torch.sort(scores, dim=-1, descending=True).values  # a flat distribution: the whole vocabulary
-        cumulative = (values - normalizer).exp().cumsum(dim=-1)
-    mass_before = cumulative - (values - normalizer).exp()
+    lowest, mass = _lowest_kept(values, normalizer, top_p)
+    is_flat = mass < top_p
+    if values.shape[-1] < vocab and bool(is_flat.any()):  # these rows need the whole vocabulary
+        values = torch.sort(scores[is_flat], dim=-1, descending=True).values
+        lowest[is_flat] = _lowest_kept(values, normalizer[is_flat], top_p)[0]
+    return lowest
+
+
+def _lowest_kept(values: torch.Tensor, normalizer: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of scores [b, n] in descending order: the lowest that top-p keeps, [b, 1], and the probability of all, [b]."""
+    probabilities = (values - normalizer).exp()
+    cumulative = probabilities.cumsum(dim=-1)
+    mass_before = cumulative - probabilities
     mass_before[:, 0] = 0.0  # the best token always stays
-    return values.masked_fill(mass_before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+    return values.masked_fill(mass_before >= top_p, torch.inf).amin(dim=-1, keepdim=True), cumulative[:, -1]
 
 
 def _inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ class StopCondition:
 
     A stop string that is one token of the vocabulary (``<|im_end|>``, ``<extra_id_1>``) is matched
     by its id: special tokens leave no text. Every stop string is also looked for in the decoded
-    text, of which only a tail long enough to hold it is decoded.
+    text, of which only a tail long enough to hold it is decoded, and only where its last token may end a stop string.
 
     Attributes:
         stop_ids: ids that end a response, the end-of-sequence id first unless it is to be ignored.
@@ -54,6 +54,8 @@ class StopCondition:
         # A token adds at least one byte of text, so this many tokens hold any stop string.
         longest = max((len(string.encode()) for string in self._strings), default=0)
         self._tail_tokens = longest + _CONTEXT_TOKENS
+        self._last_characters = {string[-1] for string in self._strings}
+        self._may_complete: dict[int, bool] = {}
         self._min_new_tokens = params.min_new_tokens
         self._max_new_tokens = params.max_new_tokens
 
@@ -71,6 +73,11 @@ class StopCondition:
         """Whether the last token completes a stop string."""
         if not self._strings or self._detokenize is None:
             return False
+        last = token_ids[-1]
+        if last not in self._may_complete:
+            self._may_complete[last] = self._may_end_a_string(self._detokenize([last]))
+        if not self._may_complete[last]:
+            return False
         tail = token_ids[-self._tail_tokens :]
         text = self._detokenize(tail)
         found = [string for string in self._strings if string in text]
@@ -79,3 +86,9 @@ class StopCondition:
         # Below the minimum length a stop string may have passed; only a new one counts.
         before = self._detokenize(tail[:-1]) if len(tail) > 1 else ""
         return any(text.rfind(string) > before.rfind(string) for string in found)
+
+    def _may_end_a_string(self, text: str) -> bool:
+        """Whether a token whose text is ``text`` where it stands alone may be the one that completes a stop string."""
+        # Alone, a token may lack a space that it has within a text, or be part of a character.
+        is_whole = text != "" and "\ufffd" not in text
+        return not is_whole or any(end in text or end.isspace() for end in self._last_characters)

@@ -164,6 +164,7 @@ static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, cons
         for (int line = 0; line < LINES_AHEAD; ++line) __builtin_prefetch(ahead.at + 64 * line);
         ahead.at += ahead.step;
 #if KERNEL == KERNEL_FMA
+#pragma GCC unroll 2
         for (int odd = 0; odd < 2; ++odd) {
             vf w[VECTORS];
 #pragma GCC unroll 8

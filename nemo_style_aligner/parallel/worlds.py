@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import struct
 import time
 from collections.abc import Callable
@@ -106,31 +107,47 @@ class Link:
         self.weights.broadcast(tensor, 0).wait()
 
 
-def await_message(link: Link, name: str, seconds: float, progress: Callable[[], object], what: str) -> bytes:
-    """A message, as soon as it is there.
+class Wait:
+    """A wait for messages, however many, that has a limit as long as the other side does nothing.
 
     Args:
-        progress: a reading that changes when the other side gets on; the limit counts anew then.
-
-    Raises:
-        TimeoutError: nothing came, and ``progress`` did not change, for ``seconds``. ``what`` says what was waited for.
+        seconds: the limit; it counts anew when the other side gets on.
+        progress: a reading that changes then.
+        what: says in an error what was waited for.
     """
-    seen, since = progress(), time.monotonic()
-    looked = since
-    while not link.has(name):
-        time.sleep(_POLL_SECONDS)
-        now = time.monotonic()
-        if now - looked < min(_PROGRESS_SECONDS, seconds):
-            continue
-        looked = now
-        if (present := progress()) != seen:
-            seen, since = present, now
-        elif now - since > seconds:
+
+    def __init__(self, link: Link, seconds: float, progress: Callable[[], object], what: str) -> None:
+        self._link = link
+        self._seconds = seconds
+        self._progress = progress
+        self._what = what
+        self._seen = progress()
+        self._since = self._looked = time.monotonic()
+
+    def until_there(self, name: str, deadline: float = math.inf) -> bool:
+        """Wait for a message, until ``deadline`` by `time.monotonic` at most; whether it is there.
+
+        Raises:
+            TimeoutError: nothing came, and ``progress`` did not change, for longer than the limit.
+        """
+        while not self._link.has(name):
+            time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            if now - self._looked >= min(_PROGRESS_SECONDS, self._seconds):
+                self._look(now)
+            if now >= deadline:
+                return self._link.has(name)
+        return True
+
+    def _look(self, now: float) -> None:
+        self._looked = now
+        if (present := self._progress()) != self._seen:
+            self._seen, self._since = present, now
+        elif now - self._since > self._seconds:
             raise TimeoutError(
-                f"{what}: nothing came for {seconds:g} s (trainer.ppo.batch_iterator.wait_seconds); look at the last "
-                f"{link.num_rollout_ranks} ranks of the job, which generate"
+                f"{self._what}: nothing came for {self._seconds:g} s (trainer.ppo.batch_iterator.wait_seconds); look "
+                f"at the last {self._link.num_rollout_ranks} ranks of the job, which generate"
             )
-    return link.read(name)
 
 
 _link: Link | None = None

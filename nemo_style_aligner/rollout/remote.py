@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,8 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals
-from nemo_style_aligner.parallel.groups import broadcast_object, current_layout
-from nemo_style_aligner.parallel.worlds import Link, await_message
+from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, all_reduce_max, broadcast_object, current_layout
+from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rollout.intake import ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, unpack_results
@@ -100,31 +101,51 @@ class RemoteRound:
         self._results: list[GenerationResult] = []
 
     def run(self, sink: ResponseSink) -> None:
-        with stop_signals.interruptible():
-            if not stop_signals.received():  # a signal that came before interrupts nothing
-                for result in self._results:
-                    sink.add(result)
-                while len(self._results) < len(self._numbers):
-                    sink.add(self._take_next())
-                sink.flush()
-        stop_points.check()
+        wait, num_given, is_missing = self._wait(), 0, True
+        while is_missing:  # on any rank: its last responses, or a stop, may be far off, and a collective has a limit
+            with stop_signals.interruptible():
+                if not stop_signals.received():  # a signal that came before interrupts nothing
+                    deadline = time.monotonic() + PATIENCE_SECONDS
+                    while True:
+                        for result in self._results[num_given:]:
+                            sink.add(result)
+                            num_given += 1
+                        if not self._take_next(wait, deadline):
+                            break
+                    sink.flush()
+            pass_on_signals(self._link)
+            stop_points.check()
+            is_missing = self._is_missing_anywhere()
 
     def wait(self) -> list[GenerationResult]:
-        while len(self._results) < len(self._numbers):
-            self._take_next()
+        wait, is_missing = self._wait(), True
+        while is_missing:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while self._take_next(wait, deadline):
+                pass
+            is_missing = self._is_missing_anywhere()
         return self._results
 
-    def _take_next(self) -> GenerationResult:
+    def _is_missing_anywhere(self) -> bool:
+        activity.progress()  # these waits have a limit of their own
+        return bool(all_reduce_max(int(len(self._results) < len(self._numbers))))
+
+    def _take_next(self, wait: Wait, deadline: float) -> bool:
+        """Take over a response, if one comes in time and is missing."""
+        if len(self._results) == len(self._numbers):
+            return False
         # Wherever a signal interrupts this, nothing is lost: what is taken over counts, what is not is still there.
         name = f"{self._name}/{self._numbers[len(self._results)]}"
-        (result,) = unpack_results(self._await(name))
+        if not wait.until_there(name, deadline):
+            return False
+        (result,) = unpack_results(self._link.read(name))
         self._results.append(result)
         self._link.drop(name)
         activity.progress()
-        return result
+        return True
 
-    def _await(self, name: str) -> bytes:
-        return await_message(self._link, name, self._wait_seconds, self._progress, "waiting for responses")
+    def _wait(self) -> Wait:
+        return Wait(self._link, self._wait_seconds, self._progress, "waiting for responses")
 
     def _progress(self) -> int:
         """How many responses there are; and a look at what else the rollout ranks have to say."""
@@ -134,7 +155,8 @@ class RemoteRound:
     def metrics(self) -> dict[str, float]:
         metrics = None
         if self._link.rank == 0:
-            metrics = json.loads(self._await(f"{self._name}/metrics"))
+            self._wait().until_there(f"{self._name}/metrics")
+            metrics = json.loads(self._link.read(f"{self._name}/metrics"))
             for name in ("", "/metrics"):
                 self._link.drop(f"{self._name}{name}")
             self._link.store.delete_key(f"{self._name}/count")

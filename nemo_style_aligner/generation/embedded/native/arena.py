@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 
 import torch
 
 _ALIGNMENT = 4096
+# Linux counts memory as it is touched then, and refuses no mapping for its size (unless vm.overcommit_memory is 2).
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Arena:
@@ -23,7 +26,14 @@ class Arena:
         for name, (shape, dtype) in regions.items():
             offsets[name] = size
             size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._map = mmap.mmap(-1, max(size, _ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        try:
+            self._map = mmap.mmap(-1, max(size, _ALIGNMENT), flags=flags)
+        except OSError as error:
+            raise MemoryError(
+                f"no room for {size / 2**30:.1f} GiB of the generation engine ({error}); "
+                "trainer.ppo.generation.kv_cache_tokens bounds what keys and values take"
+            ) from error
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)  # gigabytes read front to back: fewer page table walks
         self._tensors = {
