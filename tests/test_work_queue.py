@@ -517,6 +517,9 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
 
         rank = 1
 
+        def add(self, name: str, amount: int) -> int:
+            return 0
+
     engine, link, sampling, sink = Engine(), Silent(), None, Sink()
     prompts = [Prompt(i, [1]) for i in range(8)]
     monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])

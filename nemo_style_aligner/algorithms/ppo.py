@@ -109,7 +109,7 @@ class PPOTrainer(TrainingLoop):
     def warm_up(self) -> None:
         """Let the critic learn the policy's returns before the policy moves.
 
-        The rounds use the first prompts of the training set; training starts over with them.
+        The rounds use the first prompts of the training set; training starts over with them. They are saved like steps.
         """
         if self.step > 0:
             return
@@ -121,6 +121,9 @@ class PPOTrainer(TrainingLoop):
                 self.wait_for_critic(self.critic.start_training(experience))
             self.warm_up_rounds += 1
             self._is_saved = False
+            self.checkpoints.poll()
+            if self.settings.save_interval and self.warm_up_rounds % self.settings.save_interval == 0:
+                self.save_unless_saved()
         self.consumed_samples = 0
 
     def generate_experience(self, offset: int | None = None, stream: int = 0) -> tuple[Experience, dict[str, float]]:

@@ -239,10 +239,11 @@ class WorkQueueClient:
         refused = set(refused)
         for completion in done:
             completion.accepted = [item_id for item_id in completion.ids if item_id not in refused]
-            self._heartbeat.let_go(completion.round_number, completion.ids)
+            held = self._heartbeat.let_go(completion.round_number, completion.ids)
             self._completed.remove(completion)
-        if refused:
-            logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(refused))
+            # What it never had it only reports so that an abandoned round ends.
+            if late := held & refused:
+                logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(late))
 
     def _renew(self) -> None:
         self._put("/renew", self._round, {})
@@ -274,11 +275,13 @@ class _Heartbeat:
             self._moves += 1
         return new
 
-    def let_go(self, round_number: int | None, ids: Sequence[int]) -> None:
-        """The worker is done with ``ids``."""
+    def let_go(self, round_number: int | None, ids: Sequence[int]) -> set[int]:
+        """The worker is done with ``ids``; those of them that it held."""
         with self._lock:
-            self._held.difference_update((round_number, item_id) for item_id in ids)
+            held = {item_id for item_id in ids if (round_number, item_id) in self._held}
+            self._held.difference_update((round_number, item_id) for item_id in held)
             self._moves += 1
+        return held
 
     def forget(self) -> None:
         """A new round: nothing is held."""
