@@ -403,6 +403,12 @@ def test_nemo_labels_and_other_masks(tmp_path: Path, tokenizer: Tokenizer) -> No
     assert learnt(tokenizer, item).strip("_") == "g\n\x11"
 
 
+def test_the_masked_speaker_may_be_spelt_as_openai_does(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]}
+    item = sft(tmp_path, tokenizer, row, chat_prompt_tokens=MARKUP)[0]
+    assert learnt(tokenizer, item).strip("_") == "a\n\x11"
+
+
 def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     short = {"messages": MESSAGES["messages"][1:3]}
     rows = [MESSAGES, {"messages": [{"role": "user", "content": "u" * 80}, {"role": "assistant", "content": "a"}]}]
@@ -415,6 +421,12 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
     "row, changes, complaint",
     [
         ({"messages": []}, {}, "list of objects"),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            {},
+            "no turn is from 'User', whose turns are not learnt: set \"mask\" to one of human, gpt",
+        ),
+        ({"mask": None, "conversations": [{"from": "User", "value": "q"}]}, {}, "'mask' should be a string"),
         ({"messages": "hello"}, {}, "'messages' should be a list of turns"),
         ({"messages": [{"role": "user"}]}, {}, "key 'content' is missing"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, {}, "'content' holds half of a surrogate pair"),

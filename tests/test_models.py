@@ -449,11 +449,15 @@ def test_packed_sequences_do_not_see_each_other(name: str, max_tokens: int | Non
         torch.testing.assert_close(found[row], expected, atol=5e-6, rtol=0)
 
 
-def test_tokens_beyond_the_vocabulary_are_an_error() -> None:
-    """The padding rows of the embedding would take them, and their log-probs would be numbers."""
+@pytest.mark.parametrize("place", [2, 11])
+def test_tokens_beyond_the_vocabulary_are_an_error(place: int) -> None:
+    """The padding rows of the embedding would take them, and their log-probs would be numbers.
+
+    The last one of a sequence, as an EOS token that was added to the tokenizer, is no input.
+    """
     model = build_model(ARCHITECTURES["llama"], {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
     ids, mask = tokens(), torch.ones(5, 11, dtype=torch.bool)
-    ids[3, 2] = VOCAB
+    ids[3, place] = VOCAB
     with pytest.raises(ValueError, match=rf"token {VOCAB} is not in the model's vocabulary of {VOCAB}"):
         forward(model, Tokens(ids), mask, MicroBatching(5), lambda outputs, _: outputs, (11,), Scoring())
 

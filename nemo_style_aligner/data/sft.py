@@ -227,7 +227,7 @@ def _openai_turns(record: Record) -> list[_Turn]:
 
 
 def _nemo_turns(record: Record) -> list[_Turn]:
-    masked = record.fields.get("mask", "User")
+    masked = record.text("mask") if "mask" in record.fields else "User"
     system = record.text("system") if record.fields.get("system") else ""
     turns = [_Turn("System", system, is_target=False)]
     for turn in _list_of_objects(record, "conversations"):
@@ -235,7 +235,11 @@ def _nemo_turns(record: Record) -> list[_Turn]:
         if isinstance(label, str):
             label = turn.text("label")
         role = turn.text("from")
-        turns.append(_Turn(role, turn.text("value"), role != masked, None if label is None else str(label)))
+        is_target = role.lower() != masked.lower()  # rendered, they are the same
+        turns.append(_Turn(role, turn.text("value"), is_target, None if label is None else str(label)))
+    if all(turn.is_target for turn in turns[1:]):
+        speakers = ", ".join(dict.fromkeys(turn.role for turn in turns[1:]))
+        record.fail(f'no turn is from {masked!r}, whose turns are not learnt: set "mask" to one of {speakers}')
     return turns
 
 

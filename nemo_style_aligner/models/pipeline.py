@@ -112,15 +112,16 @@ def _micro_batches(
         index = torch.tensor(part, dtype=torch.int64)
         chosen, where = rows(batch, index), wanted[index]
         packed = pack_row(chosen.tokens, where, multiple)
-        if (largest := int(packed.tokens.max())) >= model.architecture.vocab_size:
+        prediction, ids = None, packed.tokens.flatten()
+        if scoring is not None:
+            targets = chosen.tokens[:, 1:][where]
+            prediction = Prediction(packed.outputs, targets, scoring.temperature, scoring.entropy)
+            ids = torch.cat([ids, targets])  # the last of each sequence is no input
+        if (largest := int(ids.max())) >= model.architecture.vocab_size:
             raise ValueError(
                 f"token {largest} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
                 "tokenizer do not belong together (were tokens added to it?)"
             )
-        prediction = None
-        if scoring is not None:
-            targets = chosen.tokens[:, 1:][where]
-            prediction = Prediction(packed.outputs, targets, scoring.temperature, scoring.entropy)
         yield to_device(_MicroBatch(chosen, packed, prediction), device())
 
 
