@@ -43,7 +43,7 @@ _MODEL_KEYS = frozenset(
         vocab_size=1,
         rope_scaling_factor=1.0,
     ).to_nemo_config()
-) | {"add_qkv_bias", "encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "precision"}
+) | {"add_qkv_bias", "encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"}
 
 # Sections in which the user chooses the keys.
 _OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.data.chat_prompt_tokens")

@@ -69,6 +69,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("exp_manager.wandb_logger_kwargs.*", (bool, int, float, str, list, dict)),
 )
 
+_LENGTH = "model.encoder_seq_length"
+
 NULLABLE: tuple[str, ...] = (
     "exp_manager.explicit_log_dir",
     "exp_manager.watchdog_minutes",
@@ -95,19 +97,22 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
     """One line for each value of another type than its key has.
 
     Null is for keys whose default it is, and those for which it means something. A whole number fits wherever a number
-    does, and a whole number in the form of a float (``1e3``) wherever a whole number does. Numbers are taken as text
-    where text is wanted.
+    does. A whole number in the form of a float (``1e3``) where a whole number is wanted becomes one in ``cfg``. Numbers
+    are taken as text where text is wanted.
     """
     problems = []
-    for key, value in values(cfg):
+    for key, value in list(values(cfg)):
         if isinstance(value, OmegaConfBaseException):  # reported with the values it refers to
             continue
         if value is None:
             default = _default(key, defaults)
-            if default is not None and not _is_nullable(key, default):
+            if default is not None and not _is_nullable(key, default, defaults):
                 problems.append(f"{key}=null: this key needs a value; its default is {default}")
             continue
         wanted = _types(key, defaults)
+        if isinstance(value, float) and int in wanted and float not in wanted and value.is_integer():
+            OmegaConf.update(cfg, key, int(value))
+            continue
         if not wanted or any(_fits(value, kind) for kind in wanted):
             continue
         names = " or ".join(_NAMES[kind] for kind in wanted)
@@ -137,7 +142,9 @@ def _default(key: str, defaults: DictConfig) -> Any:
         return None
 
 
-def _is_nullable(key: str, default: Any) -> bool:
+def _is_nullable(key: str, default: Any, defaults: DictConfig) -> bool:
+    if key == _LENGTH and f"${{{_LENGTH}}}" in OmegaConf.to_yaml(defaults):
+        return False  # other lengths are computed from it
     section, _, name = key.partition(".")
     is_models_own = section == "model" and "." not in name and not isinstance(default, DictConfig)
     return is_models_own or any(fnmatchcase(key, pattern) for pattern in NULLABLE)
@@ -146,8 +153,6 @@ def _is_nullable(key: str, default: Any) -> bool:
 def _fits(value: Any, kind: type) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if kind is float:
         return isinstance(value, int | float)
     if kind is str:

@@ -8,6 +8,7 @@ Prints one line per check; any rank that fails ends the run.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import sys
@@ -29,7 +30,13 @@ from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
-from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, neighbour_group
+from nemo_style_aligner.parallel.agreement import OtherRankError, result_on_every_rank
+from nemo_style_aligner.parallel.groups import (
+    ParallelLayout,
+    all_gather_rows,
+    initialize_model_parallel,
+    neighbour_group,
+)
 from nemo_style_aligner.rollout.setup import training_group
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -260,14 +267,46 @@ def reward_round_trip(dtype: torch.dtype) -> None:
     check(streamed["score.weight"].dtype == torch.float32, "reward: the head's dtype is not kept")
 
 
+def errors_are_heard() -> None:
+    """By ranks that wait for another's result, however it ends."""
+    rank, src = dist.get_rank(), dist.get_world_size() - 1
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        heard = ""
+        try:
+            result_on_every_rank(thread.submit(int, "seven") if rank == src else None, src=src)
+        except ValueError as error:
+            heard = str(error) if rank == src else ""
+        except OtherRankError as error:
+            heard = str(error) if f"rank {src}: " in str(error) else ""
+        check("'seven'" in heard, f"another rank's error is not heard: {heard!r}")
+        check(result_on_every_rank(thread.submit(int, "7") if rank == src else None, src=src) == 7, "nor its result")
+
+
+def streams_of_stages(layout: ParallelLayout) -> None:
+    """Dropout, in regions that are split over tensor-parallel ranks and in those that are not."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    own = torch.rand(8)
+    with get_cuda_rng_tracker().fork():
+        split = torch.rand(8)
+    drawn = all_gather_rows(torch.stack([own, split])[None])
+    places = all_gather_rows(torch.tensor([[layout.tp_rank, layout.pp_rank]])).tolist()
+    for i, (tp_rank, pp_rank) in enumerate(places):
+        same_stage, same_shard = pp_rank == layout.pp_rank, tp_rank == layout.tp_rank
+        check(torch.equal(drawn[i, 0], own) == same_stage, f"rank {i}: dropout's stream is not that of its stage")
+        check(torch.equal(drawn[i, 1], split) == (same_stage and same_shard), f"rank {i}: the stream is not its own")
+
+
 def scenarios(layouts: list[tuple[int, ...]]) -> None:
     from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
 
     shared_memory()
     expected: dict[str, torch.Tensor] = {}
     responses: dict[str, list[GenerationResult]] = {}
+    errors_are_heard()
     for tp_size, pp_size in layouts:
         layout = initialize_model_parallel(tp_size, pp_size, seed=1)
+        streams_of_stages(layout)
         if (tp_size, pp_size) == (2, 1):
             nothing_to_bring(tp_size)
         if tp_size == 2:

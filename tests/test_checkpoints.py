@@ -45,6 +45,7 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.prompts import PromptSource
 
@@ -649,7 +650,7 @@ def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
         raise OSError(errno.EIO, "Input/output error")
 
     def attempts(action: Callable[[], Any], group: Any = None) -> list[Any]:
-        gathered.append(durable._attempt(action)[1])
+        gathered.append(agreement._attempt(action)[1])
         return on_every_rank(action, group)
 
     gathered: list[Any] = []
@@ -676,10 +677,10 @@ def test_no_rank_waits_in_a_collective_for_what_another_reads(tmp_path: Path, mo
         return answers[-1]
 
     (tmp_path / "file").write_text("content")
-    enough, on_every_rank = threading.Event(), durable.on_every_rank
+    enough, on_every_rank = threading.Event(), agreement.on_every_rank
     answers: list[Any] = []
-    monkeypatch.setattr(durable, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(durable, "on_every_rank", attempts)
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "on_every_rank", attempts)
     with single_process():
         expected = {"file": manifest.describe_file(tmp_path / "file")}
         assert manifest.find_changes(Slow(tmp_path), expected) == []

@@ -89,6 +89,8 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     usual = {"window_size": None, "transformer_block_type": "pre_ln", "openai_gelu": False,
              "normalize_attention_scores": True, "rotary_interleaved": False, "num_moe_experts": None}  # fmt: skip
     plain = ModelArchitecture.from_nemo_config(config)
+    del (unnamed := dict(config))["normalization"]
+    assert ModelArchitecture.from_nemo_config(unnamed).normalization == "layernorm"  # as NeMo builds it
     assert ModelArchitecture.from_nemo_config(config | usual) == plain
     scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
     assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
@@ -527,6 +529,15 @@ def test_ranks_that_only_generate_need_no_data(model: Path, monkeypatch: pytest.
     assert [len(find_problems("gpt_ppo_actor", cfg, 3, rank)) for rank in range(3)] == [2, 2, 0]
 
 
+def test_a_batch_size_that_loses_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = (f"model.restore_from_path={model}", *SFT_FILES, f"exp_manager.explicit_log_dir={model.parent / 'sft'}")
+    check_job("gpt_sft", composed("gpt_sft", *given, "model.data.train_ds.global_batch_size=64"), 1)
+    assert not caplog.messages
+    check_job("gpt_sft", composed("gpt_sft", *given, "model.global_batch_size=64"), 1)
+    (message,) = caplog.messages
+    assert message == "model.data.train_ds.global_batch_size=128 has no effect: model.global_batch_size=64 wins"
+
+
 def test_a_watchdog_that_comes_too_late_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = composed("gpt_ppo_critic", f"pretrained_checkpoint.restore_from_path={model}")
     cfg.exp_manager.explicit_log_dir = str(model.parent)
@@ -645,8 +656,9 @@ def test_wrong_types_are_all_named() -> None:
         "trainer.ppo.num_ppo_epochs=null": "trainer.ppo.num_ppo_epochs=null: this key needs a value; its default is 1",
         "remote_critic_rm.timeouts.training_seconds=null": "its default is 7800",
         "model.ppo.num_rollout_samples=null": "its default is 512",
-        "trainer.ppo.trt_llm.max_input_len=null": "its default is 2048",  # computed from others
+        "trainer.ppo.trt_llm.max_input_len=null": "this key needs a value",
         "trainer.ppo.batch_iterator=null": "trainer.ppo.batch_iterator=null: this key needs a value",
+        "model.encoder_seq_length=null": "model.encoder_seq_length=null: this key needs a value; its default is 4096",
     }
     cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:
@@ -664,6 +676,10 @@ def test_values_that_only_look_like_another_type_pass() -> None:
         "exp_manager.explicit_log_dir=null", "model.data.data_prefix=[a.jsonl]", "trainer.ppo.kl_clamp=2",
     )  # fmt: skip
     assert check_config(cfg, "gpt_ppo_actor") == []
+    assert isinstance(cfg.trainer.ppo.max_steps, int) and cfg.trainer.ppo.max_steps == 1000
+    assert load_defaults("gpt_ppo_critic").model.encoder_seq_length and not check_config(
+        composed("gpt_ppo_critic", "model.encoder_seq_length=null"), "gpt_ppo_critic"
+    )
 
 
 # ---- NeMo-Aligner's own files -------------------------------------------------------------------

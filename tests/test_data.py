@@ -403,6 +403,20 @@ def test_nemo_labels_and_other_masks(tmp_path: Path, tokenizer: Tokenizer) -> No
     assert learnt(tokenizer, item).strip("_") == "g\n\x11"
 
 
+def test_system_turns_are_told_and_not_learnt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The first of all is the system prompt, as it is under the key ``system``; others are turns like any other."""
+    turns = [("System", "S"), ("User", "q"), ("Assistant", "a"), ("System", "T"), ("User", "r"), ("Assistant", "b")]
+    conversation = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    messages = {"messages": [{"role": role.lower(), "content": text} for role, text in turns]}
+    named = {"system": "S", "conversations": conversation["conversations"][1:]}
+    whole = "\x00System\nS\n\x11User\nq\n\x11Assistant\na\n\x11System\nT\n\x11User\nr\n\x11Assistant\nb\n\x11"
+    for item in sft(tmp_path, tokenizer, conversation, messages, named, max_seq_length=200, chat_prompt_tokens=MARKUP):
+        assert spell(tokenizer, item.token_ids) == whole
+        assert learnt(tokenizer, item).replace("_", "") == "a\n\x11b\n\x11"
+    for item in sft(tmp_path, tokenizer, conversation, messages, named, max_seq_length=200):
+        assert learnt(tokenizer, item).replace("_", "") == "a]b]"
+
+
 def test_the_masked_speaker_may_be_spelt_as_openai_does(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]}
     item = sft(tmp_path, tokenizer, row, chat_prompt_tokens=MARKUP)[0]

@@ -341,6 +341,8 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
         assert reward_model.stop() == 0, reward_model.describe()
     curves = check_actor_log(actor_log, steps=2)
     assert [step for step, _ in curves["warm_up/train_critic/critic_loss"]] == [0]
+    tables = [(table["key"], table["step"]) for table in read_tables(actor_log) if "train_rollouts" in table["key"]]
+    assert tables[:2] == [("warm_up/table/train_rollouts", 0), ("table/train_rollouts", 0)]
     # The reward model of this service alone standardises: (r - 100) / 2.
     assert all(-60 < value < -40 for _, value in curves["train_rollouts/rewards"])
     assert [step for step, _ in curves["train_optim/loss"]] == list(range(8))  # 2 steps x 2 epochs x 2 minibatches

@@ -31,12 +31,11 @@ from served_critic import TEST_LIMITS, client_config
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
 from nemo_style_aligner.generation.engine_group import EngineGroup
-from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel import agreement, stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rollout import generator, setup, work_client, work_server
-from nemo_style_aligner.rollout import supply as supply_module
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
@@ -419,32 +418,32 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
 def test_the_ranks_of_an_engine_hear_of_their_leader_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for as long as others complete something; their collective has a limit that does not begin anew."""
 
-    class Group(EngineGroup):
-        def share(self, value: Any = None) -> Any:
-            told.append(value)
-            if len(told) == 3:
-                enough.set()
-            return value if self.is_leader else answers.pop(0)
+    def broadcast(value: Any, *_: Any) -> Any:
+        told.append(value)
+        if len(told) == 3:
+            enough.set()
+        return answers.pop(0) if answers else value
 
     class Work(StaticPartition):
         def lease(self, n: int, wait: bool = False) -> list[int]:
             assert wait and enough.wait(300)
             return super().lease(n)
 
-    monkeypatch.setattr(supply_module, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "broadcast_object", broadcast)
     prompts = [Prompt(i, [1]) for i in range(4)]
     enough, told, control = threading.Event(), [], object()
     answers: list[Any] = []
     work = Work(0, 1)
     work.start_round(1, [0, 1])
-    leader = Group(0, 2, control=control)  # type: ignore[arg-type]
+    leader = EngineGroup(0, 2, control=control)  # type: ignore[arg-type]
     supply = RequestSupply(work, leader, 4, prompts, seed=7)
     assert supply.wait()
-    assert told[:3] == [None] * 3 and told[-1] == [0, 1] and set(map(str, told[3:-1])) <= {"None"}
+    assert told[:3] == [None] * 3 and told[-1] == ([0, 1], None) and set(map(str, told[3:-1])) <= {"None"}
     monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
     assert not RequestSupply(work, leader, 4, prompts, seed=7).wait()
-    answers = [None, None, [0, 1]]
-    follower = Group(1, 2, control=control)  # type: ignore[arg-type]
+    answers = [None, None, ([0, 1], None)]
+    follower = EngineGroup(1, 2, control=control)  # type: ignore[arg-type]
     assert RequestSupply(work, follower, 4, prompts, seed=7).wait() and answers == []
 
 

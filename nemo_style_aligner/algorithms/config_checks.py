@@ -289,6 +289,11 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
             f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
             "watchdog can report who held it up"
         )
+    for key in (_GLOBAL, _MICRO):
+        of_data = key.replace("model.", "model.data.train_ds.")
+        size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
+        if other is not None and size != other:
+            yield f"{of_data}={other} has no effect: {key}={size} wins"
 
 
 # ---- layout -------------------------------------------------------------------------------------

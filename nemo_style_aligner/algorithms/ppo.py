@@ -269,11 +269,12 @@ class PPOTrainer(TrainingLoop):
         return self.train_prompts.sampler(self.consumed_samples).epoch
 
     def _log(self, metrics: dict[str, Any], group: str) -> None:
-        """Log under the step; in the critic's warm-up under its round, with names of their own."""
-        if self._is_warming_up:
-            self.metrics.log_metrics(metrics, self.warm_up_rounds, f"warm_up/{group}")
-        else:
-            self.metrics.log_metrics(metrics, self.step, group)
+        prefix, number = self._where_to_log()
+        self.metrics.log_metrics(metrics, number, prefix + group)
+
+    def _where_to_log(self) -> tuple[str, int]:
+        """Under the step; in the critic's warm-up under its round, with names of their own."""
+        return ("warm_up/", self.warm_up_rounds) if self._is_warming_up else ("", self.step)
 
     @property
     def _is_warming_up(self) -> bool:
@@ -291,7 +292,8 @@ class PPOTrainer(TrainingLoop):
 
     def _log_samples(self, key: str, rollouts: RolloutBatch, scores: Scores) -> None:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
-        self.metrics.log_table(key, ("prompt", "response", "reward"), table, self.step)
+        prefix, number = self._where_to_log()
+        self.metrics.log_table(prefix + key, ("prompt", "response", "reward"), table, number)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beside weights, optimizer and random states that a resumed run needs. Collective."""

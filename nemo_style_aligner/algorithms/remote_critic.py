@@ -8,7 +8,8 @@ import logging
 import uuid
 from typing import Any, Literal
 
-from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, broadcast_object
+from nemo_style_aligner.parallel.agreement import result_on_every_rank
+from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rollout.batch import Experience
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.journal import CriticJournal
@@ -38,7 +39,12 @@ class CriticSave:
         Raises:
             Exception: what went wrong.
         """
-        return self._future is None or _is_done(self._future, seconds)
+        if self._future is None:
+            return True
+        is_done = not concurrent.futures.wait([self._future], seconds).not_done
+        if is_done:
+            self._future.result()
+        return is_done
 
 
 class CriticTraining:
@@ -51,26 +57,9 @@ class CriticTraining:
     def result(self) -> float:
         """Collective: wait for the update; its mean loss, on every rank."""
         with activity.bounded(self._critic.timeout_s):
-            # An update may take longer than a collective: nobody waits in one for it.
-            while (answer := broadcast_object(self._answer())) is None:
-                pass
-        loss, position = answer
-        self._critic.client.follow(position)
+            loss = result_on_every_rank(self._future)
+        self._critic.client.follow(broadcast_object(self._critic.client.position))
         return loss
-
-    def _answer(self) -> tuple[float, CriticPosition] | None:
-        """Loss and where the critic is now; None: not yet, or not on this rank."""
-        if self._future is None or not _is_done(self._future, PATIENCE_SECONDS):
-            return None
-        return self._future.result(), self._critic.client.position
-
-
-def _is_done(future: concurrent.futures.Future[Any], seconds: float) -> bool:
-    """Wait for it, at most so long; whether it has ended. Raises what it raised."""
-    done, _ = concurrent.futures.wait([future], seconds)
-    if done:
-        future.result()
-    return bool(done)
 
 
 class RemoteCritic:
@@ -106,20 +95,16 @@ class RemoteCritic:
         with activity.phase("bringing the critic level"), activity.bounded(self.timeout_s):
             thread = concurrent.futures.ThreadPoolExecutor(1, "critic-begin")
             future = None if self._journal is None else thread.submit(self._bring_level, self._journal)
-            position = None
-            while position is None:  # no collective waits as long as the critic may take
-                is_level = future is not None and _is_done(future, PATIENCE_SECONDS)
-                position = broadcast_object(self.client.position if is_level else None)
-            thread.shutdown(wait=False)
-            self.client.follow(position)
+            self.client.follow(result_on_every_rank(future))
 
-    def _bring_level(self, journal: CriticJournal) -> None:
+    def _bring_level(self, journal: CriticJournal) -> CriticPosition:
         position = self._resumed or journal.run_start()
         if position is None:
             self._begin_new_run(journal)
         else:
             self.client.begin(journal, position)
             self._published_history = position.history
+        return self.client.position
 
     def _begin_new_run(self, journal: CriticJournal) -> None:
         position = CriticPosition(uuid.uuid4().hex, 1, INITIAL_HISTORY)

@@ -125,8 +125,8 @@ class SupervisedTrainer(TrainingLoop):
         self.optimizer.zero_grad()
         batch = self.make_train_batch(self._share(indices, self.batching))
         metrics = self._run(batch, self.batching)
-        metrics.pop("num_items")
-        metrics |= self.optimizer.step(metrics["loss"], f"examples {list(indices)} of the training data")
+        num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
+        metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:

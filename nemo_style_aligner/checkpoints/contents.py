@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.directory import STATE, TRAINER_STATE
-from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, sync_file, sync_tree
+from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, verify_on_disk
 from nemo_style_aligner.checkpoints.optimizer_state import (
@@ -44,6 +44,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
     snapshot,
     write_tensors,
 )
+from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel

@@ -18,8 +18,9 @@ from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
-from nemo_style_aligner.checkpoints.durable import on_every_rank, on_first_rank, patiently_on_every_rank, sync_file
+from nemo_style_aligner.checkpoints.durable import sync_file
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
+from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank, patiently_on_every_rank
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,6 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
-    on_first_rank,
-    patiently_on_first_rank,
     publish,
     put_back,
     remove_path,
@@ -51,6 +49,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_style_aligner.checkpoints.durable import OtherRankError, on_every_rank, on_first_rank
 from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
+from nemo_style_aligner.parallel.agreement import OtherRankError, on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.groups import data_parallel_group
 from nemo_style_aligner.telemetry import activity
 

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
-from nemo_style_aligner.checkpoints.durable import on_first_rank
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
@@ -37,6 +36,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, prepare
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
 

@@ -229,18 +229,18 @@ def _openai_turns(record: Record) -> list[_Turn]:
 def _nemo_turns(record: Record) -> list[_Turn]:
     masked = record.text("mask") if "mask" in record.fields else "User"
     system = record.text("system") if record.fields.get("system") else ""
-    turns = [_Turn("System", system, is_target=False)]
+    turns = []
     for turn in _list_of_objects(record, "conversations"):
         label = turn.fields.get("label")
         if isinstance(label, str):
             label = turn.text("label")
         role = turn.text("from")
-        is_target = role.lower() != masked.lower()  # rendered, they are the same
+        is_target = role.lower() not in (masked.lower(), "system")  # rendered, they are the same
         turns.append(_Turn(role, turn.text("value"), is_target, None if label is None else str(label)))
-    if all(turn.is_target for turn in turns[1:]):
-        speakers = ", ".join(dict.fromkeys(turn.role for turn in turns[1:]))
+    if not any(turn.role.lower() == masked.lower() for turn in turns):
+        speakers = ", ".join(dict.fromkeys(turn.role for turn in turns))
         record.fail(f'no turn is from {masked!r}, whose turns are not learnt: set "mask" to one of {speakers}')
-    return turns
+    return [_Turn("System", system, is_target=False), *turns] if system else turns
 
 
 def _list_of_objects(record: Record, key: str) -> list[Record]:
@@ -257,12 +257,12 @@ def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Se
     Generation stops at the start of the next turn, which is therefore learnt, and which follows the
     last response for that reason.
     """
-    system = turns[0].content if turns[0].role.lower() == "system" else ""
+    system = ""
+    if turns[0].role.lower() == "system":
+        system, turns = turns[0].content, turns[1:]
     segments = [_Segment(f"{tokens.system_turn_start}System{tokens.end_of_name}{system}{tokens.end_of_turn}", False)]
     after_response = False
     for turn in turns:
-        if turn.role.lower() == "system":
-            continue
         # OpenAI's role names are lower case, NeMo's are capitalised.
         name = turn.role.capitalize() if turn.role.islower() else turn.role
         segments.append(_Segment(tokens.turn_start, after_response))

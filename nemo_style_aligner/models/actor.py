@@ -111,8 +111,8 @@ class Actor:
         self.optimizer.zero_grad()
         scoring = Scoring(self.temperature, entropy=self.entropy_bonus > 0)
         metrics = train_step(self.model, batch, batch.mask != 0, self.training_batching, self._loss, scoring=scoring)
-        metrics.pop("num_items")
-        return metrics | self.optimizer.step(metrics["loss"], origin)
+        num_items = metrics.pop("num_items")
+        return metrics | self.optimizer.step(metrics["loss"], origin, num_items)
 
     def _loss(self, outputs: torch.Tensor, batch: PolicyBatch) -> LossResult:
         entropy = torch.zeros((), device=outputs.device)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.durable import on_first_rank
 from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_weights,
@@ -30,6 +29,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel

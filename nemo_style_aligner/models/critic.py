@@ -150,8 +150,8 @@ class Critic:
             part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
             metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss)
-            metrics.pop("num_items")
-            reports.append(metrics | self.optimizer.step(metrics["loss"], f"rows {start} to {stop - 1} of {origin}"))
+            num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
+            reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
         return reports
 
     def _values(self, outputs: torch.Tensor) -> torch.Tensor:

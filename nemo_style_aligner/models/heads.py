@@ -134,7 +134,7 @@ def pool_rewards(outputs: torch.Tensor, lengths: torch.Tensor, head: RewardHeadC
         pooled = (outputs * mask[..., None]).sum(1) / lengths[:, None]
     else:
         pooled = outputs[torch.arange(outputs.shape[0], device=outputs.device), lengths - 1]
-    if head.merge_attributes and head.num_attributes > 1:
+    if head.merge_attributes:
         pooled = merge_attributes(pooled, head)[:, None]
     return standardize(pooled, head)
 

@@ -165,14 +165,16 @@ class Optimizer:
         self._ddp.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self, loss: float, origin: str) -> dict[str, float]:
+    def step(self, loss: float, origin: str, num_items: float = 1.0) -> dict[str, float]:
         """Clip, update, advance the schedule; or skip the update, where loss or gradients hold NaN or Inf. Collective.
 
-        A skipped update leaves weights, Adam's state, ``step_count`` and with it the schedule as they were.
+        A skipped update leaves weights, Adam's state, ``step_count`` and with it the schedule as they were. So does one
+        from a batch with nothing to learn from, where Adam's momentum alone would move the weights.
 
         Args:
             loss: of the batch, the same on every rank.
             origin: the samples the gradients are from, for the log.
+            num_items: what the loss is a mean of, over all ranks: tokens, or pairs.
 
         Returns:
             ``grad_norm`` (before clipping; left out if skipped), ``lr``, and ``skipped_updates`` so far.
@@ -191,6 +193,8 @@ class Optimizer:
         if all_reduce_sums({"bad": float(is_bad)}, dist.group.WORLD)["bad"]:  # all ranks do the same, come what may
             self.skips.skip(f"update {self.step_count + 1}: loss {loss}, gradient norm {grad_norm}", origin)
             return {"lr": lr, "skipped_updates": float(self.skips.total)}
+        if not num_items:
+            return {"grad_norm": 0.0, "lr": lr, "skipped_updates": float(self.skips.total)}
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         self._clip(grad_norm)

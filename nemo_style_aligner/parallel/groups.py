@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-PATIENCE_SECONDS = 5.0
-"""How long a rank at most keeps the others waiting in one collective for something that takes long."""
-
 _TIMEOUT_MINUTES = 30.0  # as in the configs
+_SEED_STEP_OF_STAGES = 100  # as in Megatron-LM and NeMo
 _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end what it gave up, before the others give up the leader
 
 
@@ -57,8 +55,8 @@ def initialize_model_parallel(
 ) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
-    torch.distributed must be initialised. Python, numpy and torch are seeded alike on every rank, and the
-    tensor-parallel tracker (dropout) per tensor- and pipeline-parallel rank, as megatron-core does.
+    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage,
+    and the tensor-parallel tracker per tensor-parallel rank, too: layers of two stages drop other units.
 
     Args:
         timeout_minutes: of the groups' collectives.
@@ -79,9 +77,11 @@ def initialize_model_parallel(
     )
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return current_layout()
+    layout = current_layout()
+    seed_of_stage = seed + _SEED_STEP_OF_STAGES * layout.pp_rank
+    torch.manual_seed(seed_of_stage)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed_of_stage)
+    return layout
 
 
 def current_layout() -> ParallelLayout:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
-from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, all_gather_rows, all_reduce_max, device
+from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
+from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.generator import Generator, Round
 from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows

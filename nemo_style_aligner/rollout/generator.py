@@ -15,7 +15,7 @@ from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
 from nemo_style_aligner.rollout.generation_totals import GenerationTotals
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.supply import RequestSupply, neighbours
+from nemo_style_aligner.rollout.supply import RequestSupply
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import export_weights
@@ -137,8 +137,7 @@ class LocalRound:
     def run(self, sink: ResponseSink) -> None:
         generator, prompts = self._generator, self.prompts
         engine, work, group = generator.engine, generator.work, generator.group
-        ids = neighbours(prompts)
-        work.start_round(self._number, ids, [prompts[sample_id].expected_length for sample_id in ids])
+        work.start_round(self._number, range(len(prompts)), [prompt.expected_length for prompt in prompts])
         worlds.barrier()  # nobody asks for a round that rank 0 has not begun
         accepted = AcceptedResponses(work, sink)
         supply = RequestSupply(work, group, engine.num_slots, prompts, self._seed)

@@ -14,7 +14,8 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals
-from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS, all_reduce_max, broadcast_object, current_layout
+from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
+from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rollout.intake import ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt

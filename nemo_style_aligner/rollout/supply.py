@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel import stop_signals
-from nemo_style_aligner.parallel.groups import PATIENCE_SECONDS
+from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.seeds import derive_seed
@@ -60,24 +60,11 @@ class RequestSupply:
 
     def _wait_together(self, n: int, is_asking: bool) -> list[int]:
         """The leader waits for ids, for as long as others complete some; the ranks with it hear every few seconds."""
+        group, lease = self._group, None
         thread = concurrent.futures.ThreadPoolExecutor(1, "lease")
         try:
-            lease = thread.submit(self._work.lease, n, wait=True) if is_asking else None
-            ids: list[int] | None = None
-            while ids is None:
-                if lease is None:
-                    ids = []
-                elif concurrent.futures.wait([lease], PATIENCE_SECONDS).done:
-                    ids = lease.result()
-                ids = self._group.share(ids)
-            return ids
+            if group.is_leader:
+                lease = thread.submit(self._work.lease, n, wait=True) if is_asking else thread.submit(list)
+            return result_on_every_rank(lease, group.control, group.leader)
         finally:
             thread.shutdown(wait=False)  # an error must not have to wait for what others complete
-
-
-def neighbours(prompts: Sequence[Prompt]) -> list[int]:
-    """The samples' numbers, those of one prompt side by side: an engine computes the prompt they share once."""
-    groups: dict[int, list[int]] = {}
-    for sample_id, prompt in enumerate(prompts):
-        groups.setdefault(prompt.prompt_id, []).append(sample_id)
-    return [sample_id for group in groups.values() for sample_id in group]

@@ -1,0 +1,119 @@
+"""What one rank does, or each rank for its part, and every rank hears of: results and errors.
+
+Nobody waits for an answer that does not come because another rank has failed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel.groups import broadcast_object
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 5.0
+"""How long a rank at most keeps the others waiting in one collective for something that takes long."""
+
+
+class OtherRankError(OSError):
+    """Something failed on another rank; says on which, and why."""
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 and give every rank its result, or an error if it failed. Collective.
+
+    Args:
+        group: of all ranks; the default group unless given.
+
+    Raises:
+        OSError, ValueError, TypeError: what ``action`` raised, on rank 0; `OtherRankError` on the others.
+    """
+    result, failure = _attempt(action) if dist.get_rank() == 0 else (None, None)
+    result, message = broadcast_object((result, str(failure) if failure else None), group=group)
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise OtherRankError(f"rank 0: {message}")
+    return result  # type: ignore[return-value]
+
+
+def result_on_every_rank(
+    future: concurrent.futures.Future[T] | None, group: dist.ProcessGroup | None = None, src: int = 0
+) -> T:
+    """The result of rank ``src``'s ``future`` (None on the others) on every rank. Collective.
+
+    However long it takes, no rank waits in a collective for more than seconds, since those have a limit.
+
+    Args:
+        group: the default group unless given.
+        src: a rank of the default group.
+
+    Raises:
+        Exception: what the future raised, on rank ``src``; `OtherRankError` on the others.
+    """
+    answer: tuple[T | None, str | None] | None = None
+    while answer is None:
+        failure = None
+        if future is not None and not concurrent.futures.wait([future], PATIENCE_SECONDS).not_done:
+            failure = future.exception()
+            answer = (None, str(failure) or repr(failure)) if failure else (future.result(), None)
+        answer = broadcast_object(answer, src, group)
+        if failure is not None:
+            raise failure
+    result, message = answer
+    if message is not None:
+        raise OtherRankError(f"rank {src}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`on_first_rank` of what may take long, in a thread of its own, as `result_on_every_rank`.
+
+    ``action`` takes part in no collective.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "first-rank") as thread:
+        return result_on_every_rank(thread.submit(action) if dist.get_rank() == 0 else None, group)
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run ``action`` on every rank and give every rank all results, or an error if one failed. Collective.
+
+    Args:
+        group: of all ranks; the default group unless given.
+
+    Raises:
+        OSError, ValueError, TypeError: what ``action`` raised on this rank; `OtherRankError` on the others.
+    """
+    result, failure = _attempt(action)
+    gathered: list[tuple[T | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (result, str(failure) if failure else None), group=group)
+    if failure is not None:
+        raise failure
+    messages = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(gathered) if message is not None]
+    if messages:
+        raise OtherRankError("; ".join(messages))
+    return [value for value, _ in gathered]  # type: ignore[misc]
+
+
+def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """`on_every_rank` of what may take long, and on one rank longer than on others; as `patiently_on_first_rank`."""
+    thread = concurrent.futures.ThreadPoolExecutor(1, "every-rank")
+    try:
+        future = thread.submit(action)
+        while not all(on_every_rank(lambda: not concurrent.futures.wait([future], PATIENCE_SECONDS).not_done, group)):
+            pass
+        return on_every_rank(future.result, group)
+    finally:
+        thread.shutdown(wait=False)  # an error of another rank need not wait for this one's action
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, OSError | ValueError | TypeError | None]:
+    """What can go wrong with files and their contents; any other error is one of the program's."""
+    try:
+        return action(), None
+    except (OSError, ValueError, TypeError) as error:
+        return None, error
