@@ -15,7 +15,10 @@ import pytest
 
 # Several workers, and the jobs that tests start, share the cores: nobody's threads shall wait for each other's turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, hence before what follows
+# The services of tests are on this machine, which a proxy cannot reach.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
+from nemo_style_aligner.native import compilation
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
@@ -45,6 +48,17 @@ def _secret_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The jobs that tests start share a secret of their own instead of making the user's."""
     os.environ[TOKEN_FILE_VARIABLE] = make_secret(tmp_path_factory.mktemp("secret") / "token").source
     os.environ.pop(TOKEN_VARIABLE, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user's, where there can be one: it takes long to compile everything anew."""
+    try:
+        compilation._cache_folder()
+    except compilation.NativeUnavailable:
+        folder = _of_all_workers(tmp_path_factory) / "compiled"
+        folder.mkdir(0o700, exist_ok=True)
+        os.environ["NEMO_STYLE_ALIGNER_CACHE"] = str(folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +161,7 @@ def _make_artefacts(folder: Path) -> Artefacts:
     from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 
     found = Artefacts(folder, folder / "sft", folder / "rm", {})
+    os.umask(0o022)  # of most systems; tests look at who may write what jobs leave
     make_data = [sys.executable, str(ROOT / "examples" / "nlp" / "data" / "make_arithmetic.py")]
     run(
         [*make_data, "--output", str(folder / "data"), "--max-operand", "12", "--test-questions", "20"],

@@ -39,7 +39,7 @@ from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.servers.client import Scores
 
 NUM_SAMPLES, SLOTS = 16, 4
-LEASE_SECONDS, STALL_SECONDS = 1.5, 1.0
+LEASE_SECONDS, STALL_SECONDS = 3.0, 2.0
 ROUNDS = ("healthy", "slow", "hung", "stopped")
 
 
@@ -78,10 +78,10 @@ class Engine:
     def forward(self) -> None:
         time.sleep(0.02)
         if self.trouble == "slow" and self.statistics.steps < 6:  # the first responses take longer than a lease
-            time.sleep(0.4)
+            time.sleep(0.8)
         elif self.trouble == "hung" and self.statistics.steps % 100 == 2:
             self.statistics.steps += 1  # once
-            time.sleep(4.0)  # more than both limits together, and beats between
+            time.sleep(8.0)  # more than both limits together, and beats between
         elif self.trouble == "stopped" and self.statistics.steps % 100 == 2:
             self.statistics.steps += 1
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -150,7 +150,7 @@ def main() -> None:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(100)
+        process.join(140)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

@@ -15,7 +15,6 @@ import pytest
 from job_processes import ROOT, Job, run
 
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
-pytestmark = pytest.mark.timeout(600 if TEST_PPO_STEP else 180)
 
 SPREAD = {"median", "min", "max"}
 

@@ -335,9 +335,9 @@ def test_ranks_that_do_not_find_each_other_say_where_they_waited_and_for_whom(
 ) -> None:
     monkeypatch.setattr(meeting, "_QUIET_SECONDS", 0.2)
     port = free_port()
-    assert re.match(rf"not all ranks .* 127.0.0.1:{port} within .*: 1 of 2 .*missing: 1$", _meet(0, port, 0.5))
+    assert re.match(rf"not all ranks .* 127.0.0.1:{port} within .*: 1 of 2 .*missing: 1$", _meet(0, port, 3.0))
     assert f"waiting at 127.0.0.1:{port}: 1 of 2 ranks are there; missing: 1" in caplog.text
-    assert re.match(rf"rank 1 has not found rank 0 at 127.0.0.1:{port} within", _meet(1, port, 0.5))
+    assert re.match(rf"rank 1 has not found rank 0 at 127.0.0.1:{port} within", _meet(1, port, 3.0))
     assert f"waiting for rank 0 at 127.0.0.1:{port}" in caplog.text
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))

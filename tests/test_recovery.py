@@ -296,9 +296,9 @@ def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> 
         job.restart()
         asked = time.monotonic()
         scores = other.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3]))
-        time.sleep(1.0)
+        # Who waits for scores must learn that the critic gets on.
+        wait_for(lambda: asked < other.last_progress)
         assert not scores.done()
-        assert asked < other.last_progress, "who waits for scores must learn that the critic gets on"
         with actor(job, tmp_path, critic.state_dict()):
             assert float(scores.result(30).values[0, 0]) == weights(1, 2)[-1]
         other.close()
@@ -397,7 +397,7 @@ def test_a_critic_lost_in_the_middle_of_a_save_is_asked_again(job: CriticJob, tm
         job.checkpoints.gate.clear()
         under_way = critic.start_save()
         assert value(critic) == weights(1, 2)[-1]  # the save was taken before
-        time.sleep(0.3)
+        wait_for(lambda: job.checkpoints.writing)
         job.lose()
         assert len(job.checkpoints.stored) == 1
         job.start()
@@ -412,7 +412,7 @@ def test_a_service_asked_to_end_finishes_its_checkpoint(job: CriticJob, tmp_path
         train(critic, 1)
         job.checkpoints.gate.clear()
         under_way = critic.start_save()
-        time.sleep(0.3)
+        wait_for(lambda: job.checkpoints.writing)
         job.server.request_stop()
         threading.Timer(0.3, job.checkpoints.gate.set).start()
         assert under_way.wait(60)

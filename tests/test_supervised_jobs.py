@@ -71,9 +71,9 @@ def long_sft(artefacts: Artefacts, log_dir: Path) -> Job:
             f"model.data.train_ds.file_path={artefacts.data('train_sft')}",
             f"model.data.validation_ds.file_path={artefacts.data('test_sft')}",
             "trainer.precision=32",
-            "trainer.sft.max_epochs=10",
-            "trainer.sft.max_steps=24",
-            "trainer.sft.val_check_interval=8",
+            "trainer.sft.max_epochs=30",
+            "trainer.sft.max_steps=72",
+            "trainer.sft.val_check_interval=24",
             "model.encoder_seq_length=64",
             "model.data.train_ds.global_batch_size=16",
             "model.data.train_ds.micro_batch_size=4",
@@ -97,7 +97,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
         assert first.wait(TIMEOUT) == 75, first.describe()
         assert "received SIGTERM" in first.output()
         done = read_metrics(stopped)["train/loss"][-1][0]
-        assert done < 24, "the run was over before it was stopped: make it longer"
+        assert done < 72, "the run was over before it was stopped: make it longer"
         assert not (stopped / "checkpoints" / "megatron_gpt_sft.nemo").exists()
         long_sft(artefacts, stopped).check(TIMEOUT)
         undisturbed.check(TIMEOUT)
@@ -111,7 +111,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
     curves, resumed_curves = read_metrics(straight), read_metrics(stopped)
     for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
         assert resumed_curves[name] == curves[name], name
-    assert [step for step, _ in curves["train/loss"]] == list(range(1, 25))
+    assert [step for step, _ in curves["train/loss"]] == list(range(1, 73))
 
 
 # ---- regression, two attributes, over the wire --------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,8 +132,19 @@ def test_where_it_is_installed_enable_means_it(monkeypatch: pytest.MonkeyPatch) 
         choose_engine(enabled)
 
 
-def test_nothing_of_tensorrt_llm_is_imported_before_an_engine_is_made() -> None:
-    assert not {"tensorrt", "tensorrt_llm"} & sys.modules.keys()
+def test_nothing_of_tensorrt_llm_is_imported_before_an_engine_is_made(tmp_path: Path) -> None:
+    """It takes minutes, and may start MPI: scripts and their modules do without."""
+    for name in ("tensorrt", "tensorrt_llm", "tensorrt_bindings"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    code = """
+import importlib, pkgutil, nemo_style_aligner
+for module in pkgutil.walk_packages(nemo_style_aligner.__path__, "nemo_style_aligner."):
+    importlib.import_module(module.name)
+print("done")
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    assert out.stdout.split() == ["done"], out.stderr
 
 
 def test_devices_must_be_numbered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ static double product_error(int rows, int features, int half) {
     std::vector<act_t> a((size_t)round_up(rows, 32) * k);
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < HIDDEN; ++j) set_as(&a[(size_t)i * k + j], number());
-    std::vector<panel_t> scratch((size_t)k * PANEL);
+    std::vector<act_t> scratch((size_t)k * PANEL);
     double error = 0, size = 0;
     const Matrix matrix{data.data(), scales.data()};
     for (int index = 0; index < count; ++index)

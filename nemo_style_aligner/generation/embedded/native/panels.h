@@ -22,6 +22,7 @@ constexpr int ACCUMULATORS = EMULATE      ? 8
                                           : 24; // vectors of sums that fit beside their factors in the registers
 constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
+constexpr int WIDENED_FROM_ROWS = 2 * BLOCK_ROWS;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
 
@@ -133,25 +134,24 @@ static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B*
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Panel `index` of `matrix` as the kernels read it. fp32 arithmetic reads int8 as it is; for bf16 arithmetic it is
-// widened into `scratch` (integers up to 127 are exact in bf16).
-static INLINE auto open_panel(const Matrix& matrix, int index, int k, panel_t* scratch) {
-    const weight_t* data = matrix.data + (size_t)index * k * PANEL;
-#if STORAGE_INT8 && KERNEL != KERNEL_FMA
-    for (int i = 0; i < k * PANEL; i += LANES) store_as(scratch + i, __builtin_convertvector(load<vb>(data + i), vf));
-    return (const panel_t*)scratch;
+#if STORAGE_INT8
+// A panel of int8 weights in the order and type of the arithmetic; integers up to 127 are exact in bf16, too.
+static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
+#if KERNEL == KERNEL_FMA
+    for (int pair = 0; pair < k / 2; ++pair)
+        for (int odd = 0; odd < 2; ++odd)
+            for (int j = 0; j < PANEL / LANES; ++j)
+                store(panel + (2 * pair + odd) * PANEL + j * LANES, widen_columns(data + pair * 2 * PANEL, PANEL, j, odd));
 #else
-    (void)scratch;
-    return data;
+    for (int i = 0; i < k * PANEL; i += LANES) store_as(panel + i, __builtin_convertvector(load<vb>(data + i), vf));
 #endif
 }
+#endif
 
-// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up
-// to a multiple of 32 must be readable.
-template <class Use>
-static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, panel_t* scratch,
-                                  Use&& use) {
-    const auto* panel = open_panel(matrix, index, k, scratch);
+// `multiply_panel` of a panel as the kernels read it.
+template <class B, class Use>
+static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix& matrix, int index, const B* panel,
+                                   Use&& use) {
     alignas(64) float c[BLOCK_ROWS * PANEL];
 #if KERNEL != KERNEL_AMX
     // The panel that follows arrives while this one is computed with, evenly over the time that this takes: memory and
@@ -176,6 +176,28 @@ static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix&
 #endif
         use(r, n, c);
     }
+}
+
+// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up
+// to a multiple of 32 must be readable. `scratch` has room for a panel.
+template <class Use>
+static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, act_t* scratch,
+                                  Use&& use) {
+    const weight_t* panel = matrix.data + (size_t)index * k * PANEL;
+#if STORAGE_INT8
+    // fp32 arithmetic can read int8 as it is, which is best for few rows.
+    if (KERNEL != KERNEL_FMA || rows > WIDENED_FROM_ROWS) {
+        widen_panel(panel, k, scratch);
+        multiply_blocks(a, k, rows, matrix, index, (const act_t*)scratch, use);
+        return;
+    }
+#if KERNEL == KERNEL_FMA
+    multiply_blocks(a, k, rows, matrix, index, panel, use);
+#endif
+#else
+    (void)scratch;
+    multiply_blocks(a, k, rows, matrix, index, panel, use);
+#endif
 }
 
 // ---- packing --------------------------------------------------------------------------------------------------------

@@ -44,13 +44,12 @@ struct AttentionItem {
 struct Context {
     Context(const Model& model, int threads) : model(model), team(threads), panels(threads), scores(threads) {
         for (auto& p : panels)
-            p.resize(STORAGE_INT8 && KERNEL != KERNEL_FMA ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K))
-                                                          : 0);
+            p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
         for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
     }
     Model model;
     Team team;
-    std::vector<std::vector<panel_t>> panels; // by thread: an int8 panel, widened
+    std::vector<std::vector<act_t>> panels;   // by thread: an int8 panel, widened
     std::vector<std::vector<float>> scores;   // by thread
     std::vector<AttentionItem> items;
     Counter counters[LAYERS * 8 + 4];
@@ -297,7 +296,7 @@ class Worker {
     Context& c;
     const Model& m;
     const Pass& pass;
-    panel_t* const scratch;
+    act_t* const scratch;
     float* const scores;
     int phase = 0;
     int rows = pass.num_tokens; // of the products
