@@ -83,12 +83,18 @@ def serve(queue: WorkQueue, token: str | None = None):
     try:
         yield server
     finally:
+        for made in _clients.pop(server.port, ()):
+            made.close()  # none shall say in another test that its server is gone
         server.stop()
+
+
+_clients: dict[int, list[WorkQueueClient]] = {}  # by their server's port
 
 
 def client(server: WorkQueueServer, round_number: int = 0, limits: WorkerLimits = LIMITS, **options) -> WorkQueueClient:
     made = WorkQueueClient("127.0.0.1", server.port, limits, poll_seconds=0.02, **options)
     made.start_round(round_number, [])
+    _clients.setdefault(server.port, []).append(made)
     return made
 
 
