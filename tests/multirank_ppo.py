@@ -7,6 +7,7 @@ parts: archives, log-probs, critic service, advantages, policy and critic update
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -14,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
@@ -51,13 +53,13 @@ from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights
 
 CORPUS = "User: What is 6*10?\nAssistant: 60 " + "0123456789+-*/="
-NUM_SAMPLES, GLOBAL_BATCH, WIDTH = 16, 8, 23
-"""Two updates per step; an odd width, which sequence parallelism must pad."""
+NUM_SAMPLES, WIDTH = 16, 23
+"""An odd width, which sequence parallelism must pad."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one PPO step is computed. Every field but ``tied`` and ``precision`` must leave the result as it is."""
+    """How one PPO step is computed. All but ``tied``, ``precision`` and ``updates`` must leave the result as it is."""
 
     name: str
     tp: int = 1
@@ -73,6 +75,9 @@ class Layout:
     tied: bool = False
     precision: str = "32"
     vocab_divisor: int = 1
+    updates: int = 2
+    keep: str = "never"
+    room: int | None = None  # tokens whose activations the memory holds
 
     @property
     def world_size(self) -> int:
@@ -92,6 +97,17 @@ LAYOUTS = (
     Layout("padded_vocabulary", vocab_divisor=128),
     Layout("tied_reference", tied=True),
     Layout("bf16_reference", precision="bf16"),
+    Layout("one_update", updates=1, placement="resident"),
+    Layout("kept", updates=1, placement="resident", keep="always"),
+    Layout("kept_where_there_is_room", updates=1, placement="resident", keep="auto"),
+    Layout("kept_in_part", updates=1, placement="resident", keep="auto", room=60),
+    Layout("kept_without_room", updates=1, placement="resident", keep="auto", room=0),
+    Layout("one_update_micro1", updates=1, micro=1, placement="resident"),
+    Layout("kept_micro1", updates=1, micro=1, placement="resident", keep="always"),
+    Layout("kept_selective", updates=1, placement="resident", keep="always", recompute="selective"),
+    Layout("kept_full_recompute", updates=1, placement="resident", keep="always", recompute="full"),
+    Layout("kept_tokens", updates=1, placement="resident", keep="always", max_tokens=40),
+    Layout("kept_first_update", placement="resident", keep="always"),
     # two
     Layout("tp2", tp=2),
     Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident"),
@@ -107,6 +123,11 @@ LAYOUTS = (
     Layout("dp2_overlap", dp=2, micro=3, overlap=True),
     Layout("tied_tp2", tp=2, tied=True),
     Layout("tied_pp2", pp=2, tied=True),
+    Layout("kept_tp2_sp", tp=2, sequence_parallel=True, updates=1, placement="resident", keep="always", max_tokens=30),
+    Layout("kept_tp2", tp=2, updates=1, placement="resident", keep="auto"),
+    Layout("kept_tp2_in_part", tp=2, updates=1, placement="resident", keep="auto", room=60),
+    Layout("kept_dp2", dp=2, updates=1, placement="resident", keep="always", overlap=True),
+    Layout("kept_dp2_tokens", dp=2, updates=1, placement="resident", keep="auto", max_tokens=30),
     Layout("bf16_tp2_sp", tp=2, sequence_parallel=True, precision="bf16"),
     Layout("bf16_pp2", pp=2, precision="bf16"),
     Layout("bf16_dp2", dp=2, precision="bf16"),
@@ -179,7 +200,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
                 "sequence_parallel": layout.sequence_parallel,
                 "micro_batch_size": layout.micro,
                 "max_tokens_per_micro_batch": layout.max_tokens,
-                "global_batch_size": GLOBAL_BATCH,
+                "global_batch_size": NUM_SAMPLES // layout.updates,
                 "encoder_seq_length": 64,
                 "make_vocab_size_divisible_by": layout.vocab_divisor,
                 "activations_checkpoint_granularity": layout.recompute,
@@ -197,6 +218,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
     assert isinstance(cfg, DictConfig)
     if job == "gpt_ppo_actor":
         ppo = {"num_rollout_samples": NUM_SAMPLES, "entropy_bonus": 0.01, "forward_micro_batch_size": layout.micro}
+        ppo["keep_activations"] = layout.keep
         OmegaConf.update(cfg, "model.ppo", ppo)
         OmegaConf.update(
             cfg,
@@ -211,6 +233,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
         )
     else:
         cfg.model.rm_placement = layout.placement
+        cfg.model.keep_activations = layout.keep
     return cfg
 
 
@@ -229,15 +252,27 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     critic_base = open_base_model(critic_cfg.pretrained_checkpoint.restore_from_path, critic_cfg)
     service = build_critic_service(critic_cfg, _run(critic_cfg, groups), critic_base, TrainingLedger())
 
-    answer = service.infer(batch.tokens, batch.lengths)
+    if layout.room is not None:
+        _give_room(layout.room, trainer.actor.kept_passes, service.critic.kept_passes)
+    # In two requests, of different widths.
+    halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
+    answer = {
+        "rewards": torch.cat([half["rewards"] for half in halves]),
+        "values": torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]),
+    }
     scores = Scores(answer["rewards"][:, 0], answer["values"])
-    logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask())
+    logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask(), is_trained=layout.updates == 1)
     init_logprobs = trainer.actor.initial_logprobs(batch.tokens, batch.response_mask())
     experience, metrics = make_experience(
         batch, scores, logprobs, init_logprobs, trainer.settings.advantages, version=0
     )
-    trainer.train_policy(experience)
-    critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
+    with _counting_passes(trainer.actor.model, service.critic.model) as passes:
+        trainer.train_policy(experience)
+        critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
+    if layout.keep != "never" and layout.updates == 1 and layout.recompute != "full":
+        is_all_kept = layout.room is None
+        told = f"{layout.name}: training has computed {passes} forward passes of policy and critic"
+        assert all((count == 0) == is_all_kept for count in passes), told
 
     tensors = _tensors(experience) | {"init_logprobs": init_logprobs, "rewards": scores.rewards}
     for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
@@ -252,6 +287,40 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         metrics["critic_loss"] = critic_loss
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
         (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
+
+
+def _requests(batch: RolloutBatch) -> list[tuple[slice, int]]:
+    parts = (slice(0, 12), slice(12, NUM_SAMPLES))
+    return [(part, int(batch.lengths[part].max())) for part in parts]
+
+
+def _wider(values: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+
+def _give_room(tokens: int, *all_passes: KeptPasses | None) -> None:
+    """Memory for so many tokens; a second rank has less, and the first must keep no more than it."""
+    for passes in all_passes:
+        assert passes is not None
+        has = tokens if dist.get_rank() == 0 else tokens // 2
+        passes._free_bytes = lambda has=has, passes=passes: 2.0 * has * passes._bytes_per_token()  # type: ignore[method-assign,misc]
+
+
+@contextlib.contextmanager
+def _counting_passes(*models: MegatronModel) -> Iterator[list[int]]:
+    """How often each model's first layer was called."""
+    passes = [0] * len(models)
+
+    def count(place: int) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            passes[place] += 1
+
+        return called
+
+    hooks = [model.gpt.decoder.layers[0].register_forward_pre_hook(count(i)) for i, model in enumerate(models)]
+    yield passes
+    for hook in hooks:
+        hook.remove()
 
 
 def _tensors(experience: Experience) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
+from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
 from nemo_style_aligner.telemetry.logging import LOG_FORMATS, LOG_LEVELS
 
@@ -153,6 +154,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.ppo.trt_llm.backend", get_args(Backend)),
     ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
     ("model.rm_placement", get_args(Placement)),
+    ("model.*keep_activations", get_args(KeepChoice)),
     ("model.reward_model_type", ("binary_ranking", "regression")),
     ("model.activations_checkpoint_granularity", ("selective", "full")),
     ("model.activations_checkpoint_method", ("uniform", "block")),

@@ -143,6 +143,7 @@ class CriticService:
         if self.ledger.history in wanted:
             return wanted[self.ledger.history]
         self._bring_critic_back(to_change=True)
+        self.critic.weights_changed()
         states = self.checkpoints.trainer_states()
         reachable = {
             path: wanted[state["ledger"]["history"]]

@@ -170,7 +170,8 @@ class PPOTrainer(TrainingLoop):
         logprobs = pending.rollouts.engine_logprobs
         if is_training and not self.settings.takes_engine_logprobs:
             with self.timer("logprobs"):
-                logprobs = self.actor.logprobs(tokens, mask)
+                is_one_update = stream == 0 and len(tokens) == self.settings.global_batch_size
+                logprobs = self.actor.logprobs(tokens, mask, is_trained=is_one_update)
         self.run_control.check()
         init_logprobs = None
         if is_training and self.actor.initial_policy is not None:

@@ -14,6 +14,7 @@ from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
@@ -124,4 +125,5 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         temperature=sampling_params(cfg).logprob_temperature,
         ratio_eps=float(cfg.model.ppo.ratio_eps),
         entropy_bonus=float(cfg.model.ppo.entropy_bonus),
+        kept_passes=keep_passes(model, initial_policy, cfg.model.ppo.keep_activations),
     )

@@ -14,6 +14,7 @@ from nemo_style_aligner.checkpoints.random_states import random_states, set_rand
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
@@ -60,7 +61,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     """
     head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
     model = base.load(head=head)
-    reward_model = None
+    reward_model, weights = None, None
     if cfg.trainer.ppo.combine_rm_and_critic_server:
         # Frozen before a checkpoint is loaded: the reward model never changes.
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
@@ -81,6 +82,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         global_batch_size=int(cfg.model.global_batch_size),
         forward_batching=forward_batching(cfg.model),
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
+        kept_passes=keep_passes(model, weights, cfg.model.keep_activations),
     )
     initial_random_states = random_states()
     # The archive may be a language model's, without a head: its start is nowhere else.

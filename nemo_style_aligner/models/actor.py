@@ -9,6 +9,7 @@ import torch
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Scoring, Tokens, forward, train_step
@@ -45,6 +46,7 @@ class Actor:
         temperature: the sampling temperature; log-probs are of the distribution sampled from.
         ratio_eps: PPO's clipping range.
         entropy_bonus: coefficient of the entropy added to the objective.
+        kept_passes: where log-prob passes are kept for the update; None: they are not.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Actor:
         temperature: float,
         ratio_eps: float,
         entropy_bonus: float,
+        kept_passes: KeptPasses | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -67,18 +70,23 @@ class Actor:
         self.temperature = temperature
         self.ratio_eps = ratio_eps
         self.entropy_bonus = entropy_bonus
+        self.kept_passes = kept_passes
 
-    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, *, is_trained: bool = False) -> torch.Tensor:
         """The policy's log-probs of tokens; every rank passes the same and gets the same.
 
         Args:
             tokens: int64 [n, s].
             mask: [n, s-1], nonzero at the predictions that are wanted.
+            is_trained: the next `update` is of these sequences, so that this pass may be its forward pass.
 
         Returns:
             fp32 [n, s-1] on the CPU, as all that is known of a step's samples; zero where masked.
         """
-        return self._logprobs(self.model, tokens, mask)
+        if self.kept_passes is None or not is_trained:
+            return self._logprobs(self.model, tokens, mask)
+        self.kept_passes.clear()  # of a step that was abandoned
+        return self._logprobs(self.model, tokens, mask, self.kept_passes)
 
     def initial_logprobs(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The initial policy's log-probs; see `logprobs`."""
@@ -87,17 +95,26 @@ class Actor:
         with self.initial_policy.active() as model:
             return self._logprobs(model, tokens, mask)
 
-    def _logprobs(self, model: MegatronModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _logprobs(
+        self, model: MegatronModel, tokens: torch.Tensor, mask: torch.Tensor, keep: KeptPasses | None = None
+    ) -> torch.Tensor:
+        scoring = Scoring(self.temperature) if keep is None else self._scoring
         logprobs = forward(
             model,
             Tokens(tokens),
             mask != 0,
-            self.forward_batching,
-            lambda logprobs, _: logprobs,
+            self.forward_batching if keep is None else self.training_batching,
+            lambda outputs, _: outputs[..., 0] if scoring.entropy else outputs,
             (tokens.shape[1] - 1,),
-            Scoring(self.temperature),
+            scoring,
+            keep,
         )
         return logprobs.cpu()
+
+    @property
+    def _scoring(self) -> Scoring:
+        """What an update needs of each token."""
+        return Scoring(self.temperature, entropy=self.entropy_bonus > 0)
 
     def update(self, batch: PolicyBatch, origin: str = "a batch") -> dict[str, float]:
         """One optimizer update from a global batch, which every rank passes whole.
@@ -109,8 +126,11 @@ class Actor:
         """
         self.model.module.train()
         self.optimizer.zero_grad()
-        scoring = Scoring(self.temperature, entropy=self.entropy_bonus > 0)
-        metrics = train_step(self.model, batch, batch.mask != 0, self.training_batching, self._loss, scoring=scoring)
+        wanted = batch.mask != 0
+        kept = self.kept_passes.take(batch.tokens.cpu(), wanted.cpu()) if self.kept_passes is not None else []
+        metrics = train_step(
+            self.model, batch, wanted, self.training_batching, self._loss, scoring=self._scoring, kept=kept
+        )
         num_items = metrics.pop("num_items")
         return metrics | self.optimizer.step(metrics["loss"], origin, num_items)
 

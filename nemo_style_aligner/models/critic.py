@@ -16,6 +16,7 @@ from nemo_style_aligner.models.heads import (
     pooled_positions,
     standardize,
 )
+from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Tokens, forward, rows, train_step
@@ -98,6 +99,7 @@ class Critic:
         global_batch_size: sequences per update, over all ranks.
         forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
+        kept_passes: where passes for values are kept for the next update; None: they are not.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Critic:
         global_batch_size: int,
         forward_batching: MicroBatching,
         loss_clip: float,
+        kept_passes: KeptPasses | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -118,6 +121,7 @@ class Critic:
         self.global_batch_size = global_batch_size
         self.forward_batching = forward_batching
         self.loss_clip = loss_clip
+        self.kept_passes = kept_passes
 
     def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """int64 [n, s], int64 [n], held by every rank -> fp32 [n, s-1] on every rank.
@@ -133,6 +137,7 @@ class Critic:
             self.forward_batching,
             lambda outputs, _: self._values(outputs),
             (width,),
+            keep=self.kept_passes,
         )
         return values * wanted.to(values.device)  # 0 is no standardised 0
 
@@ -149,10 +154,17 @@ class Critic:
             stop = min(start + self.global_batch_size, n)
             part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
-            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss)
+            wanted = part.mask != 0
+            kept = self.kept_passes.take(part.tokens.cpu(), wanted.cpu()) if self.kept_passes is not None else []
+            metrics = train_step(self.model, part, wanted, self.training_batching, self._loss, kept=kept)
             num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
             reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
         return reports
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with other weights (after loading some)."""
+        if self.kept_passes is not None:
+            self.kept_passes.clear()
 
     def _values(self, outputs: torch.Tensor) -> torch.Tensor:
         """Head outputs [..., a] -> [...]."""

@@ -81,6 +81,11 @@ class FrozenWeights:
                 self._frozen[name] = cpu.copy_(parameter.detach())
                 self._stash[name] = torch.empty_like(cpu, pin_memory=pin)
 
+    @property
+    def swaps(self) -> bool:
+        """Whether the frozen weights take the place of the model's own, rather than having one of their own."""
+        return self._second is None
+
     @contextlib.contextmanager
     def active(self) -> Iterator[MegatronModel]:
         """A model that computes with the frozen weights; the model's own are back, bit for bit, afterwards."""

@@ -9,7 +9,7 @@ Every rank of a model-parallel group passes the same rows. Models compute packed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.kept_passes import KeptMicroBatch, KeptPasses
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import (
     MicroBatching,
@@ -91,17 +92,24 @@ class Scoring:
 
 @dataclasses.dataclass
 class _MicroBatch:
-    """Some rows of a batch, and the packed row the model computes for them."""
+    """Some rows of a batch, and the packed row the model computes for them, or has computed for them."""
 
     batch: Any
     packed: PackedRow
     prediction: Prediction | None
+    output: torch.Tensor | None = None
 
 
 def _micro_batches(
-    model: MegatronModel, batch: Any, wanted: torch.Tensor, parts: list[list[int]], scoring: Scoring | None
+    model: MegatronModel,
+    batch: Any,
+    wanted: torch.Tensor,
+    parts: Sequence[list[int] | KeptMicroBatch],
+    scoring: Scoring | None,
 ) -> Iterator[_MicroBatch]:
     """Pack the rows of each part on the CPU and move what the model needs to this rank's device.
+
+    Those that were computed before are packed, and not kept beyond their turn.
 
     Sizes and places depend on the data: asked of a GPU, each would make the CPU wait for all the work that the GPU has
     been given, so that it would have none while the next micro batch is packed.
@@ -109,8 +117,13 @@ def _micro_batches(
     batch = to_device(batch, _CPU)
     multiple = model.layout.tp_size if model.config.sequence_parallel else 1
     for part in parts:
-        index = torch.tensor(part, dtype=torch.int64)
+        index = torch.tensor(_rows_of(part), dtype=torch.int64)
         chosen, where = rows(batch, index), wanted[index]
+        if isinstance(part, KeptMicroBatch):
+            assert part.packed is not None
+            chosen, output, part.output = to_device(chosen, device()), part.output, None
+            yield _MicroBatch(chosen, part.packed, part.prediction, output)
+            continue
         packed = pack_row(chosen.tokens, where, multiple)
         prediction, ids = None, packed.tokens.flatten()
         if scoring is not None:
@@ -125,9 +138,15 @@ def _micro_batches(
         yield to_device(_MicroBatch(chosen, packed, prediction), device())
 
 
+def _rows_of(part: list[int] | KeptMicroBatch) -> list[int]:
+    return part.rows if isinstance(part, KeptMicroBatch) else part
+
+
 def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:
     """Call the stage's module; on the last stage, its outputs at the wanted positions [k, ...]."""
     packed, prediction = micro_batch.packed, micro_batch.prediction
+    if micro_batch.output is not None:
+        return micro_batch.output
     positions = packed.sequences.positions
     assert positions is not None
     output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
@@ -164,6 +183,7 @@ def train_step(
     scoring: Scoring | None = None,
     is_whole: bool = True,
     forward_only: bool = False,
+    kept: Sequence[KeptMicroBatch] = (),
 ) -> dict[str, float]:
     """Forward and backward of a batch; gradients are left finalised in the buffers.
 
@@ -180,6 +200,7 @@ def train_step(
         is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as much
             work; otherwise these are this rank's rows.
         forward_only: evaluate without gradients.
+        kept: micro batches of a batch that is whole which were computed before, with the same weights.
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items (all zero when there is none), ``num_items``,
@@ -190,9 +211,13 @@ def train_step(
     used = used_lengths(wanted)
     work = _work(model, used, wanted, scoring)
     mine = list(range(len(used)))
+    computed = {row for micro_batch in kept for row in micro_batch.rows}
     if is_whole:
-        mine = shares(work, model.layout.dp_size, batching.group)[model.layout.dp_rank]
-    parts = _micro_batches_of(mine, used, batching)
+        to_compute = [0 if row in computed else operations for row, operations in enumerate(work)]
+        mine = shares(to_compute, model.layout.dp_size, batching.group)[model.layout.dp_rank]
+    own_kept = [micro_batch for micro_batch in kept if micro_batch.rank == model.layout.dp_rank]
+    parts = _micro_batches_of(mine, used, batching) if mine or not own_kept else []
+    mine += [row for micro_batch in own_kept for row in micro_batch.rows]
     totals: dict[str, float] = {}
     num_computed = 0
 
@@ -204,7 +229,8 @@ def train_step(
         output = _call_model(model, module, micro_batch)
 
         def loss(output: torch.Tensor) -> LossResult:
-            loss_sum, count, sums = loss_function(micro_batch.packed.unpack(output), micro_batch.batch)
+            unpacked = _of_width(micro_batch.packed.unpack(output), wanted.shape[1])
+            loss_sum, count, sums = loss_function(unpacked, micro_batch.batch)
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
             report |= {name: value.detach() for name, value in sums.items()}
@@ -212,15 +238,25 @@ def train_step(
 
         return output, loss
 
-    packed = _micro_batches(model, batch, wanted, parts, scoring)
+    # Gradients are added up in the order of the rows, whatever was computed before.
+    todo: list[list[int] | KeptMicroBatch] = sorted([*parts, *own_kept], key=lambda part: _rows_of(part)[:1])
+    packed = _micro_batches(model, batch, wanted, todo, scoring)
     # Megatron's schedules leave it to their caller whether a forward-only pass keeps what a backward pass would need.
     with torch.set_grad_enabled(not forward_only):
-        reports = _run_schedule(model, packed, len(parts), forward_step, forward_only=forward_only)
+        reports = _run_schedule(model, packed, len(todo), forward_step, forward_only=forward_only)
     for report in reports:
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     num_used, own_work = (sum(numbers[i] for i in mine) for numbers in (used, work))
     return _global_means(totals) | _packing_metrics(model, num_used, num_computed, own_work)
+
+
+def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:
+    """[b, w, ...] -> [b, width, ...], without or with zeros at the end, where nothing is wanted. Differentiable."""
+    missing = width - unpacked.shape[1]
+    if missing <= 0:
+        return unpacked[:, :width]
+    return torch.cat([unpacked, unpacked.new_zeros(unpacked.shape[0], missing, *unpacked.shape[2:])], 1)
 
 
 def _work(model: MegatronModel, used: list[int], wanted: torch.Tensor, scoring: Scoring | None) -> list[int]:
@@ -262,6 +298,7 @@ def forward(
     output_function: OutputFunction,
     row_shape: tuple[int, ...],
     scoring: Scoring | None = None,
+    keep: KeptPasses | None = None,
 ) -> torch.Tensor:
     """Forward pass, without gradients, of a batch that every rank holds whole; data-parallel ranks share the work.
 
@@ -270,6 +307,7 @@ def forward(
         wanted, batching, scoring: see `train_step`.
         output_function: called on the last stage; returns fp32 [micro batch, *row_shape].
         row_shape: shape of one row of results.
+        keep: where to note the micro batches for training, with their activations as far as there is room.
 
     Returns:
         fp32 [n, *row_shape], the same on every rank; zero in rows that nothing is wanted of.
@@ -279,20 +317,31 @@ def forward(
     results = torch.zeros(len(used), *row_shape, dtype=torch.float32, device=device())
     if not any(used):
         return results
-    by_rank = shares(_work(model, used, wanted, scoring), model.layout.dp_size, batching.group)
+    work = _work(model, used, wanted, scoring)
+    by_rank = shares(work, model.layout.dp_size, batching.group)
+    if keep is not None:
+        by_rank = keep.dealt(by_rank, work)
+        keep.begin()
     parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
     parts = parts_by_rank[model.layout.dp_rank]
+    notes = iter(() if keep is None else _note(keep, parts_by_rank, batch.tokens.cpu(), wanted, model.layout.dp_rank))
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         activity.progress()
         micro_batch = next(iterator)
-        output = _call_model(model, module, micro_batch)
-        return output, lambda output, non_loss_data: output_function(
+        note = next(notes, None)
+        is_kept = keep is not None and note is not None and keep.has_room(note.num_tokens)
+        with torch.set_grad_enabled(is_kept):
+            output = _call_model(model, module, micro_batch)
+        if note is not None:
+            note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
+            note.output = output if is_kept else None
+        return output.detach(), lambda output, non_loss_data: output_function(
             micro_batch.packed.unpack(output), micro_batch.batch
         )
 
     was_training = model.module.training
-    model.module.eval()
+    model.module.train(keep is not None)  # what recomputes activations does so in training alone
     packed = _micro_batches(model, batch, wanted, parts, scoring)
     outputs = _run_schedule(model, packed, len(parts), forward_step, forward_only=True, collect_non_loss_data=True)
     model.module.train(was_training)
@@ -302,6 +351,14 @@ def forward(
     order = [row for rank in parts_by_rank for part in rank for row in part]
     results[torch.tensor(order, device=results.device)] = gathered
     return results
+
+
+def _note(
+    keep: KeptPasses, parts_by_rank: list[list[list[int]]], tokens: torch.Tensor, wanted: torch.Tensor, own_rank: int
+) -> list[KeptMicroBatch]:
+    """Note all ranks' micro batches; this rank's own are returned, in order."""
+    notes = [keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts]
+    return [note for note in notes if note.rank == own_rank]
 
 
 def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:

@@ -81,6 +81,11 @@ def is_on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
+def ranks_on_this_machine() -> int:
+    """How many of this job's ranks this machine has: what `launch.initialize` has left in the environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def own_address() -> str:
     """The address under which other machines reach this one: that of the default route, else the host name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
