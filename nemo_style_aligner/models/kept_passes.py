@@ -20,6 +20,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import PackedRow, used_lengths
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 
@@ -97,15 +98,16 @@ class KeptPasses:
         self._micro_batches: list[KeptMicroBatch] = []
         self._work = [0] * model.layout.dp_size  # of each rank
         self._room = 0  # tokens
+        self._retained = 0  # tokens whose memory this process has, since it held as many once
         self._is_told = False
 
     def begin(self) -> None:
         """A pass begins: see how much memory there is. Collective over the ranks that share layers."""
         if self._choice == "always":
             return
-        held = sum(micro_batch.num_tokens for micro_batch in self._micro_batches if micro_batch.output is not None)
-        per_token = self._bytes_per_token()
-        tokens = max(0, int(_SHARE * (held * per_token + self._free_bytes()) / per_token))
+        held = self._held()
+        own, per_token = max(held, self._retained), self._bytes_per_token()
+        tokens = max(0, int(_SHARE * (own * per_token + self._free_bytes()) / per_token))
         if self._model.layout.tp_size > 1:
             agreed = torch.tensor([tokens], dtype=torch.int64, device=device())
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
@@ -162,6 +164,8 @@ class KeptPasses:
             tokens: int64 [n, s].
             wanted: bool [n, w], positions that training depends on; both on the CPU.
         """
+        if device().type == "cpu" and keep_freed_memory(max(self._held(), self._retained) * self._bytes_per_token()):
+            self._retained = max(self._held(), self._retained)
         known = self._micro_batches
         self.clear()
         lengths = {len(sequence) for micro_batch in known for sequence in micro_batch.sequences}
@@ -189,6 +193,10 @@ class KeptPasses:
         """Forget everything: the weights change, or what was computed will not be trained on."""
         self._micro_batches = []
         self._work = [0] * len(self._work)
+
+    def _held(self) -> int:
+        """Tokens."""
+        return sum(micro_batch.num_tokens for micro_batch in self._micro_batches if micro_batch.output is not None)
 
     def _bytes_per_token(self) -> int:
         config, layout = self._model.config, self._model.layout
