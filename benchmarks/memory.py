@@ -28,6 +28,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
 from nemo_style_aligner.models import gpt, logprobs
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.kept_passes import activation_bytes
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
@@ -54,16 +55,14 @@ class Model:
 
     def activations(self, tokens: int, case: str) -> int:
         """Kept for the backward pass of a micro batch."""
-        a = self.architecture
-        h, f = a.hidden_size, a.ffn_hidden_size
-        heads, groups = (n * a.kv_channels for n in (a.num_attention_heads, a.num_query_groups))
-        layer = 4 * h + 2 * (heads + groups) + 3 * f
+        a, itemsize = self.architecture, self.dtype.itemsize
+        per_token = activation_bytes(a, itemsize, case if case in ("selective", "full") else None)
+        if case == "full":  # and one layer's
+            per_token += activation_bytes(a, itemsize) // a.num_layers
         if best_kernels() is None:  # torch's attention: rotated copies, and the linear layer's input once more
-            layer += heads + (groups if case == "padded" else 0)
-        if case == "selective":
-            layer -= 2 * h + f
-        total = a.num_layers * (h if case == "full" else layer) + (layer if case == "full" else 0)
-        return self.dtype.itemsize * tokens * total
+            copied = a.num_attention_heads + (a.num_query_groups if case == "padded" else 0)
+            per_token += itemsize * copied * a.kv_channels * (1 if case == "full" else a.num_layers)
+        return tokens * per_token
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
         """Logits, in fp32, and what autograd makes of the weight's gradient, where it is not added up in place."""

@@ -14,12 +14,12 @@ from ppo_models import Workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 
-# What TRL's phases are made of, in our phases' terms.
+# What TRL's phases are made of, in our phases' terms. Without a pass for log-probs, training has its forward pass.
 TRL_FLOORS = {
     "generate": ("generate",),
     "score": ("score",),
     "init_logprobs": ("init_logprobs",),
-    "train": ("train_policy", "train_critic"),
+    "train": ("logprobs", "train_policy", "train_critic"),
 }
 ORDER = (
     *("refit", "generate", "score", "logprobs", "init_logprobs", "wait_for_scores"),
@@ -36,7 +36,8 @@ def phase_floors(
     A phase takes the time of its floating-point operations at the measured rate of square matrix products in ``dtype``,
     or that of reading its weights, whichever is longer. Only what is needed counts: no padding, each sequence attends
     to itself alone, the output layer serves the response's tokens only, a backward pass is twice a forward pass,
-    nothing is computed again. Generation's floor is `generation_floor`.
+    nothing is computed again: training's forward passes are those for log-probs and for values (in ``score``).
+    Generation's floor is `generation_floor`.
     """
     num_bytes = (2 if dtype == "bfloat16" else 4) * a.num_parameters
     lengths = [p + n for p, n in zip(prompt_lengths, new_lengths, strict=True)]
@@ -53,8 +54,8 @@ def phase_floors(
         "score": 2 * values,
         "logprobs": logprobs,
         "init_logprobs": logprobs,
-        "train_policy": 3 * logprobs + update,
-        "train_critic": 3 * values + update,
+        "train_policy": 2 * logprobs + update,
+        "train_critic": 2 * values + update,
     }
 
 
@@ -91,7 +92,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
             continue
         parts = TRL_FLOORS if name == Trl.name else {phase: (phase,) for phase in floors}
         if name == EngineLogprobs.name:
-            del parts["logprobs"]
+            parts["train_policy"] += parts.pop("logprobs")
         rows[name] = side_figures(workload, mine, {p: sum(floors[x] for x in xs) for p, xs in parts.items()})
         if name != Trl.name and (trl := figures.get(Trl.name)) is not None:
             for end, our, their in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -43,6 +44,7 @@ from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.models.kept_passes import KeepChoice, activation_bytes, keep_passes
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
@@ -482,7 +484,9 @@ def test_activations_need_the_memory_that_the_documentation_says() -> None:
         sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
     h, f, a, g, d = 32, 48, 4, 2, 8
     per_token_and_layer = (sizes[1] - sizes[0]) / 2 / 64
-    assert per_token_and_layer == pytest.approx(4 * (4 * h + 2 * (a + g) * d + 3 * f), rel=0.05)
+    expected = 4 * (4 * h + 2 * (a + g) * d + 3 * f)
+    assert per_token_and_layer == pytest.approx(expected, rel=0.05)
+    assert activation_bytes(ModelArchitecture(**(SHAPE | {"num_layers": 3})), 4) == 3 * expected
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -693,6 +697,118 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
     assert report["loss"] == 0.0 and report["grad_norm"] == 0.0 and report["ppo_ratio"] == 0.0
     assert actor.optimizer.step_count == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+# ---- passes that are kept for the update --------------------------------------------------------
+
+
+def keeping_actor(choice: KeepChoice, update_size: int = 5) -> Actor:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    actor = make_actor(model, None)
+    actor.kept_passes = keep_passes(model, None, choice, update_size)
+    return actor
+
+
+def weights_of(model: MegatronModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def counted_passes(model: MegatronModel) -> Iterator[list[int]]:
+    """Tokens of each forward pass."""
+    passes: list[int] = []
+    hook = model.gpt.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[1]))
+    yield passes
+    hook.remove()
+
+
+def same_start(*models: MegatronModel) -> None:
+    first, *others = (dict(model.named_parameters()) for model in models)
+    with torch.no_grad():
+        for other in others:
+            for name, parameter in other.items():
+                parameter.copy_(first[name])
+
+
+def test_a_step_that_was_abandoned_leaves_nothing_to_the_next() -> None:
+    kept, fresh = keeping_actor("always"), keeping_actor("never")
+    same_start(kept.model, fresh.model)
+    kept.logprobs(tokens(seed=1), everywhere(tokens()), is_trained=True)
+    torch.testing.assert_close(
+        kept.logprobs(tokens(seed=2), everywhere(tokens()), is_trained=True),
+        kept.logprobs(tokens(seed=2), everywhere(tokens())),
+    )
+    with counted_passes(kept.model) as passes:
+        reports = [actor.update(policy_batch(tokens(seed=2))) for actor in (kept, fresh)]
+        assert passes == [] and reports[0] == reports[1]
+        assert all(torch.equal(p, weights_of(fresh.model)[name]) for name, p in weights_of(kept.model).items())
+        kept.update(policy_batch(tokens(seed=2)))  # with other weights, nothing is known of it
+        assert sum(passes) == 5 * 11
+
+
+def test_outputs_that_were_not_wanted_are_computed_for_training() -> None:
+    """The same tokens, but the pass was asked for fewer of their log-probs."""
+    kept, fresh = keeping_actor("always"), keeping_actor("never")
+    same_start(kept.model, fresh.model)
+    wanted = everywhere(tokens())
+    wanted[3, :4] = 0
+    kept.logprobs(tokens(), wanted, is_trained=True)
+    reports = [actor.update(policy_batch(tokens())) for actor in (kept, fresh)]
+    assert reports[0] == reports[1]
+
+
+def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
+    """A prompt and a response may read as another's longer prompt and shorter response."""
+    kept, fresh = keeping_actor("always"), keeping_actor("never")
+    same_start(kept.model, fresh.model)
+    ids = tokens().clone()
+    ids[3] = ids[1]
+    batch = policy_batch(ids)
+    batch.mask[1, :6] = 0
+    kept.logprobs(ids, batch.mask, is_trained=True)
+    with counted_passes(kept.model) as passes:
+        assert kept.update(batch) == fresh.update(batch)
+        assert passes == []
+
+
+def test_a_validation_makes_room_for_the_next_rollouts() -> None:
+    head, model = RewardHeadConfig(), build_model(
+        ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=RewardHeadConfig()
+    )  # fmt: skip
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, STOP)
+    passes_kept = keep_passes(model, None, "always", 5)
+    critic = Critic(
+        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=5,
+        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=passes_kept,
+    )  # fmt: skip
+    lengths = torch.tensor([12, 5, 9, 12, 7])
+    critic.values(tokens(seed=1), lengths)
+    critic.values(tokens(seed=2)[:2], lengths[:2])
+    critic.values(tokens(seed=2)[2:], lengths[2:])
+    assert passes_kept is not None and passes_kept._held() <= int((lengths - 1).sum()) + 2 * 11
+    mask = (torch.arange(11)[None] < lengths[:, None] - 1).float()
+    batch = ValueBatch(tokens(seed=2), torch.randn(5, 11), torch.zeros(5, 11), mask)
+    with counted_passes(model) as passes:
+        critic.train(batch)
+        assert passes == [] and passes_kept._held() == 0
+        critic.values(tokens(seed=2), lengths)
+        critic.weights_changed()
+        passes.clear()
+        critic.train(batch)
+        assert sum(passes) == int((lengths - 1).sum())
+
+
+def test_passes_that_cannot_be_kept() -> None:
+    llama = ARCHITECTURES["llama"]
+    model = build_model(llama, {"optim": OPTIM, "hidden_dropout": 0.1}, torch.float32)
+    assert keep_passes(model, None, "auto", 5) is None
+    with pytest.raises(ValueError, match=r"keep_activations=always: with dropout"):
+        keep_passes(model, None, "always", 5)
+    model = build_model(llama, {"optim": OPTIM}, torch.float32)
+    swapped = FrozenWeights(model, "swap", lambda: model)
+    assert keep_passes(model, swapped, "auto", 5) is None and keep_passes(model, None, "never", 5) is None
+    with pytest.raises(ValueError, match="other weights take the place of the trained ones"):
+        keep_passes(model, swapped, "always", 5)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])

@@ -125,5 +125,5 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         temperature=sampling_params(cfg).logprob_temperature,
         ratio_eps=float(cfg.model.ppo.ratio_eps),
         entropy_bonus=float(cfg.model.ppo.entropy_bonus),
-        kept_passes=keep_passes(model, initial_policy, cfg.model.ppo.keep_activations),
+        kept_passes=keep_passes(model, initial_policy, cfg.model.ppo.keep_activations, settings.global_batch_size),
     )

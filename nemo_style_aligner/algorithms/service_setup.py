@@ -82,7 +82,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         global_batch_size=int(cfg.model.global_batch_size),
         forward_batching=forward_batching(cfg.model),
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
-        kept_passes=keep_passes(model, weights, cfg.model.keep_activations),
+        kept_passes=keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size)),
     )
     initial_random_states = random_states()
     # The archive may be a language model's, without a head: its start is nowhere else.

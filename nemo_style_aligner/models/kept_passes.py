@@ -90,11 +90,13 @@ class KeptPasses:
     Args:
         model: whose passes these are; see `keep_passes` for what it must not have.
         choice: ``auto`` keeps what memory has room for, ``always`` everything.
+        update_size: sequences that are trained on before the weights change. No more are kept: the newest.
     """
 
-    def __init__(self, model: MegatronModel, choice: KeepChoice) -> None:
+    def __init__(self, model: MegatronModel, choice: KeepChoice, update_size: int) -> None:
         self._model = model
         self._choice = choice
+        self._update_size = update_size
         self._micro_batches: list[KeptMicroBatch] = []
         self._work = [0] * model.layout.dp_size  # of each rank
         self._room = 0  # tokens
@@ -114,11 +116,13 @@ class KeptPasses:
             tokens = int(agreed)
         self._room = tokens - held
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether the activations of so many more tokens are kept."""
+    def has_room(self, micro_batch: KeptMicroBatch) -> bool:
+        """Whether the activations of what was noted are kept."""
+        if not any(micro_batch is noted for noted in self._micro_batches):
+            return False
         if self._choice == "always":
             return True
-        if num_tokens > self._room:
+        if micro_batch.num_tokens > self._room:
             if not self._is_told:
                 self._is_told = True
                 logger.info(
@@ -127,7 +131,7 @@ class KeptPasses:
                     self._bytes_per_token() * 1000 // 2**20,
                 )
             return False
-        self._room -= num_tokens
+        self._room -= micro_batch.num_tokens
         return True
 
     def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
@@ -153,8 +157,12 @@ class KeptPasses:
         """
         sequences = [row[:used] for row, used in zip(tokens, used_lengths(wanted), strict=True)]
         micro_batch = KeptMicroBatch(rank, sequences, wanted)
-        if sequences:
-            self._micro_batches.append(micro_batch)
+        if not sequences:
+            return micro_batch
+        self._micro_batches.append(micro_batch)
+        surplus = sum(len(noted.sequences) for noted in self._micro_batches) - self._update_size
+        while surplus >= len(self._micro_batches[0].sequences):  # of a validation, or of an actor that did not go on
+            surplus -= len(self._micro_batches.pop(0).sequences)
         return micro_batch
 
     def take(self, tokens: torch.Tensor, wanted: torch.Tensor) -> list[KeptMicroBatch]:
@@ -213,11 +221,14 @@ class KeptPasses:
         return available_memory() / ranks_on_this_machine() - reserved
 
 
-def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: KeepChoice) -> KeptPasses | None:
+def keep_passes(
+    model: MegatronModel, second: FrozenWeights | None, choice: KeepChoice, update_size: int
+) -> KeptPasses | None:
     """Where passes of ``model`` are kept, if they are to be and can be.
 
     Args:
         second: weights that may take the place of the model's own between a pass and the update.
+        choice, update_size: see `KeptPasses`.
 
     Raises:
         ValueError: they cannot be kept, and must be.
@@ -228,7 +239,7 @@ def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: Keep
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
         return None
-    return KeptPasses(model, choice)
+    return KeptPasses(model, choice, update_size)
 
 
 def _why_not_kept(model: MegatronModel, second: FrozenWeights | None) -> str | None:

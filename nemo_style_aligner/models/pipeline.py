@@ -321,16 +321,18 @@ def forward(
     by_rank = shares(work, model.layout.dp_size, batching.group)
     if keep is not None:
         by_rank = keep.dealt(by_rank, work)
-        keep.begin()
     parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
     parts = parts_by_rank[model.layout.dp_rank]
-    notes = iter(() if keep is None else _note(keep, parts_by_rank, batch.tokens.cpu(), wanted, model.layout.dp_rank))
+    notes: Iterator[KeptMicroBatch] = iter(())
+    if keep is not None:
+        notes = iter(_note(keep, parts_by_rank, batch.tokens.cpu(), wanted, model.layout.dp_rank))
+        keep.begin()
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         activity.progress()
         micro_batch = next(iterator)
         note = next(notes, None)
-        is_kept = keep is not None and note is not None and keep.has_room(note.num_tokens)
+        is_kept = keep is not None and note is not None and keep.has_room(note)
         with torch.set_grad_enabled(is_kept):
             output = _call_model(model, module, micro_batch)
         if note is not None:
