@@ -70,7 +70,7 @@ class Scratch {
 // ---- rows of numbers ------------------------------------------------------------------------------------------------
 
 INLINE vf load_wide(const float* p) { return load<vf>(p); }
-INLINE vf load_wide(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
+INLINE vf load_wide(const bf16* p) { return (vf)(widen_integers(p) << 16); }
 
 // The first `n` of LANES numbers; the others are 0.
 template <class T> INLINE vf load_some(const T* p, int n) {

@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#if !EMULATE && (KERNEL == KERNEL_DOT || KERNEL == KERNEL_AMX)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -37,6 +37,24 @@ template <class V> static INLINE V load(const void* p) {
     return v;
 }
 template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+
+// LANES integers, widened. GCC makes five instructions of __builtin_convertvector where the processor has one, and of bytes
+// one by one.
+#if defined(__AVX512F__) && LANES == 16
+static INLINE vi widen_integers(const int8_t* p) { return (vi)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
+static INLINE vi widen_integers(const int16_t* p) { return (vi)_mm512_cvtepi16_epi32(load<__m256i>(p)); }
+static INLINE vu widen_integers(const uint16_t* p) { return (vu)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
+#elif defined(__AVX2__) && LANES == 8
+static INLINE vi widen_integers(const int8_t* p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static INLINE vi widen_integers(const int16_t* p) { return (vi)_mm256_cvtepi16_epi32(load<__m128i>(p)); }
+static INLINE vu widen_integers(const uint16_t* p) { return (vu)_mm256_cvtepu16_epi32(load<__m128i>(p)); }
+#else
+static INLINE vi widen_integers(const int8_t* p) {
+    return __builtin_convertvector(__builtin_convertvector(load<vb>(p), vs), vi);
+}
+static INLINE vi widen_integers(const int16_t* p) { return __builtin_convertvector(load<vs>(p), vi); }
+static INLINE vu widen_integers(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vu); }
+#endif
 static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which is no copy of -0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
@@ -142,8 +160,23 @@ static INLINE vf widen_columns(const bf16* pair, int, int j, int odd) {
     return odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
 }
 static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
-    vi both = __builtin_convertvector(load<vs>(pair + j * LANES * 2), vi);
+    vi both = widen_integers((const int16_t*)(pair + j * LANES * 2));
     return __builtin_convertvector(odd ? both >> 8 : both << 24 >> 24, vf);
+}
+#else
+// LANES pairs of bf16. int8 lies in the same order, and is exact in bf16.
+static INLINE vu load_pairs(const bf16* pairs) { return load<vu>(pairs); }
+static INLINE vu load_pairs(const int8_t* pairs) {
+    vf first = __builtin_convertvector(widen_integers(pairs), vf);
+    vf second = __builtin_convertvector(widen_integers(pairs + LANES), vf);
+#if EMULATE
+    bf16 narrow[2 * LANES];
+    store_as(narrow, first);
+    store_as(narrow + LANES, second);
+    return load<vu>(narrow);
+#else
+    return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#endif
 }
 #endif
 
@@ -179,7 +212,7 @@ static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, cons
 #else
         vu w[VECTORS];
 #pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; ++j) w[j] = load<vu>(b + j * LANES * 2);
+        for (int j = 0; j < VECTORS; ++j) w[j] = load_pairs(b + j * LANES * 2);
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; ++i) {
             uint32_t pair;

@@ -22,7 +22,8 @@ constexpr int ACCUMULATORS = EMULATE      ? 8
                                           : 24; // vectors of sums that fit beside their factors in the registers
 constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
-constexpr int WIDENED_FROM_ROWS = 2 * BLOCK_ROWS;
+// Kernels but tiles can read int8 as it is. With more rows than this it is widened once for all of their blocks.
+constexpr int ROWS_WITHOUT_WIDENING = KERNEL == KERNEL_FMA ? 2 * BLOCK_ROWS : KERNEL == KERNEL_DOT ? BLOCK_ROWS : 0;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
             for (int j = 0; j < PANEL / LANES; ++j)
                 store(panel + (2 * pair + odd) * PANEL + j * LANES, widen_columns(data + pair * 2 * PANEL, PANEL, j, odd));
 #else
-    for (int i = 0; i < k * PANEL; i += LANES) store_as(panel + i, __builtin_convertvector(load<vb>(data + i), vf));
+    for (int i = 0; i < k * PANEL; i += LANES) store_as(panel + i, __builtin_convertvector(widen_integers(data + i), vf));
 #endif
 }
 #endif
@@ -185,13 +186,12 @@ static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix&
                                   Use&& use) {
     const weight_t* panel = matrix.data + (size_t)index * k * PANEL;
 #if STORAGE_INT8
-    // fp32 arithmetic can read int8 as it is, which is best for few rows.
-    if (KERNEL != KERNEL_FMA || rows > WIDENED_FROM_ROWS) {
+    if (rows > ROWS_WITHOUT_WIDENING) {
         widen_panel(panel, k, scratch);
         multiply_blocks(a, k, rows, matrix, index, (const act_t*)scratch, use);
         return;
     }
-#if KERNEL == KERNEL_FMA
+#if KERNEL != KERNEL_AMX
     multiply_blocks(a, k, rows, matrix, index, panel, use);
 #endif
 #else
