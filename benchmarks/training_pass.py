@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import random
 import time
 import unittest.mock
@@ -95,6 +96,8 @@ def main() -> None:
             entropy_bonus=0.0,
         )
         workload = make_workload(args, architecture)
+        gc.collect()
+        gc.freeze()  # as `RunControl.begin`
         results = {"packed": measure(actor, workload, batching, False, args.rounds, dtype)}
         if args.torch_layers:
             with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: None):
