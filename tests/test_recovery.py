@@ -133,6 +133,9 @@ class ToyCritic:
         self.optimizer.step_count += 1
         return [{"loss": self.model.weight, "grad_norm": 1.0}]
 
+    def weights_changed(self) -> None:
+        """It keeps nothing that depends on them."""
+
     def reset(self) -> None:
         self.model.weight, self.optimizer.step_count = 1.0, 0
 
