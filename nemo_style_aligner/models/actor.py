@@ -126,10 +126,14 @@ class Actor:
         """
         self.model.module.train()
         self.optimizer.zero_grad()
-        wanted = batch.mask != 0
-        kept = self.kept_passes.take(batch.tokens.cpu(), wanted.cpu()) if self.kept_passes is not None else []
         metrics = train_step(
-            self.model, batch, wanted, self.training_batching, self._loss, scoring=self._scoring, kept=kept
+            self.model,
+            batch,
+            batch.mask != 0,
+            self.training_batching,
+            self._loss,
+            scoring=self._scoring,
+            kept_passes=self.kept_passes,
         )
         num_items = metrics.pop("num_items")
         return metrics | self.optimizer.step(metrics["loss"], origin, num_items)

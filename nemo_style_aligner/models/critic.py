@@ -154,9 +154,9 @@ class Critic:
             stop = min(start + self.global_batch_size, n)
             part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
-            wanted = part.mask != 0
-            kept = self.kept_passes.take(part.tokens.cpu(), wanted.cpu()) if self.kept_passes is not None else []
-            metrics = train_step(self.model, part, wanted, self.training_batching, self._loss, kept=kept)
+            metrics = train_step(
+                self.model, part, part.mask != 0, self.training_batching, self._loss, kept_passes=self.kept_passes
+            )
             num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
             reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
         return reports

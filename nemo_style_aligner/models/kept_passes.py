@@ -172,8 +172,9 @@ class KeptPasses:
             tokens: int64 [n, s].
             wanted: bool [n, w], positions that training depends on; both on the CPU.
         """
-        if device().type == "cpu" and keep_freed_memory(max(self._held(), self._retained) * self._bytes_per_token()):
-            self._retained = max(self._held(), self._retained)
+        most_held = max(self._held(), self._retained)
+        if device().type == "cpu" and keep_freed_memory(most_held * self._bytes_per_token()):
+            self._retained = most_held
         known = self._micro_batches
         self.clear()
         lengths = {len(sequence) for micro_batch in known for sequence in micro_batch.sequences}

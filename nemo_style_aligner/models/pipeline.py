@@ -183,7 +183,7 @@ def train_step(
     scoring: Scoring | None = None,
     is_whole: bool = True,
     forward_only: bool = False,
-    kept: Sequence[KeptMicroBatch] = (),
+    kept_passes: KeptPasses | None = None,
 ) -> dict[str, float]:
     """Forward and backward of a batch; gradients are left finalised in the buffers.
 
@@ -200,7 +200,7 @@ def train_step(
         is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as much
             work; otherwise these are this rank's rows.
         forward_only: evaluate without gradients.
-        kept: micro batches of a batch that is whole which were computed before, with the same weights.
+        kept_passes: what `forward` has computed of a whole batch with the same weights; it is emptied.
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items (all zero when there is none), ``num_items``,
@@ -211,6 +211,7 @@ def train_step(
     used = used_lengths(wanted)
     work = _work(model, used, wanted, scoring)
     mine = list(range(len(used)))
+    kept = kept_passes.take(batch.tokens.cpu(), wanted) if kept_passes is not None else []
     computed = {row for micro_batch in kept for row in micro_batch.rows}
     if is_whole:
         to_compute = [0 if row in computed else operations for row, operations in enumerate(work)]
@@ -253,10 +254,7 @@ def train_step(
 
 def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:
     """[b, w, ...] -> [b, width, ...], without or with zeros at the end, where nothing is wanted. Differentiable."""
-    missing = width - unpacked.shape[1]
-    if missing <= 0:
-        return unpacked[:, :width]
-    return torch.cat([unpacked, unpacked.new_zeros(unpacked.shape[0], missing, *unpacked.shape[2:])], 1)
+    return torch.nn.functional.pad(unpacked, (0, 0) * (unpacked.ndim - 2) + (0, width - unpacked.shape[1]))
 
 
 def _work(model: MegatronModel, used: list[int], wanted: torch.Tensor, scoring: Scoring | None) -> list[int]:
