@@ -173,7 +173,7 @@ class KeptPasses:
             wanted: bool [n, w], positions that training depends on; both on the CPU.
         """
         most_held = max(self._held(), self._retained)
-        if device().type == "cpu" and keep_freed_memory(most_held * self._bytes_per_token()):
+        if device().type == "cpu" and keep_freed_memory():
             self._retained = most_held
         known = self._micro_batches
         self.clear()

@@ -1,19 +1,52 @@
-// A few threads that share the work of a call. Between calls they sleep; within one they wait for each other by
-// yielding, so that a process that wants their core gets it.
+// A few threads that share the work of a call.
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <linux/futex.h>
 #include <mutex>
 #include <pthread.h>
 #include <sched.h>
 #include <strings.h>
+#include <sys/syscall.h>
 #include <system_error>
 #include <thread>
+#include <unistd.h>
 #include <vector>
+
+// A number that some threads change and others wait for. They look for a moment, then let others have the core, then sleep:
+// where two processes share the cores, threads of both that wait by yielding keep a core busy with each other, while
+// those they wait for share another.
+class Signal {
+  public:
+    unsigned value() const { return number.load(std::memory_order_acquire); }
+
+    void change() {
+        number.fetch_add(1); // in one order with `sleepers`: who is not seen sees this, or the kernel does
+        if (sleepers.load() > 0) syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+    void wait_while(unsigned old) {
+        for (int i = 0; i < LOOKS; ++i)
+            if (value() != old) return;
+        for (int i = 0; i < YIELDS; ++i) {
+            sched_yield();
+            if (value() != old) return;
+        }
+        sleepers.fetch_add(1);
+        while (number.load() == old) syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+        sleepers.fetch_sub(1);
+    }
+
+  private:
+    static constexpr int LOOKS = 2000, YIELDS = 50;
+    std::atomic<unsigned> number{0};
+    static_assert(sizeof number == 4); // what the kernel compares
+    std::atomic<int> sleepers{0};
+};
 
 class Team {
   public:
@@ -32,23 +65,15 @@ class Team {
         size = (int)helpers.size() + 1; // which helpers read in their first call, not before
     }
     ~Team() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            task = nullptr;
-            call.fetch_add(1, std::memory_order_release);
-        }
-        wake.notify_all();
+        task = nullptr;
+        call.change();
         for (auto& helper : helpers) helper.join();
     }
 
     // work(thread number) on every thread; returns when all are done.
     void run(const std::function<void(int)>& work) {
-        if (size > 1) {
-            std::lock_guard<std::mutex> lock(mutex);
-            task = &work;
-            call.fetch_add(1, std::memory_order_release);
-            wake.notify_all();
-        }
+        task = &work;
+        call.change();
         work(0);
         barrier();
     }
@@ -56,15 +81,10 @@ class Team {
     // Waits until every thread of the team is here.
     void barrier() {
         if (size == 1) return;
-        const unsigned mine = turn.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            arrived.store(0, std::memory_order_relaxed);
-            turn.store(mine + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; turn.load(std::memory_order_acquire) == mine; ++spins) {
-            if (spins >= 2000) sched_yield();
-        }
+        const unsigned mine = turn.value();
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) < size - 1) return turn.wait_while(mine);
+        arrived.store(0, std::memory_order_relaxed);
+        turn.change();
     }
 
     const int wanted;
@@ -80,27 +100,18 @@ class Team {
     }
 
     void serve(int t) {
-        unsigned seen = 0;
-        for (;;) {
-            for (int spins = 0; spins < 200 && call.load(std::memory_order_acquire) == seen; ++spins) sched_yield();
-            std::unique_lock<std::mutex> lock(mutex);
-            wake.wait(lock, [&] { return call.load(std::memory_order_acquire) != seen; });
-            seen = call.load(std::memory_order_acquire);
-            const std::function<void(int)>* work = task;
-            lock.unlock();
-            if (!work) return;
-            (*work)(t);
+        for (unsigned seen = 0;; ++seen) { // the caller waits for all before its next call
+            call.wait_while(seen);
+            if (!task) return;
+            (*task)(t);
             barrier();
         }
     }
 
     std::vector<std::thread> helpers;
-    std::mutex mutex;
-    std::condition_variable wake;
-    std::atomic<unsigned> call{0};
+    Signal call, turn;
     const std::function<void(int)>* task = nullptr;
     std::atomic<int> arrived{0};
-    std::atomic<unsigned> turn{0};
 };
 
 // Numbers 0..n-1, handed out in chunks to whichever thread asks next.
