@@ -90,15 +90,27 @@ INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 
 constexpr int TILE = LANES == 16 ? 12 : 6; // rows: with two vectors each, sums leave registers for the operands
 
-// c[m][n] = (or += if ADD) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows, n < columns (a multiple
-// of LANES), k < depth.
-template <bool ADD>
+// Of a row of scores of causal attention only the keys up to the query are wanted. `multiply` leaves out what is not, by
+// which of its numbers runs over keys and which over queries, whose places among the keys begin at `first`.
+enum Wanted {
+    COLUMNS_UP_TO_ROWS, // c: scores of queries. What is left out is not written
+    DEPTH_UP_TO_ROWS,   // a: weights of queries, which are 0 beyond, or not read
+    DEPTH_FROM_ROWS,    // a: the same across
+};
+
+// c[m][n] = (or += for DEPTH_FROM_ROWS) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows, n < columns (a
+// multiple of LANES), k < depth.
+template <Wanted WANTED>
 void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, float* c, size_t ldc, int rows,
-              int columns, int depth) {
+              int columns, int depth, int first) {
+    constexpr bool ADD = WANTED == DEPTH_FROM_ROWS;
     for (int n = 0; n < columns; n += 2 * LANES) {
         with_constant<2>(columns - n >= 2 * LANES ? 2 : 1, [&](auto vectors) {
             constexpr int V = decltype(vectors)::value;
             for (int m = 0; m < rows; m += TILE) {
+                if (WANTED == COLUMNS_UP_TO_ROWS && n >= first + m + TILE) continue;
+                const int begin = WANTED == DEPTH_FROM_ROWS ? std::max(0, m - first) : 0;
+                const int end = WANTED == DEPTH_UP_TO_ROWS ? std::min(depth, first + m + TILE) : depth;
                 with_constant<TILE>(rows - m < TILE ? rows - m : TILE, [&](auto count) {
                     constexpr int N = decltype(count)::value;
                     vf acc[N][V];
@@ -107,8 +119,8 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
                     for (int i = 0; i < N; ++i)
 #pragma GCC unroll 2
                         for (int v = 0; v < V; ++v) acc[i][v] = ADD ? load<vf>(out + i * ldc + v * LANES) : vf{};
-                    const float *left = a + m * am, *right = b + n;
-                    for (int k = 0; k < depth; ++k, left += ak, right += ldb) {
+                    const float *left = a + m * am + begin * ak, *right = b + begin * ldb + n;
+                    for (int k = begin; k < end; ++k, left += ak, right += ldb) {
                         vf w[V];
 #pragma GCC unroll 2
                         for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
@@ -129,13 +141,16 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
     }
 }
 
-// [tokens][width] -> [channels][padded], beyond the tokens 0.
-void transpose(const float* from, int tokens, int width, int channels, float* to, int padded) {
-    for (int j = 0; j < padded; j += LANES)
-        for (int i = 0; i < channels; ++i) {
-            vf column = {};
-            for (int l = 0; l < LANES && j + l < tokens; ++l) column[l] = from[(size_t)(j + l) * width + i];
-            store(to + (size_t)i * padded + j, column);
+// [tokens][width] -> [width][padded], beyond the tokens 0. Both widths are multiples of LANES.
+void transpose(const float* from, int tokens, int width, float* to, int padded) {
+    for (int j = 0; j < padded; j += 8)
+        for (int i = 0; i < width; i += 8) {
+            vu8 in[8], out[8];
+#pragma GCC unroll 8
+            for (int l = 0; l < 8; ++l) in[l] = j + l < tokens ? load<vu8>(from + (size_t)(j + l) * width + i) : vu8{};
+            transpose8(in, out);
+#pragma GCC unroll 8
+            for (int l = 0; l < 8; ++l) store(to + (size_t)(i + l) * padded + j, out[l]);
         }
 }
 
@@ -158,10 +173,19 @@ namespace {
 
 constexpr int BLOCK = 4 * TILE; // query tokens of a head that are taken together
 
-struct Task { // one query head of one sequence
+struct Task { // some query heads of a group, of one sequence
     int64_t first; // token
-    int length, group, head; // head in its group
+    int length, group, first_head, end_head; // heads in the group
 };
+
+// In a row of scores, what comes after the query at `place` becomes `hidden` as far as vectors of what it sees reach, and 0
+// from there to the last query's column. Returns the columns of those vectors.
+INLINE int hide_later(float* row, int place, int end, float hidden) {
+    const int seen = round_up(place + 1, LANES);
+    std::fill(row + place + 1, row + seen, hidden);
+    if (seen < end) std::fill(row + seen, row + end, 0.0f);
+    return seen;
+}
 
 // What one thread needs to know about tokens and heads. T: of the numbers in memory.
 template <class T> struct Heads {
@@ -173,22 +197,25 @@ template <class T> struct Heads {
     size_t place(int64_t token, int group, int part) const {
         return ((token * a.groups + group) * (a.per_group + 2) + part) * a.channels;
     }
-    size_t place_out(int64_t token, const Task& task) const {
-        return (token * heads + task.group * a.per_group + task.head) * a.channels;
+    int head_of(const Task& task, int head) const { return task.group * a.per_group + head; } // among all
+    size_t place_out(int64_t token, const Task& task, int head) const {
+        return (token * heads + head_of(task, head)) * a.channels;
     }
 
     // Widened, multiplied and, but for values, turned by the token's position (arXiv:2104.09864): channel i with
     // channel i + rotary / 2, those from `rotary` on not at all.
-    void fetch(const T* x, int64_t token, bool turned, float factor, float* __restrict out) const {
+    void fetch(const T* x, int64_t token, bool turned, float factor, float* out) const {
         const int half = turned ? a.rotary / 2 : 0;
         const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
-        for (int i = 0; i < half; ++i) {
-            const float one = widen(x[i]), other = widen(x[i + half]);
-            out[i] = (one * cos[i] - other * sin[i]) * factor;
-            out[i + half] = (other * cos[i + half] + one * sin[i + half]) * factor;
+        for (int i = 0; i < half; i += LANES) {
+            const int n = half - i;
+            const vf one = load_some(x + i, n), other = load_some(x + i + half, n);
+            store_some(out + i, (one * load_some(cos + i, n) - other * load_some(sin + i, n)) * factor, n);
+            store_some(out + i + half, (other * load_some(cos + i + half, n) + one * load_some(sin + i + half, n)) * factor, n);
         }
-        for (int i = 2 * half; i < a.channels; ++i) out[i] = widen(x[i]) * factor;
-        for (int i = a.channels; i < width; ++i) out[i] = 0;
+        for (int i = 2 * half; i < a.channels; i += LANES)
+            store_some(out + i, load_some(x + i, a.channels - i) * factor, a.channels - i);
+        std::fill(out + a.channels, out + width, 0.0f);
     }
     // The same of every token of a sequence: [length][width].
     void fetch_all(const Task& task, int part, bool turned, float* out) const {
@@ -196,23 +223,29 @@ template <class T> struct Heads {
             fetch((const T*)a.qkv + place(task.first + t, task.group, part), task.first + t, turned, 1, out + (size_t)t * width);
     }
     // Gradients with respect to what `fetch` gave, times `factor` -> to what it read.
-    void put(const float* x, int64_t token, bool turned, float factor, T* __restrict out) const {
+    void put(const float* x, int64_t token, bool turned, float factor, T* out) const {
         const int half = turned ? a.rotary / 2 : 0;
         const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
-        for (int i = 0; i < half; ++i) {
-            set_as(out + i, (x[i] * cos[i] + x[i + half] * sin[i + half]) * factor);
-            set_as(out + i + half, (x[i + half] * cos[i + half] - x[i] * sin[i]) * factor);
+        for (int i = 0; i < half; i += LANES) {
+            const int n = half - i;
+            const vf one = load_some(x + i, n), other = load_some(x + i + half, n);
+            store_some(out + i, (one * load_some(cos + i, n) + other * load_some(sin + i + half, n)) * factor, n);
+            store_some(out + i + half, (other * load_some(cos + i + half, n) - one * load_some(sin + i, n)) * factor, n);
         }
-        for (int i = 2 * half; i < a.channels; ++i) set_as(out + i, x[i] * factor);
+        for (int i = 2 * half; i < a.channels; i += LANES)
+            store_some(out + i, load<vf>(x + i) * factor, a.channels - i);
     }
 
-    // Every head of every sequence, those with the most work first.
+    // Every head of every sequence, those with the most work first: a group's together, which share keys and values, unless
+    // threads would lack work.
     std::vector<Task> tasks() const {
+        const int together = (int64_t)a.num_sequences * a.groups >= 4 * a.threads ? a.per_group : 1;
         std::vector<Task> all;
         int64_t first = 0;
         for (int i = 0; i < a.num_sequences; first += a.lengths[i++])
-            for (int head = 0; head < heads; ++head)
-                all.push_back({first, a.lengths[i], head / a.per_group, head % a.per_group});
+            for (int group = 0; group < a.groups; ++group)
+                for (int head = 0; head < a.per_group; head += together)
+                    all.push_back({first, a.lengths[i], group, head, head + together});
         std::stable_sort(all.begin(), all.end(), [](const Task& x, const Task& y) { return x.length > y.length; });
         return all;
     }
@@ -230,36 +263,39 @@ template <class T> void attention_forward(const Attention& a) {
         float* scores = scratch.take((size_t)BLOCK * padded);
         float *query = scratch.take((size_t)BLOCK * width), *out = scratch.take((size_t)BLOCK * width);
         h.fetch_all(task, a.per_group, true, values);
-        transpose(values, task.length, width, a.channels, keys, padded);
+        transpose(values, task.length, width, keys, padded);
         h.fetch_all(task, a.per_group + 1, false, values);
-        for (int begin = 0; begin < task.length; begin += BLOCK) {
-            const int count = std::min(BLOCK, task.length - begin), end = begin + count, seen = round_up(end, LANES);
-            const int64_t token = task.first + begin;
-            for (int i = 0; i < count; ++i)
-                h.fetch((const T*)a.qkv + h.place(token + i, task.group, task.head), token + i, true, a.scale,
-                        query + i * width);
-            multiply<false>(query, width, 1, keys, padded, scores, padded, count, seen, a.channels);
-            float factor[BLOCK];
-            for (int i = 0; i < count; ++i) {
-                float* row = scores + (size_t)i * padded;
-                std::fill(row + begin + i + 1, row + seen, -INFINITY); // what comes later
-                vf most = splat(-INFINITY), sum = {};
-                for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
-                const float peak = max_lanes(most);
-                for (int j = 0; j < seen; j += LANES) {
-                    const vf e = vexp(load<vf>(row + j) - peak);
-                    sum += e;
-                    store(row + j, e);
+        for (int head = task.first_head; head < task.end_head; ++head)
+            for (int begin = 0; begin < task.length; begin += BLOCK) {
+                const int count = std::min(BLOCK, task.length - begin), end = begin + count;
+                const int64_t token = task.first + begin;
+                for (int i = 0; i < count; ++i)
+                    h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
+                            query + i * width);
+                multiply<COLUMNS_UP_TO_ROWS>(query, width, 1, keys, padded, scores, padded, count,
+                                             round_up(end, LANES), a.channels, begin);
+                float factor[BLOCK];
+                for (int i = 0; i < count; ++i) {
+                    float* row = scores + (size_t)i * padded;
+                    const int seen = hide_later(row, begin + i, end, -INFINITY);
+                    vf most = splat(-INFINITY), sum = {};
+                    for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
+                    const float peak = max_lanes(most);
+                    for (int j = 0; j < seen; j += LANES) {
+                        const vf e = vexp(load<vf>(row + j) - peak);
+                        sum += e;
+                        store(row + j, e);
+                    }
+                    factor[i] = 1 / sum_lanes(sum);
+                    a.lse[(token + i) * h.heads + h.head_of(task, head)] = peak - std::log(factor[i]);
                 }
-                factor[i] = 1 / sum_lanes(sum);
-                a.lse[(token + i) * h.heads + task.group * a.per_group + task.head] = peak - std::log(factor[i]);
+                multiply<DEPTH_UP_TO_ROWS>(scores, padded, 1, values, width, out, width, count, width, end, begin);
+                for (int i = 0; i < count; ++i) {
+                    T* row = (T*)a.out + h.place_out(token + i, task, head);
+                    for (int c = 0; c < a.channels; c += LANES)
+                        store_some(row + c, load<vf>(out + i * width + c) * factor[i], a.channels - c);
+                }
             }
-            multiply<false>(scores, padded, 1, values, width, out, width, count, width, end);
-            for (int i = 0; i < count; ++i) {
-                T* row = (T*)a.out + h.place_out(token + i, task);
-                for (int c = 0; c < a.channels; ++c) set_as(row + c, out[i * width + c] * factor[i]);
-            }
-        }
     });
 }
 
@@ -282,44 +318,51 @@ template <class T> void attention_backward(const Attention& a) {
         float *keys = scratch.take(matrix), *keys_across = scratch.take(matrix), *values_across = scratch.take(matrix);
         float *weights = scratch.take(block), *slopes = scratch.take(block);
         float *query = scratch.take(rows), *grad = scratch.take(rows), *result = scratch.take(rows);
-        float* grad_keys = sums.get() + (task.group * a.per_group + task.head) * plane + task.first * width;
-        float* grad_values = grad_keys + plane * h.heads;
-        std::fill(grad_keys, grad_keys + (size_t)task.length * width, 0.0f);
-        std::fill(grad_values, grad_values + (size_t)task.length * width, 0.0f);
         h.fetch_all(task, a.per_group + 1, false, keys);
-        transpose(keys, task.length, width, a.channels, values_across, padded);
+        transpose(keys, task.length, width, values_across, padded);
         h.fetch_all(task, a.per_group, true, keys);
-        transpose(keys, task.length, width, a.channels, keys_across, padded);
-        for (int begin = 0; begin < task.length; begin += BLOCK) {
-            const int count = std::min(BLOCK, task.length - begin), end = begin + count, seen = round_up(end, LANES);
-            const int64_t token = task.first + begin;
-            for (int i = 0; i < count; ++i) {
-                h.fetch((const T*)a.qkv + h.place(token + i, task.group, task.head), token + i, true, a.scale,
-                        query + i * width);
-                h.fetch((const T*)a.grad_out + h.place_out(token + i, task), token + i, false, 1, grad + i * width);
-            }
-            multiply<false>(query, width, 1, keys_across, padded, weights, padded, count, seen, a.channels);
-            multiply<false>(grad, width, 1, values_across, padded, slopes, padded, count, seen, a.channels);
-            for (int i = 0; i < count; ++i) {
-                float *weight = weights + (size_t)i * padded, *slope = slopes + (size_t)i * padded;
-                const float lse = a.lse[(token + i) * h.heads + task.group * a.per_group + task.head];
-                std::fill(weight + begin + i + 1, weight + seen, -INFINITY);
-                vf sum = {};
-                for (int j = 0; j < seen; j += LANES) {
-                    const vf p = vexp(load<vf>(weight + j) - lse);
-                    sum += p * load<vf>(slope + j);
-                    store(weight + j, p);
+        transpose(keys, task.length, width, keys_across, padded);
+        for (int head = task.first_head; head < task.end_head; ++head) {
+            float* grad_keys = sums.get() + h.head_of(task, head) * plane + task.first * width;
+            float* grad_values = grad_keys + plane * h.heads;
+            std::fill(grad_keys, grad_keys + (size_t)task.length * width, 0.0f);
+            std::fill(grad_values, grad_values + (size_t)task.length * width, 0.0f);
+            for (int begin = 0; begin < task.length; begin += BLOCK) {
+                const int count = std::min(BLOCK, task.length - begin), end = begin + count;
+                const int columns = round_up(end, LANES);
+                const int64_t token = task.first + begin;
+                for (int i = 0; i < count; ++i) {
+                    h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
+                            query + i * width);
+                    h.fetch((const T*)a.grad_out + h.place_out(token + i, task, head), token + i, false, 1,
+                            grad + i * width);
                 }
-                const float mean = sum_lanes(sum);
-                for (int j = 0; j < seen; j += LANES)
-                    store(slope + j, load<vf>(weight + j) * (load<vf>(slope + j) - mean));
+                multiply<COLUMNS_UP_TO_ROWS>(query, width, 1, keys_across, padded, weights, padded, count, columns,
+                                             a.channels, begin);
+                multiply<COLUMNS_UP_TO_ROWS>(grad, width, 1, values_across, padded, slopes, padded, count, columns,
+                                             a.channels, begin);
+                for (int i = 0; i < count; ++i) {
+                    float *weight = weights + (size_t)i * padded, *slope = slopes + (size_t)i * padded;
+                    const float lse = a.lse[(token + i) * h.heads + h.head_of(task, head)];
+                    const int seen = hide_later(weight, begin + i, end, -INFINITY);
+                    hide_later(slope, begin + i, end, 0);
+                    vf sum = {};
+                    for (int j = 0; j < seen; j += LANES) {
+                        const vf p = vexp(load<vf>(weight + j) - lse);
+                        sum += p * load<vf>(slope + j);
+                        store(weight + j, p);
+                    }
+                    const float mean = sum_lanes(sum);
+                    for (int j = 0; j < seen; j += LANES)
+                        store(slope + j, load<vf>(weight + j) * (load<vf>(slope + j) - mean));
+                }
+                multiply<DEPTH_FROM_ROWS>(weights, 1, padded, grad, width, grad_values, width, end, width, count, begin);
+                multiply<DEPTH_FROM_ROWS>(slopes, 1, padded, query, width, grad_keys, width, end, width, count, begin);
+                multiply<DEPTH_UP_TO_ROWS>(slopes, padded, 1, keys, width, result, width, count, width, end, begin);
+                for (int i = 0; i < count; ++i)
+                    h.put(result + i * width, token + i, true, a.scale,
+                          (T*)a.grad_qkv + h.place(token + i, task.group, head));
             }
-            multiply<true>(weights, 1, padded, grad, width, grad_values, width, end, width, count);
-            multiply<true>(slopes, 1, padded, query, width, grad_keys, width, end, width, count);
-            multiply<false>(slopes, padded, 1, keys, width, result, width, count, width, end);
-            for (int i = 0; i < count; ++i)
-                h.put(result + i * width, token + i, true, a.scale,
-                      (T*)a.grad_qkv + h.place(token + i, task.group, task.head));
         }
     });
     in_pieces(a.threads, (int)tokens, [&](int64_t begin, int64_t end) {

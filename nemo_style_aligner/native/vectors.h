@@ -55,6 +55,30 @@ static INLINE vi widen_integers(const int8_t* p) {
 static INLINE vi widen_integers(const int16_t* p) { return __builtin_convertvector(load<vs>(p), vi); }
 static INLINE vu widen_integers(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vu); }
 #endif
+typedef uint32_t vu8 __attribute__((vector_size(32)));
+
+// out[c][r] = in[r][c] of 8 x 8 32-bit words
+static INLINE void transpose8(const vu8 (&in)[8], vu8 (&out)[8]) {
+    vu8 a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = __builtin_shuffle(in[i], in[i + 1], vu8{0, 8, 1, 9, 4, 12, 5, 13});
+        a[i + 1] = __builtin_shuffle(in[i], in[i + 1], vu8{2, 10, 3, 11, 6, 14, 7, 15});
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = __builtin_shuffle(a[i], a[i + 2], vu8{0, 1, 8, 9, 4, 5, 12, 13});
+        b[i + 1] = __builtin_shuffle(a[i], a[i + 2], vu8{2, 3, 10, 11, 6, 7, 14, 15});
+        b[i + 2] = __builtin_shuffle(a[i + 1], a[i + 3], vu8{0, 1, 8, 9, 4, 5, 12, 13});
+        b[i + 3] = __builtin_shuffle(a[i + 1], a[i + 3], vu8{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        out[i] = __builtin_shuffle(b[i], b[i + 4], vu8{0, 1, 2, 3, 8, 9, 10, 11});
+        out[i + 4] = __builtin_shuffle(b[i], b[i + 4], vu8{4, 5, 6, 7, 12, 13, 14, 15});
+    }
+}
+
 static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which is no copy of -0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
