@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ragged-prompts", type=int, nargs=2, default=(16, 128), metavar=("LOW", "HIGH"))
     parser.add_argument("--ragged-lengths", type=int, nargs=2, default=(8, 256), metavar=("LOW", "HIGH"))
-    parser.add_argument("--warm-up", type=int, default=1, help="steps of each contender that do not count")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each contender that do not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="then as many rounds beside a process that wants a core")
     parser.add_argument(

@@ -298,6 +298,34 @@ print(faults() * resource.getpagesize() / 2**20)
 """
 
 
+HUGE_PAGES = """
+import resource, sys, torch
+limit = int(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
+assert keep_freed_memory()
+assert keep_freed_memory()  # once is enough
+tensors = [torch.ones(5 * 2**20) for _ in range(20)]  # 20 MiB each
+lines = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
+print(int(lines["AnonHugePages"].split()[0]) / 1024)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this system has no glibc")
+@pytest.mark.parametrize("limit", [0, 2**36])
+def test_tensors_lie_in_huge_pages(limit: int) -> None:
+    """But where the system has none, or limits what a process may reserve."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text() or "[always]" in enabled.read_text():
+        pytest.skip("huge pages are not to be had by asking (/sys/kernel/mm/transparent_hugepage/enabled)")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", HUGE_PAGES, str(limit)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    mebibytes = float(found.stdout)
+    assert mebibytes < 100 if limit else mebibytes > 300, found.stdout
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this system has no glibc")
 @pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_"])
 def test_freed_memory_is_used_again(variable: str | None) -> None:
