@@ -26,7 +26,7 @@ def keep_freed_memory() -> bool:
     of which the kernel clears when it is first touched: huge ones several times faster, where the system lets programs
     ask for them (``/sys/kernel/mm/transparent_hugepage/enabled``). Tensors larger than 32 MiB get new pages as ever.
 
-    Once per process. No effect without glibc, or where its own variables are set; whether freed memory is kept is returned.
+    Once per process. No effect without glibc, or where its own variables are set. Returns whether freed memory is kept.
     """
     tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if tuned or any(name.startswith("MALLOC_") for name in os.environ):
