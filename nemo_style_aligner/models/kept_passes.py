@@ -172,9 +172,8 @@ class KeptPasses:
             tokens: int64 [n, s].
             wanted: bool [n, w], positions that training depends on; both on the CPU.
         """
-        most_held = max(self._held(), self._retained)
         if device().type == "cpu" and keep_freed_memory():
-            self._retained = most_held
+            self._retained = max(self._held(), self._retained)
         known = self._micro_batches
         self.clear()
         lengths = {len(sequence) for micro_batch in known for sequence in micro_batch.sequences}
