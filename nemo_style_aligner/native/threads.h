@@ -14,6 +14,7 @@
 #include <sys/syscall.h>
 #include <system_error>
 #include <thread>
+#include <time.h>
 #include <unistd.h>
 #include <vector>
 
@@ -37,7 +38,8 @@ class Signal {
             if (value() != old) return;
         }
         sleepers.fetch_add(1);
-        while (number.load() == old) syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+        const timespec limit{1, 0}; // then they look again
+        while (number.load() == old) syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, old, &limit, nullptr, 0);
         sleepers.fetch_sub(1);
     }
 
