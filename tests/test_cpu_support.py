@@ -91,6 +91,27 @@ def _everything_imported() -> None:
         importlib.import_module(f"megatron.core.{name}")
 
 
+def test_a_rank_alone_has_few_groups() -> None:
+    """Each group of gloo's has a thread that polls: with one for each purpose a job lost a hundredth of its time."""
+    script = """if True:
+        import pathlib
+        from nemo_style_aligner.parallel.groups import single_process
+        for _ in range(2):  # groups belong to their meeting
+            with single_process():
+                import torch, torch.distributed as dist
+                from megatron.core import parallel_state
+                for name in ("tensor_model", "pipeline_model", "data"):
+                    group = getattr(parallel_state, f"get_{name}_parallel_group")()
+                    number = torch.ones(1)
+                    dist.all_reduce(number, group=group)
+                    assert group.size() == 1 and number == 1, name
+                threads = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+                assert 0 < sum("gloo_tcp_loop" in name for name in threads) <= 6, threads
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("rule", [name for name, _, _ in cpu.SOURCE_RULES])
 def test_every_rule_still_finds_something(rule: str) -> None:
     assert cpu.rule_hits[rule] > 0, f"megatron-core has nothing left for the rule '{rule}': drop it, or follow the move"

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,12 @@ SOURCE_RULES: list[tuple[str, re.Pattern[str], str]] = [
         ("autocast of custom functions", r"torch\.cuda\.amp\.custom_(fwd|bwd)", r"torch.amp.custom_\1"),
         # Fused element-wise functions that our layers do not use on a CPU; to decorate them loads torch's compiler.
         ("compiled functions", r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
+        # Each of gloo's groups has a thread that wakes a hundred times a second, and megatron-core makes twenty groups.
+        (
+            "groups",
+            r"(group = )torch\.distributed\.new_group\(",
+            rf"\1__import__('sys').modules['{__name__}'].new_group(",
+        ),
     ]
 ]
 
@@ -132,6 +139,25 @@ def install_import_hook() -> None:
             raise ImportError("import nemo_style_aligner before megatron.core: it prepares megatron.core for the CPU")
         return
     sys.meta_path.insert(0, _Finder())
+
+
+def new_group(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+    """`torch.distributed.new_group`, but of one rank alone one group serves all purposes: nobody is met in it.
+
+    Collective like the original. Whether a group is there already depends on the arguments alone, so that ranks agree.
+    """
+    import torch.distributed as dist
+
+    if len(ranks) > 1 or backend is not None:
+        return dist.new_group(ranks, backend=backend, **options)
+    known = _groups_of_one.setdefault(dist.group.WORLD, {})
+    if ranks[0] not in known:
+        known[ranks[0]] = dist.new_group(ranks, **options)
+    return known[ranks[0]]
+
+
+_groups_of_one: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""By their rank, under the default group that they were made in."""
 
 
 def _use_cpu_random_states(module: types.ModuleType) -> None:
