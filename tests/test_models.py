@@ -757,6 +757,30 @@ def test_outputs_that_were_not_wanted_are_computed_for_training() -> None:
     assert reports[0] == reports[1]
 
 
+def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output layer multiplies once per token for them, then twice for their gradients."""
+    made: list[tuple[int, int]] = []
+    product = logprobs_module.product
+
+    def counted(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        made.append((a.shape[0], b.shape[1]))
+        return product(a, b, out)
+
+    monkeypatch.setattr(logprobs_module, "product", counted)
+    actor = keeping_actor("auto")
+    assert actor.kept_passes is not None
+    actor.kept_passes._free_bytes = lambda: 1e9  # type: ignore[method-assign]
+    ids, (_, h) = tokens(), actor.model.gpt.shared_embedding_or_output_weight().shape
+    actor.logprobs(ids, everywhere(ids), is_trained=True)
+    per_token = activation_bytes(ARCHITECTURES["llama"], 4) + 4 * VOCAB
+    assert actor.kept_passes._held() == 5 * 11 * per_token
+    assert sum(rows for rows, width in made if width == VOCAB) == 5 * 11
+    made.clear()
+    actor.update(policy_batch(ids))
+    assert sum(rows for rows, width in made if width == h) == 5 * 11
+    assert not [rows for rows, width in made if width == VOCAB]
+
+
 def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
     """A prompt and a response may read as another's longer prompt and shorter response."""
     kept, fresh = keeping_actor("always"), keeping_actor("never")
@@ -785,7 +809,8 @@ def test_a_validation_makes_room_for_the_next_rollouts() -> None:
     critic.values(tokens(seed=1), lengths)
     critic.values(tokens(seed=2)[:2], lengths[:2])
     critic.values(tokens(seed=2)[2:], lengths[2:])
-    assert passes_kept is not None and passes_kept._held() <= int((lengths - 1).sum()) + 2 * 11
+    assert passes_kept is not None
+    assert passes_kept._held() <= (int((lengths - 1).sum()) + 2 * 11) * passes_kept._bytes_per_token()
     mask = (torch.arange(11)[None] < lengths[:, None] - 1).float()
     batch = ValueBatch(tokens(seed=2), torch.randn(5, 11), torch.zeros(5, 11), mask)
     with counted_passes(model) as passes:

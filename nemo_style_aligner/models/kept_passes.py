@@ -20,6 +20,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import PackedRow, used_lengths
+from nemo_style_aligner.models.products import widened
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
@@ -62,7 +63,7 @@ class KeptMicroBatch:
         sequences: int64 [used] of each of its b sequences: the tokens that were computed.
         wanted: bool [b, w], positions whose outputs there are.
         rows: of the batch that is trained, in this order; once it is known.
-        packed, prediction: what the model was given; None for another rank's.
+        packed, prediction: what the model was given; None for another rank's. A reward head predicts nothing.
         output: what it gave, with all that a backward pass needs; None: for want of memory it is computed again.
     """
 
@@ -99,8 +100,8 @@ class KeptPasses:
         self._update_size = update_size
         self._micro_batches: list[KeptMicroBatch] = []
         self._work = [0] * model.layout.dp_size  # of each rank
-        self._room = 0  # tokens
-        self._retained = 0  # tokens whose memory this process has, since it held as many once
+        self._room = 0  # bytes
+        self._retained = 0  # bytes that this process has, since it held as many once
         self._is_told = False
 
     def begin(self) -> None:
@@ -108,13 +109,12 @@ class KeptPasses:
         if self._choice == "always":
             return
         held = self._held()
-        own, per_token = max(held, self._retained), self._bytes_per_token()
-        tokens = max(0, int(_SHARE * (own * per_token + self._free_bytes()) / per_token))
+        room = max(0, int(_SHARE * (max(held, self._retained) + self._free_bytes())))
         if self._model.layout.tp_size > 1:
-            agreed = torch.tensor([tokens], dtype=torch.int64, device=device())
+            agreed = torch.tensor([room], dtype=torch.int64, device=device())
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
-            tokens = int(agreed)
-        self._room = tokens - held
+            room = int(agreed)
+        self._room = room - held
 
     def has_room(self, micro_batch: KeptMicroBatch) -> bool:
         """Whether the activations of what was noted are kept."""
@@ -122,7 +122,7 @@ class KeptPasses:
             return False
         if self._choice == "always":
             return True
-        if micro_batch.num_tokens > self._room:
+        if self._bytes(micro_batch) > self._room:
             if not self._is_told:
                 self._is_told = True
                 logger.info(
@@ -131,8 +131,14 @@ class KeptPasses:
                     self._bytes_per_token() * 1000 // 2**20,
                 )
             return False
-        self._room -= micro_batch.num_tokens
+        self._room -= self._bytes(micro_batch)
         return True
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits are kept with the activations. On GPUs, or where activations are computed again to save memory,
+        logits are, too."""
+        return device().type == "cpu" and self._model.config.recompute_granularity is None
 
     def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
         """Each rank's rows of a new pass: the most work for the rank that has had least.
@@ -203,8 +209,15 @@ class KeptPasses:
         self._work = [0] * len(self._work)
 
     def _held(self) -> int:
-        """Tokens."""
-        return sum(micro_batch.num_tokens for micro_batch in self._micro_batches if micro_batch.output is not None)
+        """Bytes."""
+        return sum(self._bytes(micro_batch) for micro_batch in self._micro_batches if micro_batch.output is not None)
+
+    def _bytes(self, micro_batch: KeptMicroBatch) -> int:
+        size = micro_batch.num_tokens * self._bytes_per_token()
+        if micro_batch.prediction is not None and self.keeps_logits:
+            weight = self._model.gpt.shared_embedding_or_output_weight()
+            size += len(micro_batch.prediction.targets) * len(weight) * widened(weight[:0]).element_size()
+        return size
 
     def _bytes_per_token(self) -> int:
         config, layout = self._model.config, self._model.layout

@@ -1,13 +1,13 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks, with the vocabulary split over ranks.
 
 The logits of one chunk of positions exist at a time, in the forward and in the backward pass, which computes them
-again: there is never a tensor of all positions times the vocabulary.
+again: there is no tensor of all positions times the vocabulary, unless it is asked for, in the weights' dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,15 @@ class Prediction:
         targets: int64 [k], the token that follows each place.
         temperature: the logits are divided by it first, as the sampler does.
         entropy: the entropy of the distribution is wanted too.
+        keeps_logits: the backward pass finds the logits instead of computing them again: k times the vocabulary, in the
+            dtype of the weights (fp32 where products are: `widened`).
     """
 
     outputs: torch.Tensor
     targets: torch.Tensor
     temperature: float = 1.0
     entropy: bool = False
+    keeps_logits: bool = False
 
 
 def predict(
@@ -87,10 +90,11 @@ class _Predictions(torch.autograd.Function):
         k = rows.shape[0]
         # Of this rank's slice alone: log of the sum of exponentials, the target's logit, the entropy.
         normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
+        kept: list[torch.Tensor] = []
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
         else:
-            for part, logits in vocabulary.logits(widened(rows), wanted.temperature):
+            for part, logits in vocabulary.logits(widened(rows), wanted, keep=kept if wanted.keeps_logits else None):
                 ids, here = vocabulary.local(wanted.targets[part])
                 picked = logits.gather(1, ids[:, None])[:, 0]
                 target_logit[part] = picked * here
@@ -105,7 +109,7 @@ class _Predictions(torch.autograd.Function):
             sums = torch.stack([target_logit, log_share.exp() * (entropy - log_share)])
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
             target_logit, entropy = sums
-        ctx.save_for_backward(rows, weight, normalizer, entropy)
+        ctx.save_for_backward(rows, weight, normalizer, entropy, *kept)
         ctx.vocab_size, ctx.wanted, ctx.main_grad = vocab_size, wanted, main_grad_of(weight)
         logprobs = target_logit - normalizer
         return torch.stack([logprobs, entropy], -1) if wanted.entropy else logprobs
@@ -114,7 +118,7 @@ class _Predictions(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-        rows, weight, normalizer, entropy = ctx.saved_tensors
+        rows, weight, normalizer, entropy, *kept = ctx.saved_tensors
         rows = widened(rows)
         wanted: Prediction = ctx.wanted
         vocabulary = _Slice(weight, ctx.vocab_size)
@@ -126,7 +130,7 @@ class _Predictions(torch.autograd.Function):
         if grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         mine = grad_weight[: vocabulary.size]
-        for part, logits in vocabulary.logits(rows, wanted.temperature) if vocabulary.size else ():
+        for part, logits in vocabulary.logits(rows, wanted, kept) if vocabulary.size else ():
             logits -= normalizer[part, None]
             if grad_entropy is None:
                 grad_logits = logits.exp_().mul_(-grad_logprob[part, None])
@@ -157,23 +161,38 @@ class _Slice:
         here = (ids >= 0) & (ids < self.size)
         return ids * here, here.float()
 
-    def logits(self, rows: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-        """fp32 logits of chunks of rows (`widened`), each valid until the next.
+    def logits(
+        self,
+        rows: torch.Tensor,
+        wanted: Prediction,
+        kept: Sequence[torch.Tensor] = (),
+        keep: list[torch.Tensor] | None = None,
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """fp32 logits of chunks of rows (`widened`) over the temperature, each valid until the next.
 
         There must be at least one row of weights.
+
+        Args:
+            kept: what an earlier call has appended to its ``keep``; nothing: they are computed.
         """
         step = max(1, chunk_bytes(rows.device) // (4 * self.size))
         if rows.is_cuda:
             step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
         # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
         dtype = torch.float32 if rows.is_cuda else rows.dtype
+        chunks = iter(kept)
         for start in range(0, rows.shape[0], step):
             part = slice(start, min(start + step, rows.shape[0]))
             shape = (part.stop - part.start, self.size)
-            logits = product(rows[part], self.weight.t(), out=_buffer(shape, dtype, rows.device))
-            if logits.dtype != torch.float32:
+            logits = next(chunks, None)
+            if logits is None:
+                out = _buffer(shape, dtype, rows.device) if keep is None else rows.new_empty(shape, dtype=dtype)
+                logits = product(rows[part], self.weight.t(), out=out)
+                if keep is not None:
+                    keep.append(logits)
+            if logits.dtype != torch.float32 or kept or keep is not None:  # what follows is done in place
                 logits = _buffer(shape, torch.float32, rows.device).copy_(logits)
-            yield part, logits if temperature == 1.0 else logits.div_(temperature)
+            yield part, logits if wanted.temperature == 1.0 else logits.div_(wanted.temperature)
 
 
 _buffers: dict[torch.dtype, torch.Tensor] = {}

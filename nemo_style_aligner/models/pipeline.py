@@ -329,13 +329,16 @@ def forward(
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         activity.progress()
         micro_batch = next(iterator)
-        note = next(notes, None)
-        is_kept = keep is not None and note is not None and keep.has_room(note)
+        note, is_kept = next(notes, None), False
+        if keep is not None and note is not None:
+            note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
+            is_kept = keep.has_room(note)
+        if keep is not None and is_kept and keep.keeps_logits and micro_batch.prediction is not None:
+            micro_batch.prediction = dataclasses.replace(micro_batch.prediction, keeps_logits=True)
         with torch.set_grad_enabled(is_kept):
             output = _call_model(model, module, micro_batch)
-        if note is not None:
-            note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
-            note.output = output if is_kept else None
+        if note is not None and is_kept:
+            note.output = output
         return output.detach(), lambda output, non_loss_data: output_function(
             micro_batch.packed.unpack(output), micro_batch.batch
         )
