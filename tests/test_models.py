@@ -702,8 +702,8 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
 # ---- passes that are kept for the update --------------------------------------------------------
 
 
-def keeping_actor(choice: KeepChoice, update_size: int = 5) -> Actor:
-    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+def keeping_actor(choice: KeepChoice, update_size: int = 5, dtype: torch.dtype = torch.float32) -> Actor:
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, dtype)
     actor = make_actor(model, None)
     actor.kept_passes = keep_passes(model, None, choice, update_size)
     return actor
@@ -767,18 +767,23 @@ def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPa
         return product(a, b, out)
 
     monkeypatch.setattr(logprobs_module, "product", counted)
-    actor = keeping_actor("auto")
+    monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: True)
+    actor = keeping_actor("auto", dtype=torch.bfloat16)
     assert actor.kept_passes is not None
     actor.kept_passes._free_bytes = lambda: 1e9  # type: ignore[method-assign]
     ids, (_, h) = tokens(), actor.model.gpt.shared_embedding_or_output_weight().shape
     actor.logprobs(ids, everywhere(ids), is_trained=True)
-    per_token = activation_bytes(ARCHITECTURES["llama"], 4) + 4 * VOCAB
+    per_token = activation_bytes(ARCHITECTURES["llama"], 2) + 2 * VOCAB
     assert actor.kept_passes._held() == 5 * 11 * per_token
     assert sum(rows for rows, width in made if width == VOCAB) == 5 * 11
     made.clear()
-    actor.update(policy_batch(ids))
+    fresh = keeping_actor("never", dtype=torch.bfloat16)
+    same_start(actor.model, fresh.model)
+    reports = [actor.update(policy_batch(ids))]
     assert sum(rows for rows, width in made if width == h) == 5 * 11
     assert not [rows for rows, width in made if width == VOCAB]
+    reports.append(fresh.update(policy_batch(ids)))
+    assert reports[0] == reports[1]  # with the norm of the gradients
 
 
 def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:

@@ -136,9 +136,14 @@ class KeptPasses:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether logits are kept with the activations. On GPUs, or where activations are computed again to save memory,
-        logits are, too."""
-        return device().type == "cpu" and self._model.config.recompute_granularity is None
+        """Whether logits are kept with the activations, on CPUs in bf16.
+
+        GPUs compute them again in no time; in fp32 a chunk is more than the allocator keeps of freed memory, and new
+        pages would take as long. Where activations are computed again to save memory, logits are, too.
+        """
+        config = self._model.config
+        dtype = widened(torch.empty(0, dtype=config.params_dtype, device=device())).dtype
+        return device().type == "cpu" and dtype == torch.bfloat16 and config.recompute_granularity is None
 
     def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
         """Each rank's rows of a new pass: the most work for the rank that has had least.
@@ -215,8 +220,8 @@ class KeptPasses:
     def _bytes(self, micro_batch: KeptMicroBatch) -> int:
         size = micro_batch.num_tokens * self._bytes_per_token()
         if micro_batch.prediction is not None and self.keeps_logits:
-            weight = self._model.gpt.shared_embedding_or_output_weight()
-            size += len(micro_batch.prediction.targets) * len(weight) * widened(weight[:0]).element_size()
+            vocabulary = len(self._model.gpt.shared_embedding_or_output_weight())
+            size += len(micro_batch.prediction.targets) * vocabulary * torch.bfloat16.itemsize
         return size
 
     def _bytes_per_token(self) -> int:
