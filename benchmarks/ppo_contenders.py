@@ -21,11 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from ppo_memory import logged_peaks
 from ppo_models import Models, Workload
 
-from nemo_style_aligner.native.compilation import usable_kernels
+from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.logger import read_metrics
@@ -387,11 +386,11 @@ class OwnJobs:
 
         # Jobs say so where they do without; without a warning they have the best of what this processor can run.
         refused = said("actor", "training passes do without compiled kernels for layers: (.*)")
-        kernels = usable_kernels(torch.float32) if self._setting.device == "cpu" else []
+        kernels = best_kernels() if self._setting.device == "cpu" else None
         return {
             "threads": {name: said(name, r"(\d+) threads each") for name in logs},
             "generation_step": said("actor", "embedded engine: (.*)"),
-            "layer_kernels": f"torch's: {refused}" if refused else kernels[0] if kernels else "torch's",
+            "layer_kernels": f"torch's: {refused}" if refused else kernels.kernel if kernels else "torch's",
             "wait_policy": self._setting.environment.get("OMP_WAIT_POLICY", WAIT_POLICY),
         }
 

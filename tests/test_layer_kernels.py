@@ -29,15 +29,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# The last has vectors of 16 numbers on any processor: how AVX-512 computes.
-NAMES = [name for name in KERNELS if KERNELS[name].number == 0] + ["avx512-bf16-emulated"]
+# The last has vectors of 16 numbers and products of pairs on any processor: how AVX-512 computes.
+NAMES = [name for name in KERNELS if KERNELS[name].number < 2]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative; bf16 results are rounded to 8 bits
 
 
 @pytest.fixture(params=NAMES)
 def kernels(request: pytest.FixtureRequest) -> LayerKernels:
     name = request.param
-    if not KERNELS[name].emulated and name not in usable_kernels(torch.float32):
+    if not KERNELS[name].emulated and name not in usable_kernels(torch.bfloat16):
         pytest.skip(f"this processor has no {name}")
     return load(name)
 
@@ -132,6 +132,27 @@ def test_attention(
         d**-0.5,
     )
     assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kernels", [name for name in NAMES if KERNELS[name].number == 1], indirect=True)
+@pytest.mark.parametrize(("tokens", "n", "k"), [(301, 200, 96), (1, 7, 13), (38, 12, 45), (64, 97, 32)])
+def test_gradients_of_weights_are_added_in_fp32(kernels: LayerKernels, tokens: int, n: int, k: int) -> None:
+    columns, rows, start = numbers(tokens, n), numbers(tokens, k, seed=1), numbers(n, k, seed=2)
+    columns, rows = columns.bfloat16(), rows.bfloat16()
+    total = start.clone()
+    kernels.add_product(total, columns, rows)
+    expected = start.double() + columns.double().t() @ rows.double()
+    assert_near(total, expected)
+
+    torch.set_num_threads(1)
+    again = start.clone()
+    kernels.add_product(again, columns, rows)
+    assert torch.equal(total, again), "it depends on the number of threads"
+    with pytest.raises(TypeError, match="not what add_product is for"):
+        kernels.add_product(total, columns.float(), rows)
+    with pytest.raises(ValueError, match="cannot be added to"):
+        kernels.add_product(total[1:], columns, rows)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -2,6 +2,7 @@
 // Numbers in memory are fp32 or bf16 (T), all arithmetic is fp32. `layer_kernels.py` says what each function computes.
 #include "threads.h"
 #include "vectors.h"
+#include "weight_gradients.h"
 #include <memory>
 #include <unistd.h>
 
@@ -9,7 +10,7 @@ namespace {
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-std::mutex team_in_use;
+std::mutex team_in_use, right_in_use;
 
 // The threads of this process. A child of fork() has none of its parent's, and gets its own.
 Team& team(int threads) {
@@ -98,9 +99,26 @@ enum Wanted {
     DEPTH_FROM_ROWS,    // a: the same across
 };
 
+// What is multiplied comes in words of 32 bits: a float, or two bf16 that are neighbours in depth, where the processor has
+// dot products of them. T: of the numbers in memory.
+template <class T> constexpr int PER_WORD = sizeof(T) == 2 && KERNEL != KERNEL_FMA ? 2 : 1;
+constexpr int words(int numbers, int per_word) { return (numbers + per_word - 1) / per_word; }
+
+// LANES sums plus the products of one word with each of LANES words.
+template <int P> INLINE vf add_products(vf sum, const float* word, vf others) {
+#if KERNEL != KERNEL_FMA
+    if constexpr (P == 2) {
+        uint32_t pair;
+        memcpy(&pair, word, 4);
+        return add_dot(sum, pair, (vu)others);
+    }
+#endif
+    return sum + splat(*word) * others;
+}
+
 // c[m][n] = (or += for DEPTH_FROM_ROWS) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows, n < columns (a
-// multiple of LANES), k < depth.
-template <Wanted WANTED>
+// multiple of LANES), k < depth. a, b and depth are words of P numbers.
+template <Wanted WANTED, int P>
 void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, float* c, size_t ldc, int rows,
               int columns, int depth, int first) {
     constexpr bool ADD = WANTED == DEPTH_FROM_ROWS;
@@ -109,8 +127,8 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
             constexpr int V = decltype(vectors)::value;
             for (int m = 0; m < rows; m += TILE) {
                 if (WANTED == COLUMNS_UP_TO_ROWS && n >= first + m + TILE) continue;
-                const int begin = WANTED == DEPTH_FROM_ROWS ? std::max(0, m - first) : 0;
-                const int end = WANTED == DEPTH_UP_TO_ROWS ? std::min(depth, first + m + TILE) : depth;
+                const int begin = WANTED == DEPTH_FROM_ROWS ? std::max(0, m - first) / P : 0;
+                const int end = WANTED == DEPTH_UP_TO_ROWS ? std::min(depth, words(first + m + TILE, P)) : depth;
                 with_constant<TILE>(rows - m < TILE ? rows - m : TILE, [&](auto count) {
                     constexpr int N = decltype(count)::value;
                     vf acc[N][V];
@@ -125,11 +143,9 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
 #pragma GCC unroll 2
                         for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
 #pragma GCC unroll 16
-                        for (int i = 0; i < N; ++i) {
-                            const vf x = splat(left[i * am]);
+                        for (int i = 0; i < N; ++i)
 #pragma GCC unroll 2
-                            for (int v = 0; v < V; ++v) acc[i][v] += x * w[v];
-                        }
+                            for (int v = 0; v < V; ++v) acc[i][v] = add_products<P>(acc[i][v], left + i * am, w[v]);
                     }
 #pragma GCC unroll 16
                     for (int i = 0; i < N; ++i)
@@ -141,17 +157,41 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
     }
 }
 
-// [tokens][width] -> [width][padded], beyond the tokens 0. Both widths are multiples of LANES.
-void transpose(const float* from, int tokens, int width, float* to, int padded) {
+// The first `width` floats (a multiple of LANES) of rows as words, at the beginning of their rows.
+template <int P> void as_words(float* rows, int count, int width, int stride) {
+    if constexpr (P == 2)
+        for (int t = 0; t < count; ++t, rows += stride)
+            for (int i = 0; i < width; i += LANES) store_as((bf16*)rows + i, load<vf>(rows + i));
+}
+
+// Words of rows [tokens][stride] -> [width / P][padded], beyond the tokens 0. `width` and `padded` are multiples of LANES.
+template <int P> void transpose(const float* from, int tokens, int stride, int width, float* to, int padded) {
     for (int j = 0; j < padded; j += 8)
-        for (int i = 0; i < width; i += 8) {
+        for (int i = 0; i < width / P; i += 8) {
             vu8 in[8], out[8];
 #pragma GCC unroll 8
-            for (int l = 0; l < 8; ++l) in[l] = j + l < tokens ? load<vu8>(from + (size_t)(j + l) * width + i) : vu8{};
+            for (int l = 0; l < 8; ++l) in[l] = j + l < tokens ? load<vu8>(from + (size_t)(j + l) * stride + i) : vu8{};
             transpose8(in, out);
 #pragma GCC unroll 8
             for (int l = 0; l < 8; ++l) store(to + (size_t)(i + l) * padded + j, out[l]);
         }
+}
+
+// The same as words of neighbours in a column, [words(count)][stride]; the last may have a neighbour of zeros. They are
+// written to `to`, but single numbers, which are where they are. Returns where.
+template <int P> const float* joined(const float* rows, int count, int width, int stride, float* to) {
+#if KERNEL != KERNEL_FMA
+    if constexpr (P == 2) {
+        for (int t = 0; t < count; t += 2)
+            for (int i = 0; i < width; i += LANES) {
+                const float* row = rows + (size_t)t * stride + i;
+                const vf second = t + 1 < count ? load<vf>(row + stride) : vf{};
+                store(to + (size_t)(t / 2) * stride + i, pairs_of(load<vf>(row), second));
+            }
+        return to;
+    }
+#endif
+    return rows;
 }
 
 } // namespace
@@ -172,19 +212,24 @@ extern "C" struct Attention {
 namespace {
 
 constexpr int BLOCK = 4 * TILE; // query tokens of a head that are taken together
+constexpr int AHEAD = 8;        // tokens whose channels are asked for before their turn
 
 struct Task { // some query heads of a group, of one sequence
     int64_t first; // token
     int length, group, first_head, end_head; // heads in the group
 };
 
-// In a row of scores, what comes after the query at `place` becomes `hidden` as far as vectors of what it sees reach, and 0
-// from there to the last query's column. Returns the columns of those vectors.
-INLINE int hide_later(float* row, int place, int end, float hidden) {
+// In a row of scores, what comes after the query at `place` becomes `hidden` as far as vectors of what it sees reach.
+// Returns the columns of those vectors.
+INLINE int hide_later(float* row, int place, float hidden) {
     const int seen = round_up(place + 1, LANES);
-    std::fill(row + place + 1, row + seen, hidden);
-    if (seen < end) std::fill(row + seen, row + end, 0.0f);
+    float* last = row + seen - LANES;
+    store(last, lane_numbers() > place - (seen - LANES) ? splat(hidden) : load<vf>(last));
     return seen;
+}
+
+template <class T> INLINE void clear(T* row, int begin, int end) {
+    if (begin < end) std::fill(row + begin, row + end, T(0));
 }
 
 // What one thread needs to know about tokens and heads. T: of the numbers in memory.
@@ -219,8 +264,24 @@ template <class T> struct Heads {
     }
     // The same of every token of a sequence: [length][width].
     void fetch_all(const Task& task, int part, bool turned, float* out) const {
-        for (int t = 0; t < task.length; ++t)
-            fetch((const T*)a.qkv + place(task.first + t, task.group, part), task.first + t, turned, 1, out + (size_t)t * width);
+        for (int t = 0; t < task.length; ++t) {
+            const T* x = (const T*)a.qkv + place(task.first + t, task.group, part);
+            if (t + AHEAD < task.length) expect<0>(x + place(AHEAD, 0, 0));
+            fetch(x, task.first + t, turned, 1, out + (size_t)t * width);
+        }
+    }
+    // Asks for the channels of a head that will be read (WRITE 0) or written (1). From token to token they lie so far apart that
+    // the processor does not guess it.
+    template <int WRITE> void expect(const T* x) const {
+        for (int i = 0; i < a.channels; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, WRITE);
+    }
+    // The query that is taken BLOCK queries after this one, of the same head or of the next. Returns false after the last.
+    bool next_query(const Task& task, int& head, int& place) const {
+        place += BLOCK;
+        if (place < task.length) return true;
+        ++head;
+        place %= BLOCK;
+        return head < task.end_head && place < task.length;
     }
     // Gradients with respect to what `fetch` gave, times `factor` -> to what it read.
     void put(const float* x, int64_t token, bool turned, float factor, T* out) const {
@@ -252,19 +313,24 @@ template <class T> struct Heads {
 };
 
 template <class T> void attention_forward(const Attention& a) {
+    constexpr int P = PER_WORD<T>;
+    typedef std::conditional_t<P == 2, bf16, float> Factor; // what is multiplied
     const Heads<T> h{a};
     const auto tasks = h.tasks();
     const int width = h.width;
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
         const int padded = round_up(task.length, LANES);
-        Scratch scratch((size_t)(2 * width + BLOCK) * padded + (size_t)2 * BLOCK * width);
-        float *values = scratch.take((size_t)padded * width), *keys = scratch.take((size_t)padded * width);
+        const size_t matrix = (size_t)padded * width;
+        Scratch scratch(3 * matrix + (size_t)BLOCK * padded + (size_t)2 * BLOCK * width);
+        float *rows = scratch.take(matrix), *keys = scratch.take(matrix), *memory = scratch.take(matrix);
         float* scores = scratch.take((size_t)BLOCK * padded);
         float *query = scratch.take((size_t)BLOCK * width), *out = scratch.take((size_t)BLOCK * width);
-        h.fetch_all(task, a.per_group, true, values);
-        transpose(values, task.length, width, keys, padded);
-        h.fetch_all(task, a.per_group + 1, false, values);
+        h.fetch_all(task, a.per_group, true, rows);
+        as_words<P>(rows, task.length, width, width);
+        transpose<P>(rows, task.length, width, width, keys, padded);
+        h.fetch_all(task, a.per_group + 1, false, rows);
+        const float* values = joined<P>(rows, task.length, width, width, memory);
         for (int head = task.first_head; head < task.end_head; ++head)
             for (int begin = 0; begin < task.length; begin += BLOCK) {
                 const int count = std::min(BLOCK, task.length - begin), end = begin + count;
@@ -272,24 +338,34 @@ template <class T> void attention_forward(const Attention& a) {
                 for (int i = 0; i < count; ++i)
                     h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
                             query + i * width);
-                multiply<COLUMNS_UP_TO_ROWS>(query, width, 1, keys, padded, scores, padded, count,
-                                             round_up(end, LANES), a.channels, begin);
+                for (int i = 0; i < BLOCK; ++i) {
+                    int next = head, place = begin + i;
+                    if (h.next_query(task, next, place))
+                        h.template expect<0>((const T*)a.qkv + h.place(task.first + place, task.group, next));
+                    if (i < count) h.template expect<1>((const T*)a.out + h.place_out(token + i, task, head));
+                }
+                as_words<P>(query, count, width, width);
+                multiply<COLUMNS_UP_TO_ROWS, P>(query, width, 1, keys, padded, scores, padded, count,
+                                                round_up(end, LANES), words(a.channels, P), begin);
                 float factor[BLOCK];
                 for (int i = 0; i < count; ++i) {
                     float* row = scores + (size_t)i * padded;
-                    const int seen = hide_later(row, begin + i, end, -INFINITY);
+                    Factor* weights = (Factor*)row; // never ahead of what is read
+                    const int seen = hide_later(row, begin + i, -INFINITY);
                     vf most = splat(-INFINITY), sum = {};
                     for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
                     const float peak = max_lanes(most);
                     for (int j = 0; j < seen; j += LANES) {
                         const vf e = vexp(load<vf>(row + j) - peak);
                         sum += e;
-                        store(row + j, e);
+                        store_as(weights + j, e);
                     }
+                    clear(weights, seen, P * words(end, P));
                     factor[i] = 1 / sum_lanes(sum);
                     a.lse[(token + i) * h.heads + h.head_of(task, head)] = peak - std::log(factor[i]);
                 }
-                multiply<DEPTH_UP_TO_ROWS>(scores, padded, 1, values, width, out, width, count, width, end, begin);
+                multiply<DEPTH_UP_TO_ROWS, P>(scores, padded, 1, values, width, out, width, count, width, words(end, P),
+                                              begin);
                 for (int i = 0; i < count; ++i) {
                     T* row = (T*)a.out + h.place_out(token + i, task, head);
                     for (int c = 0; c < a.channels; c += LANES)
@@ -302,6 +378,7 @@ template <class T> void attention_forward(const Attention& a) {
 // With scores s, weights p = softmax(s), the result p v and its gradient g: the gradient of v is p' g, that of s is
 // p * (g v' - the sum over keys of p * g v'), as in arXiv:2205.14135; p is computed again from s and its `lse`.
 template <class T> void attention_backward(const Attention& a) {
+    constexpr int P = PER_WORD<T>;
     const Heads<T> h{a};
     const auto tasks = h.tasks();
     const int width = h.width;
@@ -314,14 +391,19 @@ template <class T> void attention_backward(const Attention& a) {
         const Task& task = tasks[index];
         const int padded = round_up(task.length, LANES);
         const size_t matrix = (size_t)padded * width, block = (size_t)BLOCK * padded, rows = (size_t)BLOCK * width;
-        Scratch scratch(3 * matrix + 2 * block + 3 * rows);
-        float *keys = scratch.take(matrix), *keys_across = scratch.take(matrix), *values_across = scratch.take(matrix);
-        float *weights = scratch.take(block), *slopes = scratch.take(block);
+        Scratch scratch(4 * matrix + 3 * block + 5 * rows);
+        float *fetched = scratch.take(matrix), *memory = scratch.take(matrix);
+        float *keys_across = scratch.take(matrix), *values_across = scratch.take(matrix);
+        float *weights = scratch.take(block), *slopes = scratch.take(block), *across = scratch.take(block);
         float *query = scratch.take(rows), *grad = scratch.take(rows), *result = scratch.take(rows);
-        h.fetch_all(task, a.per_group + 1, false, keys);
-        transpose(keys, task.length, width, values_across, padded);
-        h.fetch_all(task, a.per_group, true, keys);
-        transpose(keys, task.length, width, keys_across, padded);
+        float *query_memory = scratch.take(rows), *grad_memory = scratch.take(rows);
+        h.fetch_all(task, a.per_group + 1, false, fetched);
+        as_words<P>(fetched, task.length, width, width);
+        transpose<P>(fetched, task.length, width, width, values_across, padded);
+        h.fetch_all(task, a.per_group, true, fetched);
+        const float* keys = joined<P>(fetched, task.length, width, width, memory);
+        as_words<P>(fetched, task.length, width, width);
+        transpose<P>(fetched, task.length, width, width, keys_across, padded);
         for (int head = task.first_head; head < task.end_head; ++head) {
             float* grad_keys = sums.get() + h.head_of(task, head) * plane + task.first * width;
             float* grad_values = grad_keys + plane * h.heads;
@@ -329,7 +411,7 @@ template <class T> void attention_backward(const Attention& a) {
             std::fill(grad_values, grad_values + (size_t)task.length * width, 0.0f);
             for (int begin = 0; begin < task.length; begin += BLOCK) {
                 const int count = std::min(BLOCK, task.length - begin), end = begin + count;
-                const int columns = round_up(end, LANES);
+                const int columns = round_up(end, LANES), depth = words(a.channels, P);
                 const int64_t token = task.first + begin;
                 for (int i = 0; i < count; ++i) {
                     h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
@@ -337,15 +419,27 @@ template <class T> void attention_backward(const Attention& a) {
                     h.fetch((const T*)a.grad_out + h.place_out(token + i, task, head), token + i, false, 1,
                             grad + i * width);
                 }
-                multiply<COLUMNS_UP_TO_ROWS>(query, width, 1, keys_across, padded, weights, padded, count, columns,
-                                             a.channels, begin);
-                multiply<COLUMNS_UP_TO_ROWS>(grad, width, 1, values_across, padded, slopes, padded, count, columns,
-                                             a.channels, begin);
+                for (int i = 0; i < BLOCK; ++i) {
+                    int next = head, place = begin + i;
+                    if (h.next_query(task, next, place)) {
+                        h.template expect<0>((const T*)a.qkv + h.place(task.first + place, task.group, next));
+                        h.template expect<0>((const T*)a.grad_out + h.place_out(task.first + place, task, next));
+                    }
+                    if (i < count) h.template expect<1>((const T*)a.grad_qkv + h.place(token + i, task.group, head));
+                }
+                const float* queries = joined<P>(query, count, width, width, query_memory);
+                const float* grads = joined<P>(grad, count, width, width, grad_memory);
+                as_words<P>(query, count, width, width);
+                as_words<P>(grad, count, width, width);
+                multiply<COLUMNS_UP_TO_ROWS, P>(query, width, 1, keys_across, padded, weights, padded, count, columns,
+                                                depth, begin);
+                multiply<COLUMNS_UP_TO_ROWS, P>(grad, width, 1, values_across, padded, slopes, padded, count, columns,
+                                                depth, begin);
                 for (int i = 0; i < count; ++i) {
                     float *weight = weights + (size_t)i * padded, *slope = slopes + (size_t)i * padded;
                     const float lse = a.lse[(token + i) * h.heads + h.head_of(task, head)];
-                    const int seen = hide_later(weight, begin + i, end, -INFINITY);
-                    hide_later(slope, begin + i, end, 0);
+                    const int seen = hide_later(weight, begin + i, -INFINITY);
+                    hide_later(slope, begin + i, 0);
                     vf sum = {};
                     for (int j = 0; j < seen; j += LANES) {
                         const vf p = vexp(load<vf>(weight + j) - lse);
@@ -355,10 +449,16 @@ template <class T> void attention_backward(const Attention& a) {
                     const float mean = sum_lanes(sum);
                     for (int j = 0; j < seen; j += LANES)
                         store(slope + j, load<vf>(weight + j) * (load<vf>(slope + j) - mean));
+                    clear(weight, seen, columns);
+                    clear(slope, seen, columns);
                 }
-                multiply<DEPTH_FROM_ROWS>(weights, 1, padded, grad, width, grad_values, width, end, width, count, begin);
-                multiply<DEPTH_FROM_ROWS>(slopes, 1, padded, query, width, grad_keys, width, end, width, count, begin);
-                multiply<DEPTH_UP_TO_ROWS>(slopes, padded, 1, keys, width, result, width, count, width, end, begin);
+                multiply<DEPTH_FROM_ROWS, P>(joined<P>(weights, count, columns, padded, across), 1, padded, grads,
+                                             width, grad_values, width, end, width, words(count, P), begin);
+                multiply<DEPTH_FROM_ROWS, P>(joined<P>(slopes, count, columns, padded, across), 1, padded, queries,
+                                             width, grad_keys, width, end, width, words(count, P), begin);
+                as_words<P>(slopes, count, columns, padded);
+                multiply<DEPTH_UP_TO_ROWS, P>(slopes, padded, 1, keys, width, result, width, count, width, words(end, P),
+                                              begin);
                 for (int i = 0; i < count; ++i)
                     h.put(result + i * width, token + i, true, a.scale,
                           (T*)a.grad_qkv + h.place(token + i, task.group, head));
@@ -459,6 +559,27 @@ void rms_norm_backward(const T* x, const float* weight, const float* scale, cons
     });
 }
 
+// ---- gradients of weights -------------------------------------------------------------------------------------------
+
+#if KERNEL == KERNEL_DOT
+void add_product(const weight_gradients::Product& p, int threads) {
+    using namespace weight_gradients;
+    const int panels = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, pairs = p.pairs();
+    static std::vector<uint32_t> right; // kept for the next call
+    std::lock_guard<std::mutex> lock(right_in_use);
+    const size_t needed = (size_t)panels * pairs * TILE_COLUMNS + LANES;
+    if (right.size() < needed) right.resize(needed);
+    parallel(threads, panels, [&](int i) {
+        const int column = i * TILE_COLUMNS;
+        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, p.k - column, right.data() + (size_t)column * pairs);
+    });
+    parallel(threads, (p.n + BLOCK_ROWS - 1) / BLOCK_ROWS, [&](int i) {
+        Scratch scratch(BLOCK_TILES * ((size_t)pairs * TILE_ROWS + LANES));
+        add_block(p, i * BLOCK_ROWS, (uint32_t*)scratch.take(0), right.data());
+    });
+}
+#endif
+
 } // namespace
 
 // f with a value of the type that numbers have in memory. 0, or 1 where memory is short.
@@ -511,4 +632,12 @@ int layer_rms_norm_backward(const void* x, const float* weight, const float* sca
         rms_norm_backward((const T*)x, weight, scale, (const T*)grad, (T*)grad_x, grad_weight, rows, width, threads);
     });
 }
+
+#if KERNEL == KERNEL_DOT
+int layer_add_product(float* total, const void* columns, const void* rows, int tokens, int n, int k, int threads) {
+    return with_type(1, [&](auto) {
+        add_product({total, (const bf16*)columns, (const bf16*)rows, tokens, n, k}, threads);
+    });
+}
+#endif
 }

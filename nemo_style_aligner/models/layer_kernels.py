@@ -1,7 +1,8 @@
-"""Compiled parts of a layer's training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, forward and backward.
+"""Compiled parts of a training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, gradients of weights in bf16.
 
-Each replaces several of torch's passes over memory by one, and computes in fp32 whatever the dtype of its arguments.
-Where they cannot be had (no compiler, say), the layers do the same in torch.
+Each replaces several of torch's passes over memory by one, and computes in fp32 whatever the dtype of its arguments,
+but for products of bf16 where the processor has them. Where they cannot be had (no compiler, say), the layers do the
+same in torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from nemo_style_aligner.native.compilation import (
     INCLUDES,
+    KERNELS,
     NativeUnavailable,
     compiler_flags,
     find_compiler,
@@ -27,7 +29,11 @@ from nemo_style_aligner.native.compilation import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = [Path(__file__).with_suffix(".cpp"), INCLUDES / "threads.h", INCLUDES / "vectors.h"]
+_SOURCES = [
+    Path(__file__).with_suffix(".cpp"),
+    Path(__file__).with_name("weight_gradients.h"),
+    *(INCLUDES / name for name in ("threads.h", "vectors.h")),
+]
 _DTYPES = (torch.float32, torch.bfloat16)
 _CHECK_TOLERANCE = 1e-4
 _Pointer = ctypes.c_void_p
@@ -45,10 +51,31 @@ class _Attention(ctypes.Structure):
 
 
 class LayerKernels:
-    """The compiled functions. Tensors are contiguous, on the CPU and, where not said, of one dtype: fp32 or bf16."""
+    """The compiled functions. Tensors are contiguous, on the CPU and, where not said, of one dtype: fp32 or bf16.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Attributes:
+        kernel: the name of the instructions they are compiled for, one of `compilation.KERNELS`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kernel: str) -> None:
         self._library = library
+        self.kernel = kernel
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether there is `add_product`: it takes dot products of bf16."""
+        return KERNELS[self.kernel].number == 1
+
+    def add_product(self, total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        """total += columns.T @ rows: fp32 [v, h], bf16 [n, v] and [n, h]. The sums are in fp32 throughout."""
+        (n, v), h = columns.shape, rows.shape[1]
+        if (total.dtype, columns.dtype, rows.dtype) != (torch.float32, torch.bfloat16, torch.bfloat16):
+            raise TypeError(f"{total.dtype} += {columns.dtype} @ {rows.dtype}: not what add_product is for")
+        if total.shape != (v, h) or len(rows) != n or not total.is_contiguous():
+            raise ValueError(f"{list(columns.shape)}.T @ {list(rows.shape)} cannot be added to {list(total.shape)}")
+        columns, rows = columns.contiguous(), rows.contiguous()
+        pointers = [_Pointer(x.data_ptr()) for x in (total, columns, rows)]
+        self._check(self._library.layer_add_product(*pointers, n, v, h, torch.get_num_threads()))
 
     def attention(
         self,
@@ -172,7 +199,7 @@ def load(kernel: str) -> LayerKernels:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
     command = [*find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
-    kernels = LayerKernels(find_or_compile(command, _SOURCES)[0])
+    kernels = LayerKernels(find_or_compile(command, _SOURCES)[0], kernel)
     error = _largest_error(kernels)
     if not error < _CHECK_TOLERANCE:
         raise NativeUnavailable(f"the {kernel} kernels differ from torch by {error:.1e} on this processor")
@@ -182,7 +209,8 @@ def load(kernel: str) -> LayerKernels:
 @functools.cache
 def best_kernels() -> LayerKernels | None:
     """The functions for this processor, compiled by the first process of this user; None, with a warning, without."""
-    names = usable_kernels(torch.float32)
+    # In bf16 they multiply by dot products where the processor has them; none uses tiles.
+    names = [name for name in usable_kernels(torch.bfloat16) if name != "amx"]
     try:
         if not names:
             raise NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
@@ -234,6 +262,12 @@ def _largest_error(kernels: LayerKernels) -> float:
         out, factor = kernels.rms_norm(x.detach(), weight.detach(), 1e-5)
         grads = kernels.rms_norm_backward(x.detach(), weight.detach(), factor, grad)
         errors += [out - expected, *(a - b for a, b in zip(grads, expected_grads, strict=True))]
+
+        if kernels.adds_products:
+            x, grad, total = numbers(7, 45).bfloat16(), numbers(7, 50).bfloat16(), numbers(50, 45)
+            expected = total + grad.float().t() @ x.float()
+            kernels.add_product(total, grad, x)
+            errors.append(total - expected)
     worst = max(error.abs().max().item() for error in errors)
     return math.inf if any(error.isnan().any() for error in errors) else worst
 

@@ -3,6 +3,8 @@
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
 - In fp32 on AMD's processors numpy multiplies, with the OpenBLAS of its wheels, instead of the MKL of torch's, in
   a few threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
+- Gradients of weights in bf16 are added up in fp32 by code of ours where the processor has dot products of bf16, but no
+  tiles: torch would round each micro batch's to bf16 first, which takes longer.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import threadpoolctl
 import torch
 from numpy.typing import NDArray
 
+from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels
+from nemo_style_aligner.native.compilation import usable_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
@@ -75,6 +79,9 @@ def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) 
         torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
         return
     step = max(1, _ELEMENTS_ADDED // total.shape[1])
+    if total.dtype != rows.dtype and (kernels := _kernels_that_add()) is not None:
+        kernels.add_product(total, columns, rows)
+        return
     if total.dtype != rows.dtype:  # products in bf16 on a CPU
         for some, part in zip(total.split(step), columns.split(step, 1), strict=True):
             some.add_(part.t() @ rows)
@@ -140,6 +147,15 @@ def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> 
     take()
     for helper in helpers:
         helper.result()
+
+
+@functools.cache
+def _kernels_that_add() -> LayerKernels | None:
+    """Ours, where they are faster than torch's library: it has tiles to itself."""
+    kernels = best_kernels()
+    if kernels is None or not kernels.adds_products or "amx" in usable_kernels(torch.bfloat16):
+        return None
+    return kernels
 
 
 @functools.cache

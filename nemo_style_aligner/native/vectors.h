@@ -82,15 +82,23 @@ static INLINE void transpose8(const vu8 (&in)[8], vu8 (&out)[8]) {
 static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which is no copy of -0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
+// 0, 1, 2, ...
+static INLINE vi lane_numbers() {
+    vi lanes;
+    for (int i = 0; i < LANES; ++i) lanes[i] = i;
+    return lanes;
+}
+// All lanes taken together by f(vf, vf), in halves: what the order is does not depend on the processor.
+template <class F> static INLINE float across_lanes(vf v, F&& f) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) v = f(v, __builtin_shuffle(v, lane_numbers() ^ half));
+    return v[0];
+}
 static INLINE float sum_lanes(vf v) {
-    float s = 0;
-    for (int i = 0; i < LANES; ++i) s += v[i];
-    return s;
+    return across_lanes(v, [](vf a, vf b) { return a + b; });
 }
 static INLINE float max_lanes(vf v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; ++i) m = v[i] > m ? v[i] : m;
-    return m;
+    return across_lanes(v, [](vf a, vf b) { return vmax(a, b); });
 }
 
 // ---- bf16: the upper half of a float; rounding is to nearest, ties to even -----------------------------------------
@@ -202,6 +210,24 @@ static INLINE vu load_pairs(const int8_t* pairs) {
     return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 #endif
 }
+
+// sum + the dot products of a pair of bf16 with each of LANES pairs.
+static INLINE vf add_dot(vf sum, uint32_t pair, vu pairs) {
+#if EMULATE
+    sum += widen((bf16)pair) * (vf)(pairs << 16);
+    return sum + widen((bf16)(pair >> 16)) * (vf)(pairs & 0xffff0000u);
+#else
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)pairs);
+#endif
+}
+
+// LANES pairs of numbers, rounded to bf16: the first of each pair from `first`, the second from `second`.
+static INLINE vu pairs_of(vf first, vf second) {
+    bf16 low[LANES], high[LANES];
+    store_as(low, first);
+    store_as(high, second);
+    return widen_integers(low) | widen_integers(high) << 16;
+}
 #endif
 
 // What the next products will read, asked for while this one is computed: `step` bytes for each pair of k.
@@ -242,15 +268,7 @@ static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, cons
             uint32_t pair;
             memcpy(&pair, a[i] + 2 * p, 4);
 #pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; ++j) {
-#if EMULATE
-                acc[i][j] += widen((bf16)pair) * (vf)(w[j] << 16);
-                acc[i][j] += widen((bf16)(pair >> 16)) * (vf)(w[j] & 0xffff0000u);
-#else
-                acc[i][j] =
-                    (vf)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w[j]);
-#endif
-            }
+            for (int j = 0; j < VECTORS; ++j) acc[i][j] = add_dot(acc[i][j], pair, w[j]);
         }
 #endif
     }

@@ -1,0 +1,93 @@
+// Gradients of weight matrices in bf16: total[n][k] += the sum over tokens of columns[token][n] * rows[token][k], in fp32.
+//
+// Both factors have their tokens, along which is summed, from row to row, so that a library that wants them next to each other
+// transposes one. Dot products want pairs of tokens next to each other, no more.
+#pragma once
+#include "threads.h"
+#include "vectors.h"
+
+#if KERNEL == KERNEL_DOT
+namespace weight_gradients {
+
+constexpr int TILE_ROWS = 12; // of the total, with two vectors of columns: as many sums as there are registers for
+constexpr int TILE_COLUMNS = 2 * LANES;
+constexpr int BLOCK_TILES = 8; // of a task: its factor on the left stays in the second cache
+constexpr int BLOCK_ROWS = TILE_ROWS * BLOCK_TILES;
+constexpr int AHEAD = 8; // pairs of tokens that are asked for before their turn
+
+struct Product {
+    float* total; // [n][k]
+    const bf16 *columns, *rows;
+    int tokens, n, k;
+    int pairs() const { return (tokens + 1) / 2; }
+};
+
+// The first `count` of LANES numbers, as bits; the others are 0.
+INLINE vu load_bits(const bf16* x, int count) {
+#if EMULATE
+    vu v = {};
+    for (int i = 0; i < std::min(count, LANES); ++i) v[i] = x[i];
+    return v;
+#else
+    const __mmask16 mask = count >= LANES ? 0xffff : (1u << std::max(count, 0)) - 1;
+    return (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
+#endif
+}
+
+// `width` columns of all pairs of tokens, from x[token][stride]: out[pair][WIDTH], of which vectors are written whole, so that
+// the last pair needs room for one more.
+template <int WIDTH> void pack(const bf16* x, int tokens, int stride, int width, uint32_t* out) {
+    constexpr int VECTORS = (WIDTH + LANES - 1) / LANES;
+    for (int t = 0; t < tokens; t += 2, x += 2 * (size_t)stride, out += WIDTH) {
+        const bool has_second = t + 1 < tokens;
+        __builtin_prefetch(x + 2 * AHEAD * (size_t)stride);
+        __builtin_prefetch(x + (2 * AHEAD + 1) * (size_t)stride);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) {
+            const vu first = load_bits(x + v * LANES, width - v * LANES);
+            const vu second = load_bits(x + stride + v * LANES, has_second ? width - v * LANES : 0);
+            store(out + v * LANES, first | second << 16);
+        }
+    }
+}
+
+// A tile: left[pair][TILE_ROWS] times right[pair][TILE_COLUMNS], added to N rows of total[][stride].
+template <int N>
+INLINE void add_tile(const uint32_t* left, const uint32_t* right, int pairs, float* total, int stride, int columns) {
+    for (int i = 0; i < N; ++i)
+        for (int v = 0; v < 2; ++v) __builtin_prefetch(total + (size_t)i * stride + v * LANES, 1);
+    vf sums[N][2] = {};
+    for (int p = 0; p < pairs; ++p, left += TILE_ROWS, right += TILE_COLUMNS) {
+        const vu w[2] = {load<vu>(right), load<vu>(right + LANES)};
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) sums[i][v] = add_dot(sums[i][v], left[i], w[v]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+            float* out = total + (size_t)i * stride + v * LANES;
+            if (columns >= (v + 1) * LANES) store(out, load<vf>(out) + sums[i][v]);
+            else
+                for (int j = 0; j < columns - v * LANES; ++j) out[j] += sums[i][v][j];
+        }
+}
+
+// Rows of the total from `first` on, BLOCK_ROWS of them at most; `left` has room for them, `right` holds all columns.
+inline void add_block(const Product& p, int first, uint32_t* left, const uint32_t* right) {
+    const int end = std::min(first + BLOCK_ROWS, p.n), pairs = p.pairs();
+    const size_t panel = (size_t)pairs * TILE_ROWS + LANES;
+    for (int row = first, i = 0; row < end; row += TILE_ROWS, ++i)
+        pack<TILE_ROWS>(p.columns + row, p.tokens, p.n, std::min(TILE_ROWS, end - row), left + i * panel);
+    for (int column = 0; column < p.k; column += TILE_COLUMNS)
+        for (int row = first, i = 0; row < end; row += TILE_ROWS, ++i)
+            with_constant<TILE_ROWS>(std::min(TILE_ROWS, end - row), [&](auto rows) {
+                add_tile<decltype(rows)::value>(left + i * panel, right + (size_t)column * pairs, pairs,
+                                                p.total + (size_t)row * p.k + column, p.k, p.k - column);
+            });
+}
+
+} // namespace weight_gradients
+#endif
