@@ -321,6 +321,23 @@ def test_models_compute_the_same_with_and_without(
     assert (gradient - expected_gradient).norm() < tolerance * expected_gradient.norm()
 
 
+def test_what_the_compiler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old one knows no dot products of bf16, and the processor may have a hypervisor that hides them."""
+    tried = []
+
+    def load_avx2(name: str) -> LayerKernels:
+        tried.append(name)
+        if name != "avx2":
+            raise NativeUnavailable(f"no {name}")
+        return load(name)
+
+    monkeypatch.setattr(layer_kernels, "load", load_avx2)
+    monkeypatch.setattr(layer_kernels, "usable_kernels", lambda _: ["amx", "avx512-bf16", "avx512", "avx2"])
+    found = best_kernels.__wrapped__()
+    assert found is not None and found.kernel == "avx2" and not found.adds_products
+    assert tried == ["avx512-bf16", "avx512", "avx2"]
+
+
 def test_without_them_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert best_kernels.__wrapped__() is None

@@ -209,15 +209,17 @@ def load(kernel: str) -> LayerKernels:
 @functools.cache
 def best_kernels() -> LayerKernels | None:
     """The functions for this processor, compiled by the first process of this user; None, with a warning, without."""
-    # In bf16 they multiply by dot products where the processor has them; none uses tiles.
-    names = [name for name in usable_kernels(torch.bfloat16) if name != "amx"]
-    try:
-        if not names:
-            raise NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
-        return load(names[0])
-    except NativeUnavailable as error:
-        logger.warning("training passes do without compiled kernels for layers: %s", error)
-        return None
+    problem = NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
+    # In bf16 they multiply by dot products where the processor, and the compiler, has them; none uses tiles.
+    for name in usable_kernels(torch.bfloat16):
+        if name == "amx":
+            continue
+        try:
+            return load(name)
+        except NativeUnavailable as error:
+            problem = error
+    logger.warning("training passes do without compiled kernels for layers: %s", problem)
+    return None
 
 
 def _largest_error(kernels: LayerKernels) -> float:
