@@ -56,7 +56,7 @@ ARGUMENTS = {
     ],
     "learning.py": [
         *("--variants", "default", "unpacked", "--seeds", "1", "2", "--max-operand", "39"),
-        *("--base-steps", "3", "--sft-steps", "3", "--rm-steps", "4", "--ppo-steps", "2"),
+        *("--base-steps", "3", "--base-tries", "1", "--sft-steps", "3", "--rm-steps", "4", "--ppo-steps", "2"),
     ],
     "ppo_step.py": [
         *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--micro-batch", "2"),
