@@ -53,9 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-operand", type=int, default=10)
     parser.add_argument("--max-operand", type=int, default=99)
     parser.add_argument("--base-steps", type=int, default=700)
-    parser.add_argument(
-        "--base-tries", type=int, default=3, help="seeds of base models, until one understands sums"
-    )
+    parser.add_argument("--base-tries", type=int, default=3, help="seeds, until a base model understands sums")
     parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
     parser.add_argument("--rm-steps", type=int, default=600)
@@ -75,7 +73,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
-        for seed in range(args.seed, args.seed + args.base_tries):  # when it understands sums is a matter of luck, too
+        for seed in range(args.seed, args.seed + max(1, args.base_tries)):  # whether it understands is partly luck
             log_dir = folder / "base"
             shutil.rmtree(log_dir, ignore_errors=True)
             demo.run(
