@@ -10,7 +10,7 @@ namespace {
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-std::mutex team_in_use, right_in_use;
+std::mutex team_in_use;
 
 // The threads of this process. A child of fork() has none of its parent's, and gets its own.
 Team& team(int threads) {
@@ -565,17 +565,18 @@ void rms_norm_backward(const T* x, const float* weight, const float* scale, cons
 void add_product(const weight_gradients::Product& p, int threads) {
     using namespace weight_gradients;
     const int panels = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, pairs = p.pairs();
-    static std::vector<uint32_t> right; // kept for the next call
-    std::lock_guard<std::mutex> lock(right_in_use);
+    static thread_local std::vector<uint32_t> memory; // the caller's, kept for its next call
     const size_t needed = (size_t)panels * pairs * TILE_COLUMNS + LANES;
-    if (right.size() < needed) right.resize(needed);
+    if (memory.size() < needed) memory.resize(needed);
+    uint32_t* const right = memory.data();
     parallel(threads, panels, [&](int i) {
         const int column = i * TILE_COLUMNS;
-        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, p.k - column, right.data() + (size_t)column * pairs);
+        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, p.k - column, right + (size_t)column * pairs);
     });
     parallel(threads, (p.n + BLOCK_ROWS - 1) / BLOCK_ROWS, [&](int i) {
-        Scratch scratch(BLOCK_TILES * ((size_t)pairs * TILE_ROWS + LANES));
-        add_block(p, i * BLOCK_ROWS, (uint32_t*)scratch.take(0), right.data());
+        const size_t block = BLOCK_TILES * ((size_t)pairs * TILE_ROWS + LANES);
+        Scratch scratch(block);
+        add_block(p, i * BLOCK_ROWS, (uint32_t*)scratch.take(block), right);
     });
 }
 #endif
