@@ -1,5 +1,6 @@
 // Parts of a transformer layer, forward and backward, on CPUs: what torch does there in many passes over memory.
-// Numbers in memory are fp32 or bf16 (T), arithmetic is fp32, but for products of bf16. `layer_kernels.py` says what each function computes.
+// Numbers in memory are fp32 or bf16 (T), arithmetic is fp32, but for products of bf16. `layer_kernels.py`
+// says what each function computes.
 #include "threads.h"
 #include "vectors.h"
 #include "weight_gradients.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import linecache
 import sys
 import threading
@@ -29,8 +30,15 @@ class Location:
 def main_thread_location() -> Location:
     """Where the main thread is now; to be called from another thread."""
     identifier = threading.main_thread().ident
-    frame = sys._current_frames().get(identifier) if identifier is not None else None
-    return locate(frame)
+    # CPython 3.11 waits for itself for ever where this allocation has the collector end a thread's state (gh-106883).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frames = sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+    return locate(frames.get(identifier) if identifier is not None else None)
 
 
 def locate(frame: FrameType | None) -> Location:
