@@ -41,6 +41,9 @@ class Variant:
 
 
 _ONE_BY_ONE = ("model.micro_batch_size=1", "model.forward_micro_batch_size=1")
+_ONE_UPDATE = ("model.global_batch_size=256",)
+_NEVER = ("model.keep_activations=never",)
+_BF16 = ("trainer.precision=bf16",)
 _AHEAD = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
 VARIANTS = {
     "default": Variant("the demo as it is"),
@@ -62,7 +65,16 @@ VARIANTS = {
         ("trainer.ppo.generation.weight_format=int8", "trainer.ppo.importance_weight_cap=2.0"),
     ),
     "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
-    "bf16": Variant("bf16 in both jobs", ("trainer.precision=bf16",), ("trainer.precision=bf16",)),
+    "bf16": Variant("bf16 in both jobs", _BF16, _BF16),
+    "kept": Variant(
+        "one update per step, of all rollouts, by the passes kept from log-probs and values", _ONE_UPDATE, _ONE_UPDATE
+    ),
+    "not-kept": Variant(
+        "the same with forward passes of its own",
+        (*_ONE_UPDATE, "model.ppo.keep_activations=never"),
+        (*_ONE_UPDATE, *_NEVER),
+    ),
+    "kept-bf16": Variant("kept, in bf16", (*_ONE_UPDATE, *_BF16), (*_ONE_UPDATE, *_BF16)),
     "ahead": Variant(
         "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
         _AHEAD,

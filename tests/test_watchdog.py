@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -52,6 +53,37 @@ if __name__ == "__main__":
     main()
 """
 LIMIT_SECONDS = 3.0
+
+# Collections that end a thread's state become due while frames of new threads are listed, wherever in it that is.
+COLLECTED_MEANWHILE = """
+import faulthandler, gc, threading
+from nemo_style_aligner.telemetry.stacks import main_thread_location
+
+def leave_garbage():
+    local = threading.local()
+    local.value = 1
+    cycle = [local]
+    cycle.append(cycle)
+
+def wait():
+    started.release()
+    end.wait()
+
+faulthandler.dump_traceback_later(60, exit=True)
+end, started = threading.Event(), threading.Semaphore(0)
+for due_after in range(12):
+    for _ in range(8):  # a frame is an object, and counts, once it has been asked for
+        threading.Thread(target=wait, daemon=True).start()
+        started.acquire()
+    gc.disable()
+    gc.collect()
+    for _ in range(20):
+        leave_garbage()
+    gc.set_threshold(gc.get_count()[0] + due_after)
+    gc.enable()
+    main_thread_location()
+    gc.set_threshold(700)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +304,8 @@ def test_a_wait_with_its_own_limit_may_take_as_long() -> None:
         now = activity.current()
         assert now.phase.endswith("outer/inner") and now.bound == 5.0
     assert activity.current().bound == 0.0
+
+
+def test_looking_at_a_thread_does_not_wait_for_the_collector() -> None:
+    """CPython 3.11 holds a lock while it lists frames that a thread's end, in a collection meanwhile, waits for."""
+    subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], check=True, timeout=120)

@@ -30,7 +30,7 @@ class Location:
 def main_thread_location() -> Location:
     """Where the main thread is now; to be called from another thread."""
     identifier = threading.main_thread().ident
-    # CPython 3.11 waits for itself for ever where this allocation has the collector end a thread's state (gh-106883).
+    # CPython 3.11 waits for itself for ever if the collector runs in this call and frees a threading.local (gh-106883).
     collects = gc.isenabled()
     gc.disable()
     try:
