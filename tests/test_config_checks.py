@@ -291,6 +291,18 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "trainer.ppo.use_absolute_kl=False trainer.ppo.kl_estimator=abs",
         ("trainer.ppo.use_absolute_kl=False, trainer.ppo.kl_estimator=abs contradict each other",),
     ),
+    "kept beside swapped weights": (
+        "gpt_ppo_actor", 1, "model.ppo.keep_activations=always trainer.ppo.reference_policy_placement=swap",
+        ("model.ppo.keep_activations=always: other weights take the place",),
+    ),
+    "kept by stages": (
+        "gpt_ppo_critic", 2, "model.keep_activations=always model.pipeline_model_parallel_size=2",
+        ("model.keep_activations=always: pipeline stages",),
+    ),
+    "kept with dropout": (
+        "gpt_ppo_critic", 1, "model.keep_activations=always model.hidden_dropout=0.1",
+        ("model.keep_activations=always: with dropout",),
+    ),
     "two engines": (
         "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.enable=True trainer.ppo.generation.engine=megatron",
         ("trainer.ppo.generation.engine=megatron, trainer.ppo.trt_llm.enable=True ask for two engines",),

@@ -243,7 +243,7 @@ def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: To
     assert spell(tokenizer, sft(tmp_path, tokenizer, row, add_eos=False)[0].token_ids) == "User: 6+10? 16"
     separated = sft(tmp_path, tokenizer, row, add_sep=True, sep_id=tokenizer.text_to_ids("#")[0])[0]
     assert learnt(tokenizer, separated) == "____________ 16$" and spell(tokenizer, separated.token_ids)[11] == "#"
-    with pytest.raises(DataError, match="add_bos is on"):
+    with pytest.raises(DataError, match=r"model.data.\*.add_bos=True"):
         sft(tmp_path, tokenizer, row, add_bos=True)
 
 

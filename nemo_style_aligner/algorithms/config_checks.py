@@ -39,6 +39,7 @@ from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import why_not_kept
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over, read_base_config
 from nemo_style_aligner.parallel.detection import detect_launch
@@ -456,6 +457,20 @@ def _policy_logprobs(view: JobView) -> Iterator[str]:
         )
 
 
+def _keep_activations(view: JobView) -> Iterator[str]:
+    """A placement that is left to memory (auto) is decided where the model is built, and refused there."""
+    if view.name == "gpt_ppo_actor":
+        key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
+        has_second = (view.get("trainer.ppo.initial_policy_kl_penalty") or 0) > 0
+    else:
+        key, placement = "model.keep_activations", "model.rm_placement"
+        has_second = bool(view.get("trainer.ppo.combine_rm_and_critic_server"))
+    drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
+    why = why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)
+    if why and view.get(key) == "always":
+        yield f"{view.said(key)}: {why}; choose auto or never"
+
+
 def _kl_estimator(view: JobView) -> Iterator[str]:
     absolute, estimator = "trainer.ppo.use_absolute_kl", "trainer.ppo.kl_estimator"
     if view.get(absolute) is False and view.get(estimator) == "abs":
@@ -522,7 +537,7 @@ _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monit
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
     "training_rm": (*_TRAINING, _reward_head),
-    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic, _inference_batch),
+    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic, _inference_batch, _keep_activations),
     "gpt_ppo_actor": (
         *_TRAINING,
         _rollout_batches,
@@ -531,6 +546,7 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
         _rollout_ranks,
         _importance,
         _policy_logprobs,
+        _keep_activations,
         _kl_estimator,
         _services,
     ),

@@ -102,7 +102,7 @@ class SFTDataset:
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
         if options.add_bos and tokenizer.bos_id is None:
-            raise DataError("add_bos is on, but the tokenizer has no beginning-of-sequence token")
+            raise DataError("model.data.*.add_bos=True, but the tokenizer has no beginning-of-sequence token")
         self._tokenizer, self._options = tokenizer, options
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)

@@ -253,19 +253,27 @@ def keep_passes(
     """
     if choice == "never":
         return None
-    if why := _why_not_kept(model, second):
+    drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout)
+    if why := why_not_kept(second is not None and second.swaps, model.layout.pp_size, drops_out):
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
         return None
     return KeptPasses(model, choice, update_size)
 
 
-def _why_not_kept(model: MegatronModel, second: FrozenWeights | None) -> str | None:
-    if second is not None and second.swaps:
+def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
+    """Why passes of a model cannot be kept; None: they can.
+
+    Args:
+        swaps: other weights take the place of the trained ones between a pass and the update.
+        pp_size: pipeline stages.
+        drops_out: the model has dropout.
+    """
+    if swaps:
         return "other weights take the place of the trained ones (reference_policy_placement or rm_placement: swap)"
-    if model.layout.pp_size > 1:
+    if pp_size > 1:
         return "pipeline stages (model.pipeline_model_parallel_size) compute in another order in training"
-    if model.config.hidden_dropout or model.config.attention_dropout:
+    if drops_out:
         return "with dropout (model.hidden_dropout, model.attention_dropout) training computes something else"
     return None
 

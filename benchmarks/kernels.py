@@ -1,0 +1,308 @@
+"""What a training pass on a CPU is made of, part by part: compiled layers against torch's, products of matrices.
+
+    python benchmarks/kernels.py [--shape smollm2-135m] [--precision bf16] [--sequences 8] [--threads 1] [--json FILE]
+
+Every part is computed for several layers in turn, as in a pass, so that the caches hold what other layers left there.
+docs/performance.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cpu_only  # noqa: F401 (hides GPUs: these parts are computed on CPUs only)
+import torch
+from common import SHAPES, available_cores, default_precision, measure_gemm, print_table, spread, write_json
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from training_pass import add_workload_arguments, make_workload
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models import attention, fused, layer_kernels, products
+from nemo_style_aligner.models.gpt import parse_precision
+from nemo_style_aligner.models.layer_kernels import LayerKernels
+from nemo_style_aligner.models.packing import PackedSequences
+from nemo_style_aligner.native.compilation import NativeUnavailable, usable_kernels
+
+CPU = torch.device("cpu")
+TORCH = "torch"
+OURS = "ours"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A differentiable function of a layer.
+
+    Attributes:
+        compute: of one layer's inputs.
+        inputs: of each layer.
+    """
+
+    compute: Callable[..., torch.Tensor]
+    inputs: list[tuple[torch.Tensor, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of matrices, of each layer in turn.
+
+    Attributes:
+        compute: of one layer's factors.
+        factors: of each layer; the last is the sum that the result is added to, where there is one.
+        operations: of one layer, floating-point.
+    """
+
+    compute: Callable[..., Any]
+    factors: list[tuple[torch.Tensor, ...]]
+    operations: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.set_defaults(sequences=8)
+    parser.add_argument("--layers", type=int, default=8, help="that are computed in turn")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    precision = args.precision or default_precision()
+    dtype, architecture = parse_precision(precision), SHAPES[args.shape]
+    workload = make_workload(args, architecture)
+    lengths = tuple(workload.lengths.tolist())
+    libraries = load_libraries()
+    parts = {
+        name: measure_part(part, libraries, args.rounds)
+        for name, part in make_parts(architecture, lengths, dtype, args.layers).items()
+    }
+    scored = int(workload.batch.mask.sum())
+    found = {
+        name: measure_product(product, dtype, args.rounds)
+        for name, product in make_products(architecture, sum(lengths), scored, dtype, args.layers).items()
+    }
+    report(parts, found, lengths, precision, args.threads)
+    write_json(
+        args.json,
+        {
+            "settings": {key: str(value) for key, value in vars(args).items()} | {"precision": precision},
+            "lengths": lengths,
+            "parts": parts,
+            "products": found,
+        },
+    )
+
+
+def load_libraries() -> dict[str, LayerKernels | None]:
+    """The compiled functions for each set of instructions that this processor has, best first, and torch's own."""
+    found: dict[str, LayerKernels | None] = {}
+    for name in usable_kernels(torch.bfloat16):
+        if name != "amx":  # the layers' functions use no tiles
+            with contextlib.suppress(NativeUnavailable):
+                found[name] = layer_kernels.load(name)
+    return {**found, TORCH: None}
+
+
+# ---- parts of a layer ---------------------------------------------------------------------------
+
+
+def make_parts(a: ModelArchitecture, lengths: Sequence[int], dtype: torch.dtype, layers: int) -> dict[str, Part]:
+    """Attention with its rotation, the activation between an MLP's products, and a norm; of one packed row."""
+    draw, t = torch.Generator().manual_seed(1), sum(lengths)
+
+    def inputs(*shape: int) -> list[tuple[torch.Tensor, ...]]:
+        return [(torch.randn(t, *shape, generator=draw).to(dtype).requires_grad_(),) for _ in range(layers)]
+
+    per_group = a.num_attention_heads // a.num_query_groups
+    scores = torch.ones(a.hidden_size).requires_grad_()
+    return {
+        "attention": Part(packed_attention(a, lengths), inputs(a.num_query_groups, per_group + 2, a.kv_channels)),
+        "SwiGLU": Part(fused._SwiGLU.apply, inputs(2 * a.ffn_hidden_size)),
+        "RMSNorm": Part(lambda x: fused.RMSNorm.apply(x, scores, a.layernorm_epsilon), inputs(a.hidden_size)),
+    }
+
+
+def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `attention.TorchSelfAttention` does between its products, with compiled kernels and without."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=a.hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.num_query_groups,
+        kv_channels=a.kv_channels,
+        attention_dropout=0.0,
+    )
+    core = attention.CausalAttention(config, 1, AttnMaskType.causal, "self")
+    packed = PackedSequences(qkv_format="thd", lengths=tuple(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    channels = torch.arange(0, a.kv_channels, 2) / a.kv_channels
+    angles = (positions[:, None] / a.rotary_base**channels).repeat(1, 2)[:, None]
+
+    def attend(qkv: torch.Tensor) -> torch.Tensor:
+        if kernels := layer_kernels.best_kernels():
+            rotary = angles.cos(), angles.sin()
+            return attention._Attention.apply(qkv, rotary, packed.lengths, a.kv_channels**-0.5, kernels)
+        rotary = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
+        query = attention._Rotation.apply(qkv[:, :, :-2].flatten(1, 2), *rotary)
+        key = attention._Rotation.apply(qkv[:, :, -2], *rotary)
+        return core(query, key, qkv[:, :, -1], packed_seq_params=packed).view(len(qkv), -1, a.kv_channels)
+
+    return attend
+
+
+def measure_part(part: Part, libraries: dict[str, LayerKernels | None], rounds: int) -> dict[str, Any]:
+    """Seconds of a layer's forward and backward pass, and relative errors against torch in fp32, by library."""
+    layers = len(part.inputs)
+    with computing_with(None):
+        exact = [x.detach().float().requires_grad_() for x in part.inputs[0]]
+        expected = part.compute(*exact)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(part.inputs[0][0].dtype)
+    (expected_grad,) = torch.autograd.grad(expected, exact, grad.float())
+    seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": []} for name in libraries}
+    errors: dict[str, dict[str, float]] = {}
+    for round_ in range(rounds + 1):  # the first warms up
+        for name, library in libraries.items():
+            with computing_with(library):
+                started = time.perf_counter()
+                outputs = [part.compute(*inputs) for inputs in part.inputs]
+                between = time.perf_counter()
+                grads = [torch.autograd.grad(out, x, grad) for out, x in zip(outputs, part.inputs, strict=True)]
+                ended = time.perf_counter()
+            if round_:
+                seconds[name]["forward"].append((between - started) / layers)
+                seconds[name]["backward"].append((ended - between) / layers)
+            errors[name] = {
+                "forward": relative_error(outputs[0], expected),
+                "backward": relative_error(grads[0][0], expected_grad),
+            }
+    return {
+        name: {
+            kind: {"seconds": spread(seconds[name][kind]), "error": errors[name][kind]}
+            for kind in ("forward", "backward")
+        }
+        for name in libraries
+    }
+
+
+@contextlib.contextmanager
+def computing_with(library: LayerKernels | None) -> Iterator[None]:
+    """Layers compute with these functions; None: with torch's."""
+    with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: library):
+        yield
+
+
+def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((x.detach().float() - exact.detach()).norm() / exact.detach().norm())
+
+
+# ---- products of matrices -----------------------------------------------------------------------
+
+
+def make_products(
+    a: ModelArchitecture, tokens: int, scored: int, dtype: torch.dtype, layers: int
+) -> dict[str, Product]:
+    """The three of a linear layer, over a layer's four matrices one after the other, and of the output layer."""
+    query = a.num_attention_heads * a.kv_channels
+    key = a.num_query_groups * a.kv_channels
+    up = (2 if a.gated else 1) * a.ffn_hidden_size
+    shapes = [(query + 2 * key, a.hidden_size), (a.hidden_size, query), (up, a.hidden_size)]
+    shapes.append((a.hidden_size, a.ffn_hidden_size))
+    found: dict[str, Product] = {}
+    for where, rows, matrices in (
+        ("layer", tokens, shapes * layers),
+        ("output layer", scored, [(a.vocab_size, a.hidden_size)]),
+    ):
+        sets = [
+            (torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype), torch.randn(n, k).to(dtype))
+            for n, k in matrices
+        ]
+        operations = sum(2 * rows * n * k for n, k in matrices) // len(matrices)
+        found[f"{where}: forward"] = Product(
+            lambda x, w: products.product(products.widened(x), products.widened(w).t()),
+            [(x, w) for x, _, w in sets],
+            operations,
+        )
+        found[f"{where}: gradient of its input"] = Product(
+            lambda g, w: products.product(products.widened(g), products.widened(w)),
+            [(g, w) for _, g, w in sets],
+            operations,
+        )
+        found[f"{where}: gradient of its weights, added in fp32"] = Product(
+            lambda g, x, total: products.add_product(total, products.widened(g), products.widened(x)),
+            [(g, x, torch.zeros(w.shape)) for x, g, w in sets],
+            operations,
+        )
+    return found
+
+
+def measure_product(product: Product, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Share of the rate of square products, measured in between, as `products` chooses and by torch's library alone."""
+    fractions: dict[str, list[float]] = {OURS: [], TORCH: []}
+    for round_ in range(rounds + 1):
+        rate = max(measure_gemm(CPU, kind) for kind in {dtype, torch.float32})
+        for name, taken in fractions.items():
+            with only_torch() if name == TORCH else contextlib.nullcontext():
+                started = time.perf_counter()
+                for factors in product.factors:
+                    product.compute(*factors)
+                seconds = time.perf_counter() - started
+            if round_:
+                taken.append(product.operations * len(product.factors) / seconds / rate)
+    return {name: {"fraction_of_gemm_rate": spread(taken)} for name, taken in fractions.items()}
+
+
+@contextlib.contextmanager
+def only_torch() -> Iterator[None]:
+    """`products` leaves everything to torch's library."""
+    with (
+        unittest.mock.patch.object(products, "_kernels_that_add", lambda: None),
+        unittest.mock.patch.object(products, "_prefers_openblas", lambda: False),
+    ):
+        yield
+
+
+def report(parts: dict[str, Any], found: dict[str, Any], lengths: Sequence[int], precision: str, threads: int) -> None:
+    print(
+        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together; "
+        f"precision {precision}, {threads} threads\n"
+    )
+    rows = []
+    for part, by_library in parts.items():
+        for kind in ("forward", "backward"):
+            reference = by_library[TORCH][kind]["seconds"]["median"]
+            for name, measured in by_library.items():
+                seconds = measured[kind]["seconds"]
+                rows.append(
+                    (
+                        f"{part}, {kind}",
+                        name,
+                        f"{1e3 * seconds['median']:.2f}",
+                        f"{1e3 * seconds['min']:.2f}-{1e3 * seconds['max']:.2f}",
+                        f"{reference / seconds['median']:.1f} x",
+                        f"{measured[kind]['error']:.1e}",
+                    )
+                )
+    print_table(("part of a layer", "by", "ms", "rounds", "torch takes", "error"), rows)
+    print_table(
+        ("product", "of GEMM rate", "rounds", "by torch alone", "rounds"),
+        [
+            (name, *(cell for by in (OURS, TORCH) for cell in share(measured[by]["fraction_of_gemm_rate"])))
+            for name, measured in found.items()
+        ],
+    )
+
+
+def share(fraction: dict[str, float]) -> tuple[str, str]:
+    """Median and range."""
+    return f"{fraction['median']:.0%}", f"{fraction['min']:.0%}-{fraction['max']:.0%}"
+
+
+if __name__ == "__main__":
+    main()
