@@ -7,6 +7,7 @@ from typing import Any
 
 import nemo_style_aligner
 from nemo_style_aligner.servers.endpoints import (
+    MAX_RUN_ID_LENGTH,
     MODEL_VERSION,
     Endpoint,
     InferEndpoint,
@@ -166,7 +167,7 @@ def _request_schema(endpoint: Endpoint) -> Schema:
         "binary_data_output": {"type": "boolean", "description": "Outputs as raw bytes"},
         "timeout": {"type": "integer", "minimum": 0, "description": "Microseconds; 0: the service's limit"},
     }
-    name: Schema = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[ -~]+$"}
+    name: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_RUN_ID_LENGTH, "pattern": "^[ -~]+$"}
     if isinstance(endpoint, RestoreEndpoint):
         parameters["run_id"] = name
     else:  # where the critic must be; 409 if it is elsewhere
@@ -276,6 +277,7 @@ _SCHEMAS: dict[str, Schema] = {
                     "max_sequence_length": _COUNT,
                     "vocab_size": _COUNT,
                     "tokenizer": _TEXT,
+                    "max_body_bytes": _COUNT,
                 },
             },
         }
