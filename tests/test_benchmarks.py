@@ -41,6 +41,10 @@ ARGUMENTS = {
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
         *("--rounds", "1", "--threads", "1", "--torch-layers"),
     ],
+    "kernels.py": [
+        *("--shape", "tiny", "--sequences", "3", "--prompts", "2", "9", "--responses", "2", "40"),
+        *("--layers", "2", "--rounds", "2", "--threads", "1"),
+    ],
     "memory.py": [
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
         *("--threads", "1", "--cases", "packed", "padded"),
@@ -278,6 +282,22 @@ def test_memory(reports: dict[str, Report]) -> None:
         assert min(result["predicted"].values()) > 0 and min(result["measured"].values()) >= 0
     packed, padded = (report["cases"][case]["predicted"]["forward + backward"] for case in ("packed", "padded"))
     assert packed < padded
+
+
+def test_kernels(reports: dict[str, Report]) -> None:
+    output, report = reports["kernels.py"]
+    assert len(report["lengths"]) == 3 and "torch takes" in output
+    assert report["parts"].keys() == {"attention", "SwiGLU", "RMSNorm"}
+    for by_library in report["parts"].values():
+        assert list(by_library)[-1] == "torch" and len(by_library) > 1, output
+        for measured in by_library.values():
+            for kind in ("forward", "backward"):
+                assert measured[kind]["seconds"].keys() == SPREAD and measured[kind]["seconds"]["min"] > 0
+                assert measured[kind]["error"] < 0.02
+    assert len(report["products"]) == 6
+    for measured in report["products"].values():
+        for by in ("ours", "torch"):
+            assert measured[by]["fraction_of_gemm_rate"]["min"] > 0
 
 
 def test_training_pass(reports: dict[str, Report]) -> None:

@@ -6,7 +6,8 @@ absent, its source is rewritten *as it is imported*, by the few rules below, and
 is present nothing here does anything.
 
 The rules turn CUDA devices, tensor types, streams' synchronisation and random states into their CPU
-counterparts, and have groups that are alike made once. `tests/test_cpu_support.py` fails when an upgrade of megatron-core moves one of them.
+counterparts, and have groups that are alike made once. `tests/test_cpu_support.py` fails when an upgrade of
+megatron-core moves one of them.
 """
 
 from __future__ import annotations
