@@ -84,10 +84,7 @@ def main() -> None:
         for name, part in make_parts(architecture, lengths, dtype, args.layers).items()
     }
     scored = int(workload.batch.mask.sum())
-    found = {
-        name: measure_product(product, dtype, args.rounds)
-        for name, product in make_products(architecture, sum(lengths), scored, dtype, args.layers).items()
-    }
+    found = measure_products(make_products(architecture, sum(lengths), scored, dtype, args.layers), dtype, args.rounds)
     report(parts, found, lengths, precision, args.threads)
     write_json(
         args.json,
@@ -242,20 +239,24 @@ def make_products(
     return found
 
 
-def measure_product(product: Product, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Share of the rate of square products, measured in between, as `products` chooses and by torch's library alone."""
-    fractions: dict[str, list[float]] = {OURS: [], TORCH: []}
-    for round_ in range(rounds + 1):
+def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Share of the rate of square products, measured in each round, as `products` chooses and by torch's library."""
+    fractions: dict[str, dict[str, list[float]]] = {name: {OURS: [], TORCH: []} for name in todo}
+    for round_ in range(rounds + 1):  # the first warms up
         rate = max(measure_gemm(CPU, kind) for kind in {dtype, torch.float32})
-        for name, taken in fractions.items():
-            with only_torch() if name == TORCH else contextlib.nullcontext():
-                started = time.perf_counter()
-                for factors in product.factors:
-                    product.compute(*factors)
-                seconds = time.perf_counter() - started
-            if round_:
-                taken.append(product.operations * len(product.factors) / seconds / rate)
-    return {name: {"fraction_of_gemm_rate": spread(taken)} for name, taken in fractions.items()}
+        for name, product in todo.items():
+            for by, taken in fractions[name].items():
+                with only_torch() if by == TORCH else contextlib.nullcontext():
+                    started = time.perf_counter()
+                    for factors in product.factors:
+                        product.compute(*factors)
+                    seconds = time.perf_counter() - started
+                if round_:
+                    taken.append(product.operations * len(product.factors) / seconds / rate)
+    return {
+        name: {by: {"fraction_of_gemm_rate": spread(taken)} for by, taken in by_library.items()}
+        for name, by_library in fractions.items()
+    }
 
 
 @contextlib.contextmanager
