@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -826,6 +827,74 @@ def test_a_validation_makes_room_for_the_next_rollouts() -> None:
         passes.clear()
         critic.train(batch)
         assert sum(passes) == int((lengths - 1).sum())
+
+
+@pytest.mark.parametrize("choice", ["always", "never"])
+def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: KeepChoice) -> None:
+    """Two sequences in a pass; the gradient of the one that is left out would be 0 times NaN."""
+    head, llama = RewardHeadConfig(), ARCHITECTURES["llama"]
+    model = build_model(llama, {"optim": OPTIM}, torch.float32, head=head)
+    skip = NonFinitePolicy("skip", max_consecutive_skips=2)
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, skip)
+    critic = Critic(
+        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=4,
+        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=keep_passes(model, None, choice, 4),
+    )  # fmt: skip
+    embedding = model.gpt.embedding.word_embeddings.weight
+    ids, lengths = tokens(4), torch.tensor([12, 12, 9, 11])
+    ids[ids == 7] = 8
+    ids[1, 4] = 7
+    with torch.no_grad():
+        embedding[7] = math.nan
+    values = critic.values(ids, lengths)
+    is_bad = ~values.isfinite().all(1)
+    assert is_bad.tolist() == [False, True, False, False]
+    mask = (torch.arange(11)[None] < lengths[:, None] - 1).float() * ~is_bad[:, None]
+    batch = ValueBatch(ids, torch.randn(4, 11), values.masked_fill(is_bad[:, None], 0), mask)
+    with counted_passes(model) as passes:
+        (report,) = critic.train(batch)
+        assert sum(passes) == (11 if choice == "always" else 11 + 8 + 10)  # the first again, which shared a pass
+    assert report["skipped_updates"] == 0 and math.isfinite(report["grad_norm"])
+
+
+def test_a_critic_of_several_updates_keeps_nothing() -> None:
+    head, model = RewardHeadConfig(), build_model(
+        ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=RewardHeadConfig()
+    )  # fmt: skip
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, STOP)
+    kept = keep_passes(model, None, "always", 2)
+    critic = Critic(
+        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=2,
+        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=kept,
+    )  # fmt: skip
+    lengths, ones = torch.full((4,), 12), torch.ones(4, 11)
+    assert kept is not None
+    for held in (True, False):
+        critic.values(tokens(4), lengths)
+        assert (kept._held() > 0) == held
+        critic.train(ValueBatch(tokens(4), torch.randn(4, 11), torch.zeros(4, 11), ones))
+    critic.train(ValueBatch(tokens(2), torch.randn(2, 11), torch.zeros(2, 11), ones[:2]))
+    critic.values(tokens(2), lengths[:2])
+    assert kept._held() > 0
+
+
+def test_finding_kept_passes_takes_little_memory() -> None:
+    """Half of the responses were cut off and are not trained on: any of their beginnings might have been computed."""
+    kept = keeping_actor("always", update_size=256).kept_passes
+    assert kept is not None
+    ids = torch.randint(0, 10**6, (256, 1024), generator=torch.Generator().manual_seed(1))
+    lengths = torch.linspace(300, 1024, 256).long()
+    wanted = torch.arange(1023)[None] < lengths[:, None] - 1
+    for row in range(0, 256, 2):
+        kept.add(0, ids[row : row + 2], wanted[row : row + 2])
+    wanted[1::2] = False
+    tracemalloc.start()
+    try:
+        taken = kept.take(ids, wanted)
+        assert tracemalloc.get_traced_memory()[1] < ids.nbytes
+    finally:
+        tracemalloc.stop()
+    assert [micro_batch.rows for micro_batch in taken] == [[row, row + 1] for row in range(0, 256, 2)]
 
 
 def test_passes_that_cannot_be_kept() -> None:

@@ -59,6 +59,11 @@ def test_rules(tmp_path: Path) -> None:
     assert "kept" in run([sys.executable, str(SOFTWARE / "rules.py")], tmp_path / "rules.log")
 
 
+def test_gradients_are_added_whatever_torch_can(tmp_path: Path) -> None:
+    """torch 2.9, which TensorRT-LLM's newest release asks for, adds no product of bf16 to a sum in fp32."""
+    assert "added" in run([sys.executable, str(SOFTWARE / "gradients.py")], tmp_path / "gradients.log")
+
+
 def test_micro_batches_wait_for_nothing(tmp_path: Path) -> None:
     """Batches are packed on the CPU and moved without waiting: the GPU has work while the next one is packed."""
     assert "never" in run([sys.executable, str(SOFTWARE / "waits.py")], tmp_path / "waits.log")

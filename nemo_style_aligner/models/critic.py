@@ -99,7 +99,8 @@ class Critic:
         global_batch_size: sequences per update, over all ranks.
         forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
-        kept_passes: where passes for values are kept for the next update; None: they are not.
+        kept_passes: where passes for values are kept for the next update, unless the last training batch was of several
+            updates; None: they are not.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class Critic:
         self.forward_batching = forward_batching
         self.loss_clip = loss_clip
         self.kept_passes = kept_passes
+        # Of several updates only the first could use passes, of those few that came last.
+        self._makes_one_update = True
 
     def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """int64 [n, s], int64 [n], held by every rank -> fp32 [n, s-1] on every rank.
@@ -137,7 +140,7 @@ class Critic:
             self.forward_batching,
             lambda outputs, _: self._values(outputs),
             (width,),
-            keep=self.kept_passes,
+            keep=self.kept_passes if self._makes_one_update else None,
         )
         return values * wanted.to(values.device)  # 0 is no standardised 0
 
@@ -150,6 +153,7 @@ class Critic:
         self.model.module.train()
         reports = []
         n = batch.tokens.shape[0]
+        self._makes_one_update = n <= self.global_batch_size
         for start in range(0, n, self.global_batch_size):
             stop = min(start + self.global_batch_size, n)
             part = rows(batch, slice(start, stop))

@@ -8,7 +8,9 @@ kept, and training begins with its backward pass. The numbers are the same: only
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -176,6 +178,10 @@ class KeptPasses:
             surplus -= len(self._micro_batches.pop(0).sequences)
         return micro_batch
 
+    def forget(self, micro_batch: KeptMicroBatch) -> None:
+        """Training computes these sequences again. All ranks forget the same."""
+        self._micro_batches = [noted for noted in self._micro_batches if noted is not micro_batch]
+
     def take(self, tokens: torch.Tensor, wanted: torch.Tensor) -> list[KeptMicroBatch]:
         """The micro batches of which a training batch has all sequences, with their ``rows`` in it; nothing stays.
 
@@ -187,19 +193,25 @@ class KeptPasses:
             self._retained = max(self._held(), self._retained)
         known = self._micro_batches
         self.clear()
-        lengths = {len(sequence) for micro_batch in known for sequence in micro_batch.sequences}
-        by_content: dict[bytes, list[int]] = {}
+        lengths = _lengths(known)
+        # A row that training leaves out may be any, but is asked for beside another alone.
+        lengths_beside = _lengths([micro_batch for micro_batch in known if len(micro_batch.sequences) > 1])
+        by_content: dict[bytes, list[int]] = {
+            _content(sequence): [] for micro_batch in known for sequence in micro_batch.sequences
+        }
         for row, used in enumerate(used_lengths(wanted)):
-            # Nearly always what was computed is what training needs. A row that training leaves out may be any.
-            for length in {used} if used in lengths else lengths:
-                if used <= length <= tokens.shape[1]:
-                    by_content.setdefault(_content(tokens[row, :length]), []).append(row)
+            possible = [used]  # nearly always what was computed is what training needs
+            if used not in lengths:
+                possible = [length for length in lengths if length > used] if used else lengths_beside
+            for content in _contents(tokens[row], possible):
+                if content in by_content:
+                    by_content[content].append(row)
         free = set(range(len(tokens)))
         taken = []
         for micro_batch in known:
             rows: list[int] = []
             for sequence, has in zip(micro_batch.sequences, micro_batch.wanted, strict=True):
-                alike = (row for row in by_content.get(_content(sequence), []) if row in free and row not in rows)
+                alike = (row for row in by_content[_content(sequence)] if row in free and row not in rows)
                 rows += [row for row in alike if _covers(has, wanted[row])][:1]
             if len(rows) == len(micro_batch.sequences):
                 free.difference_update(rows)
@@ -278,8 +290,26 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
     return None
 
 
+def _lengths(micro_batches: Sequence[KeptMicroBatch]) -> list[int]:
+    """Of all sequences, each once, ascending."""
+    return sorted({len(sequence) for micro_batch in micro_batches for sequence in micro_batch.sequences})
+
+
 def _content(sequence: torch.Tensor) -> bytes:
-    return sequence.numpy().tobytes()
+    """What tells a sequence [n] from others."""
+    (content,) = _contents(sequence, [len(sequence)])
+    return content
+
+
+def _contents(row: torch.Tensor, lengths: Sequence[int]) -> Iterator[bytes]:
+    """`_content` of the row's first tokens, as many as each of ``lengths`` says (ascending), as far as it has them."""
+    tokens, begin, digest = row.contiguous().numpy(), 0, hashlib.blake2b(digest_size=16)
+    for length in lengths:
+        if length > len(tokens):
+            return
+        digest.update(tokens[begin:length].data)
+        begin = length
+        yield digest.copy().digest()
 
 
 def _covers(has: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -321,10 +321,14 @@ def forward(
         by_rank = keep.dealt(by_rank, work)
     parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
     parts = parts_by_rank[model.layout.dp_rank]
-    notes: Iterator[KeptMicroBatch] = iter(())
+    noted: list[KeptMicroBatch] = []
     if keep is not None:
-        notes = iter(_note(keep, parts_by_rank, batch.tokens.cpu(), wanted, model.layout.dp_rank))
+        tokens = batch.tokens.cpu()
+        noted = [
+            keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts
+        ]
         keep.begin()
+    notes = iter([note for note in noted if note.rank == model.layout.dp_rank])
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         activity.progress()
@@ -351,17 +355,16 @@ def forward(
     local = torch.cat(outputs).float() if outputs else None
     local = broadcast_from_last_stage(local, (sum(map(len, parts)), *row_shape), torch.float32)
     gathered = all_gather_rows(local, data_parallel_group())
-    order = [row for rank in parts_by_rank for part in rank for row in part]
+    all_parts = [part for rank in parts_by_rank for part in rank]
+    order = [row for part in all_parts for row in part]
     results[torch.tensor(order, device=results.device)] = gathered
+    if keep is not None:
+        # Training leaves such a row out, but a backward pass through it would be of NaN, whatever its gradient.
+        is_finite = results.flatten(1).isfinite().all(1).tolist()
+        for note, part in zip(noted, all_parts, strict=True):
+            if not all(is_finite[row] for row in part):
+                keep.forget(note)
     return results
-
-
-def _note(
-    keep: KeptPasses, parts_by_rank: list[list[list[int]]], tokens: torch.Tensor, wanted: torch.Tensor, own_rank: int
-) -> list[KeptMicroBatch]:
-    """Note all ranks' micro batches; this rank's own are returned, in order."""
-    notes = [keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts]
-    return [note for note in notes if note.rank == own_rank]
 
 
 def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:

@@ -36,6 +36,8 @@ _SMALLEST_PART = 256
 """Rows or columns of a result. For each part the other factor is packed anew."""
 _ELEMENTS_ADDED = 2**20
 """What is added to a sum at a time: it is small beside it, and stays in the caches."""
+_ELEMENTS_ADDED_ON_GPU = 2**25
+"""The same on a GPU: 128 MiB, and enough for all of its cores."""
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,12 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
     """total += columns.T @ rows: fp32 [v, h], [n, v] and [n, h] of one dtype."""
     if total.is_cuda and total.dtype != rows.dtype:
-        torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
+        if _adds_in_one_call():
+            torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
+            return
+        some_rows = max(1, _ELEMENTS_ADDED_ON_GPU // total.shape[1])
+        for some, part in zip(total.split(some_rows), columns.split(some_rows, 1), strict=True):
+            some.add_(torch.mm(part.t(), rows, out_dtype=total.dtype))
         return
     step = max(1, _ELEMENTS_ADDED // total.shape[1])
     if total.dtype != rows.dtype and (kernels := _kernels_that_add()) is not None:
@@ -156,6 +163,17 @@ def _kernels_that_add() -> LayerKernels | None:
     if kernels is None or not kernels.adds_products or "amx" in usable_kernels(torch.bfloat16):
         return None
     return kernels
+
+
+@functools.cache
+def _adds_in_one_call() -> bool:
+    """Whether torch on this GPU adds a product of bf16 to a sum in fp32: up to 2.9 it wants one of bf16."""
+    total, factor = torch.zeros(8, 8, device="cuda"), torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 @functools.cache
