@@ -347,6 +347,11 @@ def test_without_them_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_wrong_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LayerKernels.swiglu
-    monkeypatch.setattr(LayerKernels, "swiglu", lambda self, x: right(self, x) * 1.001)
-    with pytest.raises(NativeUnavailable, match=r"the avx2 kernels differ from torch by .*e-0"):
-        load("avx2")
+    for wrong, factor, message in ((torch.float32, 1.001, "1.0e-03 in"), (torch.bfloat16, 1.02, "2.0e-02 in")):
+        monkeypatch.setattr(
+            LayerKernels,
+            "swiglu",
+            lambda self, x, wrong=wrong, factor=factor: right(self, x) * (factor if x.dtype == wrong else 1),
+        )
+        with pytest.raises(NativeUnavailable, match=f"the avx2 kernels differ from torch by {message} {wrong}"):
+            load("avx2")
