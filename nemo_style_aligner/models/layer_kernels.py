@@ -198,7 +198,7 @@ def load(kernel: str) -> LayerKernels:
     Raises:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
-    command = [*find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
+    command = [*find_compiler(), *compiler_flags(kernel), "-O3"]
     kernels = LayerKernels(find_or_compile(command, _SOURCES)[0], kernel)
     error = _largest_error(kernels)
     if not error < _CHECK_TOLERANCE:

@@ -29,7 +29,7 @@ from nemo_style_aligner.native.compilation import (
 )
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "sample.h")]
+_SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
 _SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
 _CHECK_SECONDS = 120.0
 # How `check.cpp` ends where the kernels cannot be used. Anything else, as SIGKILL for want of memory, may pass.
