@@ -145,7 +145,6 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "ACTIVATION": _ACTIVATIONS[a.activation],
         "GATED": int(a.gated),
         "QK_NORM": int(a.qk_layernorm),
-        "SUM_RANKS": int(shard.size > 1),
         "STORAGE_F32": int(shape.dtype == torch.float32),
         "STORAGE_INT8": int(shape.weight_format == "int8"),
     }
