@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="the native step needs an x86-64 processor with AVX2 and FMA"
 )
 
-FP32_KERNELS = [name for name in KERNELS if KERNELS[name].number == 0]
+FP32_KERNELS = [name for name in KERNELS if not KERNELS[name].bf16_activations]
 BF16_KERNELS = list(KERNELS)
 
 

@@ -192,7 +192,7 @@ class NativeStep(ModelStep):
     def _allocate(self) -> None:
         shape, shard, a = self._shape, self._shape.shard, self._shape.architecture
         heads = shard.query_size
-        self._activations = Arena(_activation_regions(shape, self._is_bf16_activation()))
+        self._activations = Arena(_activation_regions(shape, KERNELS[self._kernel].bf16_activations))
         self._logits = self._activations["logits"]
         channels = _round_up(a.kv_channels, 16)
         pages = (shape.num_pages, shard.num_groups, PAGE_TOKENS, channels)
@@ -229,9 +229,6 @@ class NativeStep(ModelStep):
         }
         cosines, sines = rotary_tables(a, shape.max_sequence_length, torch.device("cpu"))
         self._rotary = (cosines.contiguous(), sines.contiguous())
-
-    def _is_bf16_activation(self) -> bool:
-        return KERNELS[self._kernel].number != 0
 
     def _describe(self) -> Model:
         """Every address the library needs."""
