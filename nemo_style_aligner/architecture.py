@@ -91,11 +91,10 @@ class ModelArchitecture:
                     f"{self.num_attention_heads}; set kv_channels to the size of one head"
                 )
             object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
-        turned = (int(self.kv_channels * self.rotary_percentage) + 1) // 2 * 2
-        if turned > self.kv_channels:
+        if self.turned_channels > self.kv_channels:
             raise ValueError(
-                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {turned} channels of "
-                "each head would be turned, an even number; heads need at least as many"
+                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
+                "channels of each head would be turned, an even number; heads need at least as many"
             )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
@@ -196,6 +195,16 @@ class ModelArchitecture:
         return config
 
     # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that the rotary position embedding is asked for; its frequencies are spaced by it."""
+        return int(self.kv_channels * self.rotary_percentage)
+
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that are turned: of an odd `rotary_size` one more, as many frequencies as Megatron has."""
+        return (self.rotary_size + 1) // 2 * 2
 
     @property
     def num_parameters(self) -> int:

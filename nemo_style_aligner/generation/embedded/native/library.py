@@ -136,7 +136,7 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "HEADS": shard.num_heads,
         "GROUPS": shard.num_groups,
         "HEAD_DIM": a.kv_channels,
-        "ROTARY": (int(a.kv_channels * a.rotary_percentage) + 1) // 2 * 2,  # as many frequencies as Megatron has
+        "ROTARY": a.turned_channels,
         "FFN": shard.ffn_size,
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
