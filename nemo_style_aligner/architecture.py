@@ -221,6 +221,21 @@ class ModelArchitecture:
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
 
+    @property
+    def output_parameters(self) -> int:
+        """Weights of the output layer, tied or not."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the layers and of the final norm: without embedding and output layer."""
+        return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def attention_operations(self) -> int:
+        """Floating-point operations of attention, in all layers, for each pair of a query and a key."""
+        return 4 * self.num_layers * self.num_attention_heads * self.kv_channels
+
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.
 
@@ -231,8 +246,5 @@ class ModelArchitecture:
             num_tokens: of the sequence.
             num_outputs: positions with logits.
         """
-        head = self.vocab_size * self.hidden_size
-        body = self.num_parameters - head * (1 if self.tied_embeddings else 2)
-        pairs = num_tokens * (num_tokens + 1) // 2
-        attention = 4 * self.num_layers * self.num_attention_heads * self.kv_channels * pairs
-        return 2 * body * num_tokens + 2 * head * num_outputs + attention
+        weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
+        return 2 * weights + self.attention_operations * (num_tokens * (num_tokens + 1) // 2)
