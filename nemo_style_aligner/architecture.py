@@ -248,3 +248,28 @@ class ModelArchitecture:
         """
         weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
         return 2 * weights + self.attention_operations * (num_tokens * (num_tokens + 1) // 2)
+
+    # ---- layouts ----------------------------------------------------------------------------
+
+    def layout_problems(
+        self, tp_size: int, pp_size: int = 1, *, tp_key: str = "model.tensor_model_parallel_size"
+    ) -> list[str]:
+        """Why the model cannot be divided so, one line for each reason; empty if it can.
+
+        Args:
+            tp_size: ranks that share each layer.
+            pp_size: pipeline stages.
+            tp_key: the config's key that says ``tp_size``.
+        """
+        tp, pp = f"{tp_key}={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        problems = []
+        if heads % tp_size:
+            problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
+        if groups % tp_size and tp_size % groups:
+            problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
+        if self.ffn_hidden_size % tp_size:
+            problems.append(f"{tp}: the model's ffn_hidden_size={self.ffn_hidden_size} is not a multiple of it")
+        if self.num_layers % pp_size:
+            problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
+        return problems
