@@ -209,7 +209,6 @@ class EmbeddedEngine(EngineLifecycle):
         """Add one forward pass to ``statistics``."""
         activity.progress()
         statistics.steps += 1
-        statistics.decode_steps += bool(plan.decode)
         statistics.active_slot_steps += scheduler.num_active
         statistics.prefill_tokens += sum(chunk.length for chunk in plan.prefill)
         statistics.generated_tokens += advanced
