@@ -247,7 +247,8 @@ def engine_group_speaks(layout: ParallelLayout) -> None:
     cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
     group = training_group(cfg, layout)
     leader = dist.get_rank() - layout.tp_rank
-    check(group.control is not group.group and dist.get_backend(group.control) == "gloo", "the wrong group")
+    ranks = group.tensor_parallel
+    check(group.control is not ranks.group and dist.get_backend(group.control) == "gloo", "the wrong group")
     check(group.share(dist.get_rank()) == leader, "another leader's word")
     check(group.gather(dist.get_rank()) == list(range(leader, leader + layout.tp_size)), "other ranks are gathered")
     check(int(group.agree(torch.tensor([dist.get_rank()]))) == leader, "another leader's tensor")
