@@ -58,17 +58,17 @@ class NativeStep(ModelStep):
 
     Args:
         shape: what to compile for.
+        lent: the trainer's weights, to pack from.
         kernel: a name of `compilation.KERNELS`; None: the best that the processor has.
         num_threads: None: as many as torch uses.
-        lent: the trainer's weights, to pack from.
     """
 
     def __init__(
         self,
         shape: EngineShape,
+        lent: LentWeights,
         kernel: str | None = None,
         num_threads: int | None = None,
-        lent: LentWeights | None = None,
     ) -> None:
         """Raises NativeUnavailable where no kernel can run."""
         self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
@@ -76,7 +76,7 @@ class NativeStep(ModelStep):
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
         self._shape = shape
         self._threads = num_threads or torch.get_num_threads()
-        self._lent = lent or LentWeights()
+        self._lent = lent
         self._num_compilations = 0
 
     def build(self) -> None:
