@@ -22,8 +22,8 @@ from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import build_model

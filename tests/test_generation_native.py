@@ -14,13 +14,13 @@ import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
+from nemo_style_aligner.generation.embedded.arena import Arena
+from nemo_style_aligner.generation.embedded.choose_step import choose_step
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native import library
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import check, compile_command, load_library
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
-from nemo_style_aligner.generation.embedded.steps import choose_step
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 from nemo_style_aligner.generation.engine import SamplingParams

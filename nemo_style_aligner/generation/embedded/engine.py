@@ -11,12 +11,12 @@ import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Offer
 from nemo_style_aligner.generation.embedded.packing import StepPacker
 from nemo_style_aligner.generation.embedded.sampler import SlotSampler
 from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, WeightFormat
-from nemo_style_aligner.generation.embedded.steps import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.engine import (
     GenerationRequest,

@@ -7,9 +7,9 @@ import logging
 import numpy as np
 import torch
 
+from nemo_style_aligner.generation.embedded.arena import Arena
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from nemo_style_aligner.generation.embedded.arena import Arena
 from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import load_library
 from nemo_style_aligner.generation.embedded.native.packed_weights import (
     GATE,
