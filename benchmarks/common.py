@@ -286,13 +286,11 @@ def generation_floor(
     arithmetic at the rate of square matrix products, whichever is longer. Sampling, norms and all else are free.
     """
     a = architecture
-    head = a.vocab_size * a.hidden_size
-    body = a.num_parameters - head * (1 if a.tied_embeddings else 2)
+    head, body = a.output_parameters, a.layer_parameters
     kv_numbers = 2 * a.num_layers * a.num_query_groups * a.kv_channels
-    attention = 4 * a.num_layers * a.num_attention_heads * a.kv_channels  # operations per query and key
 
     def pass_cost(num_tokens: int, num_outputs: int, num_pairs: float, kv_tokens: int) -> tuple[float, float]:
-        operations = 2 * body * num_tokens + 2 * head * num_outputs + attention * num_pairs
+        operations = 2 * body * num_tokens + 2 * head * num_outputs + a.attention_operations * num_pairs
         num_bytes = 2 * (body + head) + 2 * kv_numbers * kv_tokens
         return max(num_bytes / rates.memory, operations / rates.best_gemm), num_bytes
 

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from common import SHAPES, available_cores, print_table, spread, write_json
 
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import initialize_model_parallel

@@ -91,11 +91,10 @@ class ModelArchitecture:
                     f"{self.num_attention_heads}; set kv_channels to the size of one head"
                 )
             object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
-        turned = (int(self.kv_channels * self.rotary_percentage) + 1) // 2 * 2
-        if turned > self.kv_channels:
+        if self.turned_channels > self.kv_channels:
             raise ValueError(
-                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {turned} channels of "
-                "each head would be turned, an even number; heads need at least as many"
+                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
+                "channels of each head would be turned, an even number; heads need at least as many"
             )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
@@ -198,6 +197,16 @@ class ModelArchitecture:
     # ---- sizes ------------------------------------------------------------------------------
 
     @property
+    def rotary_size(self) -> int:
+        """Channels of a head that the rotary position embedding is asked for; its frequencies are spaced by it."""
+        return int(self.kv_channels * self.rotary_percentage)
+
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that are turned: of an odd `rotary_size` one more, as many frequencies as Megatron has."""
+        return (self.rotary_size + 1) // 2 * 2
+
+    @property
     def num_parameters(self) -> int:
         """Parameter count, embeddings included once when they are tied."""
         h, d = self.hidden_size, self.kv_channels
@@ -212,6 +221,21 @@ class ModelArchitecture:
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
 
+    @property
+    def output_parameters(self) -> int:
+        """Weights of the output layer, tied or not."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the layers and of the final norm: without embedding and output layer."""
+        return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def attention_operations(self) -> int:
+        """Floating-point operations of attention, in all layers, for each pair of a query and a key."""
+        return 4 * self.num_layers * self.num_attention_heads * self.kv_channels
+
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.
 
@@ -222,8 +246,30 @@ class ModelArchitecture:
             num_tokens: of the sequence.
             num_outputs: positions with logits.
         """
-        head = self.vocab_size * self.hidden_size
-        body = self.num_parameters - head * (1 if self.tied_embeddings else 2)
-        pairs = num_tokens * (num_tokens + 1) // 2
-        attention = 4 * self.num_layers * self.num_attention_heads * self.kv_channels * pairs
-        return 2 * body * num_tokens + 2 * head * num_outputs + attention
+        weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
+        return 2 * weights + self.attention_operations * (num_tokens * (num_tokens + 1) // 2)
+
+    # ---- layouts ----------------------------------------------------------------------------
+
+    def layout_problems(
+        self, tp_size: int, pp_size: int = 1, *, tp_key: str = "model.tensor_model_parallel_size"
+    ) -> list[str]:
+        """Why the model cannot be divided so, one line for each reason; empty if it can.
+
+        Args:
+            tp_size: ranks that share each layer.
+            pp_size: pipeline stages.
+            tp_key: the config's key that says ``tp_size``.
+        """
+        tp, pp = f"{tp_key}={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        problems = []
+        if heads % tp_size:
+            problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
+        if groups % tp_size and tp_size % groups:
+            problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
+        if self.ffn_hidden_size % tp_size:
+            problems.append(f"{tp}: the model's ffn_hidden_size={self.ffn_hidden_size} is not a multiple of it")
+        if self.num_layers % pp_size:
+            problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
+        return problems

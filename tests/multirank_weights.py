@@ -22,8 +22,8 @@ from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import build_model
@@ -247,7 +247,8 @@ def engine_group_speaks(layout: ParallelLayout) -> None:
     cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
     group = training_group(cfg, layout)
     leader = dist.get_rank() - layout.tp_rank
-    check(group.control is not group.group and dist.get_backend(group.control) == "gloo", "the wrong group")
+    ranks = group.tensor_parallel
+    check(group.control is not ranks.group and dist.get_backend(group.control) == "gloo", "the wrong group")
     check(group.share(dist.get_rank()) == leader, "another leader's word")
     check(group.gather(dist.get_rank()) == list(range(leader, leader + layout.tp_size)), "other ranks are gathered")
     check(int(group.agree(torch.tensor([dist.get_rank()]))) == leader, "another leader's tensor")

@@ -14,12 +14,13 @@ import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
+from nemo_style_aligner.generation.embedded.arena import Arena
+from nemo_style_aligner.generation.embedded.choose_step import choose_step
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native import library
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import check, compile_command, load_library
 from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
 from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
-from nemo_style_aligner.generation.embedded.steps import choose_step
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
 from nemo_style_aligner.generation.engine import SamplingParams
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="the native step needs an x86-64 processor with AVX2 and FMA"
 )
 
-FP32_KERNELS = [name for name in KERNELS if KERNELS[name].number == 0]
+FP32_KERNELS = [name for name in KERNELS if not KERNELS[name].bf16_activations]
 BF16_KERNELS = list(KERNELS)
 
 
@@ -41,7 +42,7 @@ def native_step(family: str, dtype: torch.dtype, kernel: str | None, **options: 
     shape = EngineShape(
         architecture(family), dtype, num_slots=6, max_sequence_length=160, num_pages=60, max_step_tokens=256, **options
     )
-    step = NativeStep(shape, kernel)
+    step = NativeStep(shape, LentWeights(), kernel)
     step.build()
     return step
 
@@ -94,9 +95,9 @@ def test_fp32_logits_equal_hugging_face(family: str, kernel: str) -> None:
 
 def test_an_odd_number_of_rotated_channels_is_one_more_as_in_megatron() -> None:
     config = dataclasses.replace(architecture("nemotron"), rotary_percentage=0.4)
-    assert int(config.kv_channels * config.rotary_percentage) % 2 == 1
+    assert config.rotary_size % 2 == 1
     shape = EngineShape(config, torch.float32, num_slots=6, max_sequence_length=160, num_pages=60, max_step_tokens=256)
-    native, reference = NativeStep(shape), TorchStep(shape, torch.device("cpu"))
+    native, reference = NativeStep(shape, LentWeights()), TorchStep(shape, torch.device("cpu"), LentWeights())
     for step in (native, reference):
         step.build()
         step.weights.copy_from(weights_of(hf_model("nemotron")).items(), "off")
@@ -155,7 +156,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     shape = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
     logits = []
     for count in (1, threads):
-        step = NativeStep(shape, num_threads=count)
+        step = NativeStep(shape, LentWeights(), num_threads=count)
         step.build()
         step.weights.copy_from(weights_of(hf_model("llama")).items(), "off")
         logits.append(run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())]))
@@ -362,7 +363,7 @@ def test_without_a_usable_cache_torch_does_it(
         monkeypatch.setattr(compilation.fcntl, "flock", refuse)
     else:
         monkeypatch.setattr(compilation.tempfile, "mkstemp", refuse)
-    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu")), TorchStep)
+    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu"), LentWeights()), TorchStep)
     assert "falls back" in caplog.text and "set NEMO_STYLE_ALIGNER_CACHE" in caplog.text
 
 
@@ -372,10 +373,10 @@ def test_without_a_compiler_torch_does_it(
 ) -> None:
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu")), TorchStep)
+    assert isinstance(choose_step("auto", SHAPE, torch.device("cpu"), LentWeights()), TorchStep)
     assert "falls back to the slower torch step" in caplog.text
     with pytest.raises(NativeUnavailable):
-        choose_step("native", SHAPE, torch.device("cpu"))
+        choose_step("native", SHAPE, torch.device("cpu"), LentWeights())
 
 
 def test_memory_comes_and_goes() -> None:

@@ -60,7 +60,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines decode in padded buckets, as on a GPU, only not from graphs."""
 
     def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-        step = TorchStep(shape, device, graphs=True, lent=lent)
+        step = TorchStep(shape, device, lent, graphs=True)
         step.build()
         return step
 
@@ -259,7 +259,7 @@ def test_graphs_equal_eager_on_cuda(family: str, monkeypatch: pytest.MonkeyPatch
     assert captures > 1
 
     def choose_eager(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-        step = TorchStep(shape, device, graphs=False, lent=lent)
+        step = TorchStep(shape, device, lent, graphs=False)
         step.build()
         return step
 

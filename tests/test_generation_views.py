@@ -13,8 +13,8 @@ import torch.distributed as dist
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.gpt import MegatronModel, build_model

@@ -1301,7 +1301,7 @@ def test_the_baseline_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> Non
     generate(engine, model, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_strings=("<|new|>",)))
     counted = engine.statistics
     assert counted.prefill_tokens == sum(len(request.prompt_ids) for request in prompts())
-    assert counted.generated_tokens == 5 * 9 and 0 < counted.decode_steps < counted.steps
+    assert counted.generated_tokens == 5 * 9 and counted.steps >= 3 * 5  # batches of four, four and one
     assert len(passes) == counted.steps
     with torch.no_grad():
         next(iter(model.gpt.decoder.layers[1].mlp.linear_fc1.parameters())).fill_(torch.nan)

@@ -34,6 +34,7 @@ from trtllm_fake_sidecar import (
 
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
 from nemo_style_aligner.generation.engine_group import EngineGroup
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.trtllm import sidecar_engine
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost, sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
@@ -407,7 +408,7 @@ def test_a_group_speaks_over_gloo() -> None:
     """A wait in NCCL would keep the GPU busy, where the sidecar computes."""
     nccl: Any = object()
     with single_process():
-        group = EngineGroup(group=nccl, control=torch.distributed.new_group(backend="gloo"))
+        group = EngineGroup(TensorParallel(group=nccl), control=torch.distributed.new_group(backend="gloo"))
         assert group.share({"a": 1}) == {"a": 1} and group.gather(5) == [5]
 
 
@@ -447,7 +448,7 @@ class ThreadGroup(EngineGroup):
     """Two ranks as threads of this process."""
 
     def __init__(self, rank: int, boxes: list[queue.Queue[Any]]) -> None:
-        super().__init__(rank=rank, size=2)
+        super().__init__(TensorParallel(rank, 2))
         object.__setattr__(self, "boxes", boxes)
 
     def share(self, value: Any = None) -> Any:
@@ -455,9 +456,10 @@ class ThreadGroup(EngineGroup):
 
     def gather(self, value: Any) -> list[Any]:
         boxes: list[queue.Queue[Any]] = self.boxes  # type: ignore[attr-defined]
-        boxes[self.rank].put(value)
-        other = boxes[2 + 1 - self.rank].get(timeout=60) if self.rank else None
-        if self.rank == 0:
+        rank = self.tensor_parallel.rank
+        boxes[rank].put(value)
+        other = boxes[2 + 1 - rank].get(timeout=60) if rank else None
+        if rank == 0:
             values = [boxes[0].get(timeout=60), boxes[1].get(timeout=60)]
             boxes[2].put(values)
             return values

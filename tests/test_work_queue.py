@@ -31,6 +31,7 @@ from served_critic import TEST_LIMITS, client_config
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
 from nemo_style_aligner.generation.engine_group import EngineGroup
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.parallel import agreement, stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import own_address
@@ -444,14 +445,14 @@ def test_the_ranks_of_an_engine_hear_of_their_leader_while_it_waits(monkeypatch:
     answers: list[Any] = []
     work = Work(0, 1)
     work.start_round(1, [0, 1])
-    leader = EngineGroup(0, 2, control=control)  # type: ignore[arg-type]
+    leader = EngineGroup(TensorParallel(0, 2), control=control)  # type: ignore[arg-type]
     supply = RequestSupply(work, leader, 4, prompts, seed=7)
     assert supply.wait()
     assert told[:3] == [None] * 3 and told[-1] == ([0, 1], None) and set(map(str, told[3:-1])) <= {"None"}
     monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
     assert not RequestSupply(work, leader, 4, prompts, seed=7).wait()
     answers = [None, None, ([0, 1], None)]
-    follower = EngineGroup(1, 2, control=control)  # type: ignore[arg-type]
+    follower = EngineGroup(TensorParallel(1, 2), control=control)  # type: ignore[arg-type]
     assert RequestSupply(work, follower, 4, prompts, seed=7).wait() and answers == []
 
 

@@ -37,7 +37,7 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.config_types import values
-from nemo_style_aligner.models.gpt import layout_problems, parse_precision, uses_distributed_optimizer
+from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
 from nemo_style_aligner.models.optimizer import Schedule
@@ -311,7 +311,7 @@ def _ranks(view: JobView) -> Iterator[str]:
             f"multiple of {parts}; change the sizes or the number of ranks"
         )
     if view.architecture is not None:
-        yield from layout_problems(view.architecture, view.tp_size, view.pp_size)
+        yield from view.architecture.layout_problems(view.tp_size, view.pp_size)
 
 
 def _batches(view: JobView) -> Iterator[str]:
@@ -413,7 +413,7 @@ def _generation(view: JobView) -> Iterator[str]:
     if generating % ranks:
         yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
     if view.architecture is not None and ranks != view.tp_size:
-        yield from (p.replace(_TP, size) for p in layout_problems(view.architecture, ranks, 1))
+        yield from view.architecture.layout_problems(ranks, tp_key=size)
 
 
 def _rollout_ranks(view: JobView) -> Iterator[str]:

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
 from nemo_style_aligner.functional import KLEstimator
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.step import WeightFormat
-from nemo_style_aligner.generation.embedded.steps import StepChoice
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement

@@ -130,7 +130,6 @@ class GenerationStatistics:
     prefill_tokens: int = 0  # prompt tokens computed, and tokens computed again after preemptions
     shared_prefix_tokens: int = 0  # prompt tokens that were in KV memory already
     steps: int = 0  # forward passes
-    decode_steps: int = 0  # forward passes that extended at least one response
     active_slot_steps: int = 0  # occupied slots, summed over steps
     preemptions: int = 0  # sequences that lost their KV memory and were computed again
     peak_pages: int = 0  # of KV memory that sequences held at once

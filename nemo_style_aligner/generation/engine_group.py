@@ -1,4 +1,4 @@
-"""The ranks that run one engine together."""
+"""The ranks that run one engine together, as one of several such groups, and what its leader tells them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.parallel.groups import broadcast_object
 
 
@@ -15,27 +16,27 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 class EngineGroup:
     """The ranks of an engine, and which of all such groups this one is; a rank alone unless told.
 
+    `TensorParallel` is what arithmetic needs of them: who has which part of the model, and sums. This is what rollouts
+    need besides: which share of the work is this group's, and control data from its leader.
+
     Attributes:
-        rank, size: this rank's number in the group and how many there are.
+        tensor_parallel: the ranks, and this one's number among them.
         index, count: the group's number among all groups, and how many there are.
-        group: the process group; None for a rank alone.
         control: `control_group` of the same ranks, for where a rank may wait long: for its leader, who waits
             for work, or for an engine that computes on its GPU.
         leader: global rank of the group's first rank.
     """
 
-    rank: int = 0
-    size: int = 1
+    tensor_parallel: TensorParallel = dataclasses.field(default_factory=TensorParallel)
     index: int = 0
     count: int = 1
-    group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     leader: int = 0
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank speaks for the group: takes the work and hands in the results."""
-        return self.rank == 0
+        return self.tensor_parallel.rank == 0
 
     def share(self, value: Any = None) -> Any:
         """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
@@ -45,12 +46,11 @@ class EngineGroup:
         """Every rank's ``value``, in the order of the ranks, on every rank."""
         if self.control is None:
             return [value]
-        box: list[Any] = [None] * self.size
+        box: list[Any] = [None] * self.tensor_parallel.size
         dist.all_gather_object(box, value, group=self.control)
         return box
 
     def agree(self, tensor: torch.Tensor) -> torch.Tensor:
         """The leader's ``tensor`` on every rank; shapes and dtypes are the same everywhere."""
-        if self.group is not None:
-            dist.broadcast(tensor, src=self.leader, group=self.group)
+        self.tensor_parallel.broadcast(tensor)
         return tensor

@@ -89,7 +89,6 @@ class MegatronEngine(EngineLifecycle):
             logits = self._step(tokens[:, start:end], start, context)
             activity.progress()
             statistics.steps += 1
-            statistics.decode_steps += any(start >= prompt_lengths[row] for row in alive)
             statistics.active_slot_steps += len(alive)
             statistics.prefill_tokens += sum(max(0, min(end, length) - start) for length in prompt_lengths)
             made = torch.tensor([max(0, end - length) for length in prompt_lengths], device=where)

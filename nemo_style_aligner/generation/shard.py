@@ -61,17 +61,8 @@ class ModelShard:
     def __init__(self, architecture: ModelArchitecture, rank: int = 0, size: int = 1) -> None:
         """Raises ValueError where the heads or the MLP cannot be divided by ``size``."""
         a = architecture
-        if a.num_attention_heads % size or a.ffn_hidden_size % size:
-            raise ValueError(
-                f"generation with tensor parallelism of {size}: num_attention_heads={a.num_attention_heads} and "
-                f"ffn_hidden_size={a.ffn_hidden_size} must be multiples of it; "
-                "set trainer.ppo.generation.tensor_parallel_size to a divisor of both"
-            )
-        if a.num_query_groups % size and size % a.num_query_groups:
-            raise ValueError(
-                f"generation with tensor parallelism of {size}: num_query_groups={a.num_query_groups} must be a "
-                "multiple or a divisor of it; set trainer.ppo.generation.tensor_parallel_size accordingly"
-            )
+        if problems := a.layout_problems(size, tp_key="trainer.ppo.generation.tensor_parallel_size"):
+            raise ValueError("; ".join(problems))
         self.architecture = a
         self.rank, self.size = rank, size
         self.num_heads = a.num_attention_heads // size

@@ -123,7 +123,7 @@ def transformer_config(
     Raises:
         ValueError: the architecture cannot be laid out on this many ranks.
     """
-    if problems := layout_problems(architecture, layout.tp_size, layout.pp_size):
+    if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
     granularity = model_cfg.get("activations_checkpoint_granularity")
     recompute: dict[str, Any] = {}
@@ -185,22 +185,6 @@ def transformer_config(
         batch_p2p_comm=torch.cuda.is_available(),
         **recompute,
     )
-
-
-def layout_problems(architecture: ModelArchitecture, tp_size: int, pp_size: int) -> list[str]:
-    """Why the model cannot be divided so, one line for each reason; empty if it can."""
-    tp, pp = f"model.tensor_model_parallel_size={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
-    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    problems = []
-    if heads % tp_size:
-        problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
-    if groups % tp_size and tp_size % groups:
-        problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
-    if architecture.ffn_hidden_size % tp_size:
-        problems.append(f"{tp}: the model's ffn_hidden_size={architecture.ffn_hidden_size} is not a multiple of it")
-    if architecture.num_layers % pp_size:
-        problems.append(f"{pp}: the model's num_layers={architecture.num_layers} is not a multiple of it")
-    return problems
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:

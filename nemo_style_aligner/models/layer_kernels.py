@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.native.compilation import (
+    AMX,
+    DOT,
     INCLUDES,
     KERNELS,
     NativeUnavailable,
@@ -64,7 +66,7 @@ class LayerKernels:
     @property
     def adds_products(self) -> bool:
         """Whether there is `add_product`: it takes dot products of bf16."""
-        return KERNELS[self.kernel].number == 1
+        return KERNELS[self.kernel].number == DOT
 
     def add_product(self, total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """total += columns.T @ rows: fp32 [v, h], bf16 [n, v] and [n, h]. The sums are in fp32 throughout."""
@@ -198,7 +200,7 @@ def load(kernel: str) -> LayerKernels:
     Raises:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
-    command = [*find_compiler(), *compiler_flags(kernel), "-O3", "-DSTORAGE_F32=1"]
+    command = [*find_compiler(), *compiler_flags(kernel), "-O3"]
     kernels = LayerKernels(find_or_compile(command, _SOURCES)[0], kernel)
     for dtype, tolerance in _TOLERANCES.items():
         error = _largest_error(kernels, dtype)
@@ -215,7 +217,7 @@ def best_kernels() -> LayerKernels | None:
     problem = NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
     # In bf16 they multiply by dot products where the processor, and the compiler, has them; none uses tiles.
     for name in usable_kernels(torch.bfloat16):
-        if name == "amx":
+        if KERNELS[name].number == AMX:
             continue
         try:
             return load(name)

@@ -31,12 +31,16 @@ _VERSION_SECONDS = 60.0
 _COMPILE_SECONDS = 600.0
 
 
+FMA, DOT, AMX = range(3)
+"""How a kernel multiplies; ``vectors.h`` says what the names mean."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A way to compute products, and what it asks of processor and compiler.
 
     Attributes:
-        number: KERNEL_* in ``vectors.h``.
+        number: KERNEL_* in ``vectors.h``: `FMA`, `DOT` or `AMX`.
         lanes: floats per vector.
         emulated: instructions that the processor may lack are replaced by plain C++: slow, for tests.
         flags: for the compiler.
@@ -50,6 +54,11 @@ class Kernel:
     emulated: bool = False
 
     @property
+    def bf16_activations(self) -> bool:
+        """Whether what is multiplied with weights is rounded to bf16; else it is fp32."""
+        return self.number != FMA
+
+    @property
     def checked(self) -> bool:
         """Whether what is compiled is checked before first use: for all that go beyond AVX2."""
         return self.lanes > 8 and not self.emulated
@@ -61,16 +70,16 @@ _NEEDS_AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 KERNELS = {
     "amx": Kernel(
-        2,
+        AMX,
         16,
         (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         (*_NEEDS_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
     ),
-    "avx512-bf16": Kernel(1, 16, (*_AVX512, "-mavx512bf16"), (*_NEEDS_AVX512, "avx512_bf16")),
-    "avx512": Kernel(0, 16, _AVX512, _NEEDS_AVX512),
-    "avx2": Kernel(0, 8, _AVX2, ("avx2", "fma")),
-    "amx-emulated": Kernel(2, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
-    "avx512-bf16-emulated": Kernel(1, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
+    "avx512-bf16": Kernel(DOT, 16, (*_AVX512, "-mavx512bf16"), (*_NEEDS_AVX512, "avx512_bf16")),
+    "avx512": Kernel(FMA, 16, _AVX512, _NEEDS_AVX512),
+    "avx2": Kernel(FMA, 8, _AVX2, ("avx2", "fma")),
+    "amx-emulated": Kernel(AMX, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
+    "avx512-bf16-emulated": Kernel(DOT, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
 }
 """Best first; the emulated ones are never chosen by themselves."""
 
@@ -83,7 +92,7 @@ def usable_kernels(dtype: torch.dtype) -> list[str]:
     """Names of the kernels that this processor has, best first; those that multiply bf16 only for weights of bf16."""
     features = processor_features()
     names = [name for name, kernel in KERNELS.items() if not kernel.emulated and features.issuperset(kernel.needs)]
-    return names if dtype == torch.bfloat16 else [name for name in names if KERNELS[name].number == 0]
+    return names if dtype == torch.bfloat16 else [name for name in names if not KERNELS[name].bf16_activations]
 
 
 def find_compiler() -> list[str]:

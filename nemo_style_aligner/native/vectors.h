@@ -161,56 +161,9 @@ static INLINE vf vexp(vf x) {
     return x < low ? vf{} : y;
 }
 
-// ---- products of pairs ----------------------------------------------------------------------------------------------
+// ---- products of pairs of bf16 --------------------------------------------------------------------------------------
 
-#if KERNEL == KERNEL_FMA
-typedef float act_t; // what is multiplied with weights
-#else
-typedef bf16 act_t;
-#endif
-#if STORAGE_F32
-typedef float panel_t; // what matrix products read: weights (int8 ones are widened first), keys and values
-#else
-typedef bf16 panel_t;
-#endif
-
-// Matrices that are multiplied from the right lie in memory as rows of pairs: for two neighbouring k, `width` columns.
-// bf16 and int8: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
-template <class B = panel_t> static INLINE size_t pair_index(int k, int column, int width) {
-    if (sizeof(B) == 4) return (size_t)k * width + column;
-    return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
-}
-template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2; // elements from one column to the next
-
-#if KERNEL == KERNEL_FMA
-// Columns j * LANES ... of the even or the odd k of a pair, as floats. int8 lies in the order of bf16.
-static INLINE vf widen_columns(const float* pair, int width, int j, int odd) {
-    return load<vf>(pair + odd * width + j * LANES);
-}
-static INLINE vf widen_columns(const bf16* pair, int, int j, int odd) {
-    vu raw = load<vu>(pair + j * LANES * 2);
-    return odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
-}
-static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
-    vi both = widen_integers((const int16_t*)(pair + j * LANES * 2));
-    return __builtin_convertvector(odd ? both >> 8 : both << 24 >> 24, vf);
-}
-#else
-// LANES pairs of bf16. int8 lies in the same order, and is exact in bf16.
-static INLINE vu load_pairs(const bf16* pairs) { return load<vu>(pairs); }
-static INLINE vu load_pairs(const int8_t* pairs) {
-    vf first = __builtin_convertvector(widen_integers(pairs), vf);
-    vf second = __builtin_convertvector(widen_integers(pairs + LANES), vf);
-#if EMULATE
-    bf16 narrow[2 * LANES];
-    store_as(narrow, first);
-    store_as(narrow + LANES, second);
-    return load<vu>(narrow);
-#else
-    return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#endif
-}
-
+#if KERNEL != KERNEL_FMA
 // sum + the dot products of a pair of bf16 with each of LANES pairs.
 static INLINE vf add_dot(vf sum, uint32_t pair, vu pairs) {
 #if EMULATE
@@ -230,49 +183,7 @@ static INLINE vu pairs_of(vf first, vf second) {
 }
 #endif
 
-// What the next products will read, asked for while this one is computed: `step` bytes for each pair of k.
-struct Ahead {
-    const char* at;
-    int step;
-};
-
-// acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the
-// order of k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is
-// computed with. LINES_AHEAD cache lines of `ahead` are asked for with each pair.
-template <int ROWS, int VECTORS, int LINES_AHEAD = 0, class B>
-static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width,
-                                  vf (&acc)[ROWS][VECTORS], Ahead ahead = {}) {
-    for (int p = 0; p < pairs; ++p, b += 2 * width) {
-#pragma GCC unroll 4
-        for (int line = 0; line < LINES_AHEAD; ++line) __builtin_prefetch(ahead.at + 64 * line);
-        ahead.at += ahead.step;
-#if KERNEL == KERNEL_FMA
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; ++odd) {
-            vf w[VECTORS];
-#pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; ++j) w[j] = widen_columns(b, width, j, odd);
-#pragma GCC unroll 16
-            for (int i = 0; i < ROWS; ++i) {
-                vf x = splat(a[i][2 * p + odd]);
-#pragma GCC unroll 8
-                for (int j = 0; j < VECTORS; ++j) acc[i][j] += x * w[j];
-            }
-        }
-#else
-        vu w[VECTORS];
-#pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; ++j) w[j] = load_pairs(b + j * LANES * 2);
-#pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i) {
-            uint32_t pair;
-            memcpy(&pair, a[i] + 2 * p, 4);
-#pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; ++j) acc[i][j] = add_dot(acc[i][j], pair, w[j]);
-        }
-#endif
-    }
-}
+// ---- numbers known at run time only ---------------------------------------------------------------------------------
 
 // f.operator()<n>() for a number n in 1..MOST that is known only at run time.
 template <int MOST, class F> static INLINE void with_constant(int n, F&& f) {

@@ -121,8 +121,8 @@ def build_embedded_engine(
     lender: MegatronModel | None = None,
 ) -> tuple[GenerationEngine, EngineGroup]:
     """The embedded engine of this rank; see `build_engine`. It may compute with the weights of ``lender`` in place."""
-    tensor_parallel, group = _generation_ranks(cfg)
-    rank, size = tensor_parallel.rank, tensor_parallel.size
+    group = _generation_ranks(cfg)
+    ranks = group.tensor_parallel
     section = cfg.trainer.ppo.generation
     engine = EmbeddedEngine(
         architecture,
@@ -132,10 +132,10 @@ def build_embedded_engine(
         prefill_chunk_tokens=int(section.prefill_chunk_tokens),
         prefill_share=float(section.prefill_share),
         weight_format=section.weight_format,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=ranks,
         step=section.step,
         refit_check=section.refit_check,
-        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, rank, size),
+        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
     )
     engine.build()
@@ -158,18 +158,17 @@ def _engine_options(
 
 def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
     """This rank's tensor-parallel group of the training layout. Collective."""
+    process_group = parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
     return EngineGroup(
-        rank=layout.tp_rank,
-        size=layout.tp_size,
+        TensorParallel(layout.tp_rank, layout.tp_size, process_group),
         index=layout.dp_rank * layout.pp_size + layout.pp_rank,
         count=layout.dp_size * layout.pp_size,
-        group=parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None,
         control=_control_group(cfg, layout.tp_size),
         leader=parallel_state.get_tensor_model_parallel_src_rank(),
     )
 
 
-def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, EngineGroup]:
+def _generation_ranks(cfg: DictConfig) -> EngineGroup:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
@@ -183,12 +182,10 @@ def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, EngineGroup]:
         raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
     rank, count = dist.get_rank(), dist.get_world_size() // size
     logger.info("generation: %d engines of %d ranks each", count, size)
-    return TensorParallel(rank % size, size, process_group), EngineGroup(
-        rank=rank % size,
-        size=size,
+    return EngineGroup(
+        TensorParallel(rank % size, size, process_group),
         index=rank // size,
         count=count,
-        group=process_group,
         control=_control_group(cfg, size),
         leader=rank - rank % size,
     )

@@ -11,12 +11,12 @@ import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
+from nemo_style_aligner.generation.embedded.choose_step import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Offer
 from nemo_style_aligner.generation.embedded.packing import StepPacker
 from nemo_style_aligner.generation.embedded.sampler import SlotSampler
 from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, WeightFormat
-from nemo_style_aligner.generation.embedded.steps import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.engine import (
     GenerationRequest,
@@ -209,7 +209,6 @@ class EmbeddedEngine(EngineLifecycle):
         """Add one forward pass to ``statistics``."""
         activity.progress()
         statistics.steps += 1
-        statistics.decode_steps += bool(plan.decode)
         statistics.active_slot_steps += scheduler.num_active
         statistics.prefill_tokens += sum(chunk.length for chunk in plan.prefill)
         statistics.generated_tokens += advanced

@@ -10,9 +10,8 @@ from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
 
 
 def rotary_tables(a: ModelArchitecture, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32 [length, rotary size / 2] each, with Llama 3.1's scaling if asked for."""
-    size = int(a.kv_channels * a.rotary_percentage)
-    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    """Cosines and sines, float32 [length, turned channels / 2] each, with Llama 3.1's scaling if asked for."""
+    exponents = torch.arange(0, a.rotary_size, 2, dtype=torch.int64).float() / a.rotary_size
     frequencies = 1.0 / (a.rotary_base**exponents)
     if a.rope_scaling_factor is not None:
         low, high, context = LLAMA3_ROPE.values()

@@ -7,9 +7,9 @@ import logging
 import numpy as np
 import torch
 
+from nemo_style_aligner.generation.embedded.arena import Arena
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
@@ -68,17 +68,11 @@ class TorchStep(ModelStep):
     Graphs hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures them again.
     """
 
-    def __init__(
-        self,
-        shape: EngineShape,
-        device: torch.device,
-        graphs: bool | None = None,
-        lent: LentWeights | None = None,
-    ) -> None:
-        """``graphs``: decode in padded buckets of fixed shape; None: on CUDA. ``lent``: to compute with in place."""
+    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights, graphs: bool | None = None) -> None:
+        """``lent``: to compute with in place. ``graphs``: decode in padded buckets of fixed shape; None: on CUDA."""
         self._shape = shape
         self._device = device
-        self._lent = lent or LentWeights()
+        self._lent = lent
         self._use_graphs = device.type == "cuda" if graphs is None else graphs
         self._graphs: DecodeGraphs | None = None
         self._num_compilations = 0

@@ -85,19 +85,19 @@ def _tensorrt_engine(
     cfg: DictConfig, model: MegatronModel, group: EngineGroup, options: dict[str, Any]
 ) -> TensorRTEngine:
     section = cfg.trainer.ppo.trt_llm
-    a, dtype = model.architecture, model.config.params_dtype
+    a, dtype, ranks = model.architecture, model.config.params_dtype, group.tensor_parallel
     max_input_length = min(int(section.max_input_len), options["max_sequence_length"] - 1)
     shape = BuildShape(
         model=engine_model(a, str(section.model_type), dtype),
         max_batch_size=options["num_slots"],
         max_input_len=max_input_length,
         max_seq_len=options["max_sequence_length"],
-        tp_size=group.size,
-        tp_rank=group.rank,
-        gpus_per_node=max(torch.cuda.device_count(), group.size),  # a task of srun may see its own alone
+        tp_size=ranks.size,
+        tp_rank=ranks.rank,
+        gpus_per_node=max(torch.cuda.device_count(), ranks.size),  # a task of srun may see its own alone
         group_index=group.index,
     )
-    weights = EngineWeights(a, dtype=dtype, tp_size=group.size, tp_rank=group.rank)
+    weights = EngineWeights(a, dtype=dtype, tp_size=ranks.size, tp_rank=ranks.rank)
     return TensorRTEngine(
         TensorRTLibrary(shape, world_size=dist.get_world_size()),
         weights,

@@ -245,7 +245,7 @@ class SidecarEngine(EngineLifecycle):
             check_health=False,
             model=str(model),
             dtype=str(self._dtype).removeprefix("torch."),
-            tensor_parallel_size=self._group.size,
+            tensor_parallel_size=self._group.tensor_parallel.size,
             max_batch_size=self._num_slots,
             max_seq_len=self._max_sequence_length,
             vocab_size=a.vocab_size,
@@ -256,7 +256,7 @@ class SidecarEngine(EngineLifecycle):
 
     def _push(self, weights: WeightStream) -> None:
         """All buckets, then the end of the refit. A bucket lives until every worker has read it."""
-        uuid = self._settings.device_uuids[self._group.rank]
+        uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
         for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # another process reads it

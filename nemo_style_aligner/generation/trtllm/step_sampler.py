@@ -119,7 +119,6 @@ class StepSampler:
         tokens = self._agree(tokens)
         activity.progress()
         self._statistics.steps += 1
-        self._statistics.decode_steps += 1 if step else 0
         self._statistics.active_slot_steps += len(alive)
         self._statistics.generated_tokens += len(alive)
         if self._seen is not None:

@@ -29,7 +29,7 @@ from nemo_style_aligner.native.compilation import (
 )
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "sample.h")]
+_SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
 _SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
 _CHECK_SECONDS = 120.0
 # How `check.cpp` ends where the kernels cannot be used. Anything else, as SIGKILL for want of memory, may pass.
@@ -136,7 +136,7 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "HEADS": shard.num_heads,
         "GROUPS": shard.num_groups,
         "HEAD_DIM": a.kv_channels,
-        "ROTARY": (int(a.kv_channels * a.rotary_percentage) + 1) // 2 * 2,  # as many frequencies as Megatron has
+        "ROTARY": a.turned_channels,
         "FFN": shard.ffn_size,
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
@@ -145,7 +145,6 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "ACTIVATION": _ACTIVATIONS[a.activation],
         "GATED": int(a.gated),
         "QK_NORM": int(a.qk_layernorm),
-        "SUM_RANKS": int(shard.size > 1),
         "STORAGE_F32": int(shape.dtype == torch.float32),
         "STORAGE_INT8": int(shape.weight_format == "int8"),
     }

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from nemo_style_aligner.generation.embedded.arena import Arena
 from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.native.arena import Arena
 from nemo_style_aligner.generation.embedded.native.library import load_library
 from nemo_style_aligner.generation.embedded.native.packed_weights import (
     GATE,
@@ -58,17 +58,17 @@ class NativeStep(ModelStep):
 
     Args:
         shape: what to compile for.
+        lent: the trainer's weights, to pack from.
         kernel: a name of `compilation.KERNELS`; None: the best that the processor has.
         num_threads: None: as many as torch uses.
-        lent: the trainer's weights, to pack from.
     """
 
     def __init__(
         self,
         shape: EngineShape,
+        lent: LentWeights,
         kernel: str | None = None,
         num_threads: int | None = None,
-        lent: LentWeights | None = None,
     ) -> None:
         """Raises NativeUnavailable where no kernel can run."""
         self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
@@ -76,7 +76,7 @@ class NativeStep(ModelStep):
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
         self._shape = shape
         self._threads = num_threads or torch.get_num_threads()
-        self._lent = lent or LentWeights()
+        self._lent = lent
         self._num_compilations = 0
 
     def build(self) -> None:
@@ -192,7 +192,7 @@ class NativeStep(ModelStep):
     def _allocate(self) -> None:
         shape, shard, a = self._shape, self._shape.shard, self._shape.architecture
         heads = shard.query_size
-        self._activations = Arena(_activation_regions(shape, self._is_bf16_activation()))
+        self._activations = Arena(_activation_regions(shape, KERNELS[self._kernel].bf16_activations))
         self._logits = self._activations["logits"]
         channels = _round_up(a.kv_channels, 16)
         pages = (shape.num_pages, shard.num_groups, PAGE_TOKENS, channels)
@@ -229,9 +229,6 @@ class NativeStep(ModelStep):
         }
         cosines, sines = rotary_tables(a, shape.max_sequence_length, torch.device("cpu"))
         self._rotary = (cosines.contiguous(), sines.contiguous())
-
-    def _is_bf16_activation(self) -> bool:
-        return KERNELS[self._kernel].number != 0
 
     def _describe(self) -> Model:
         """Every address the library needs."""

@@ -1,8 +1,8 @@
 // Weight matrices as panels: 32 output features each, k in pairs (see pair_index), padded with zeros to whole panels
 // and to a multiple of 32 in k. Packing is what a refit does; multiplying is what a pass does.
 #pragma once
+#include "pairs.h"
 #include "threads.h"
-#include "vectors.h"
 
 constexpr int PANEL = 32;
 

@@ -4,11 +4,12 @@
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
 //   NORM (0 RMSNorm, 1 LayerNorm, 2 LayerNorm with weights stored less one)  EPSILON
 //   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU)  GATED  QK_NORM
-//   SUM_RANKS: other ranks hold the rest of the model; what they must add up is left in `partial`
+//   RANKS: how many ranks hold the model together
 //   STORAGE_F32, STORAGE_INT8 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
 #include "sample.h"
 
+constexpr bool SUM_RANKS = RANKS > 1; // what the ranks must add up is left in `partial`
 constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
 constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_DIM, 32), FFN_K = round_up(FFN, 32);
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;

@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 StepChoice = Literal["auto", "native", "torch"]
 
 
-def choose_step(
-    choice: StepChoice, shape: EngineShape, device: torch.device, lent: LentWeights | None = None
-) -> ModelStep:
+def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
     """The step that ``choice`` asks for, built. "auto" on a CPU is the native step, or torch where that cannot be had.
 
     The torch step takes of ``lent`` what it can compute with in place, the native step what it packs at each refit.
@@ -35,7 +33,6 @@ def choose_step(
         raise ValueError(f"trainer.ppo.generation.step={choice!r}: choose {' or '.join(get_args(StepChoice))}")
     if choice == "native" and device.type != "cpu":
         raise ValueError(f"trainer.ppo.generation.step=native runs on the CPU, not on {device}; choose auto or torch")
-    lent = lent or LentWeights()
     if choice != "torch" and device.type == "cpu":
         native, error = _try_native(shape, lent)
         # Ranks that share a model must compute alike: one that cannot decides for all.
@@ -47,7 +44,7 @@ def choose_step(
             raise error
         logger.warning("generation falls back to the slower torch step: %s", error)
         lent.give_back()
-    fallback = TorchStep(shape, device, lent=lent)
+    fallback = TorchStep(shape, device, lent)
     fallback.build()
     return fallback
 
@@ -55,7 +52,7 @@ def choose_step(
 def _try_native(shape: EngineShape, lent: LentWeights) -> tuple[NativeStep | None, NativeUnavailable | None]:
     """The native step, or why there is none."""
     try:
-        native = NativeStep(shape, lent=lent)
+        native = NativeStep(shape, lent)
         native.build()
     except NativeUnavailable as error:
         return None, error
