@@ -660,6 +660,7 @@ def test_wrong_types_are_all_named() -> None:
         "model.optim.betas=0.9": "model.optim.betas=0.9: must be a list, this is a number",
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
+        "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
         "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number",

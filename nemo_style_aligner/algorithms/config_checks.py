@@ -109,7 +109,7 @@ _GLOBAL, _MICRO = "model.global_batch_size", "model.micro_batch_size"
 _LENGTH, _POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
 _ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
 _PPO_LENGTH = "model.ppo.length_params.max_length"
-_MODEL_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+_ARCHIVE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 
 
 def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
@@ -136,7 +136,7 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     problems: list[str] = []
     cfg = cfg.copy()
     architecture = None
-    key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
+    key = _ARCHIVE_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
     try:
         base = _base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
