@@ -370,15 +370,16 @@ def _rollout_lengths(view: JobView) -> Iterator[str]:
     length, response = view.get(_LENGTH), view.get(_PPO_LENGTH)
     if not length or not response:
         return
-    prompt = "trainer.ppo.trt_llm.max_input_len"
+    prompt, bos = "trainer.ppo.trt_llm.max_input_len", bool(view.get("model.ppo.sampling_params.add_BOS"))
+    text = "a prompt behind its BOS token" if bos else "a prompt"
     room = min(length, view.get("model.data.seq_length") or length) - response
-    if room < 1:
+    if room < 1 + bos:
         yield (
-            f"{view.said(_PPO_LENGTH)} leaves no room for a prompt in {view.said(_LENGTH, 'model.data.seq_length')}; "
+            f"{view.said(_PPO_LENGTH)} leaves no room for {text} in {view.said(_LENGTH, 'model.data.seq_length')}; "
             "lower it or raise them"
         )
-    elif view.get(prompt) < 1:
-        yield f"{view.said(prompt)}: must be 1 or more"
+    elif view.get(prompt) < 1 + bos:
+        yield f"{view.said(prompt)}: must be {1 + bos} or more, for {text}"
     elif view.get(prompt) + response > length:
         yield f"{view.said(prompt)} + {view.said(_PPO_LENGTH)} is longer than {view.said(_LENGTH)}; lower one of them"
     memory = "trainer.ppo.generation.kv_cache_tokens"

@@ -106,11 +106,6 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     bos_ids = tokenizer.bos_ids(bool(ppo.sampling_params.add_BOS), "model.ppo.sampling_params.add_BOS")
     room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
     limit = min(room, int(cfg.trainer.ppo.trt_llm.max_input_len)) - len(bos_ids)
-    if limit < 1:
-        raise ValueError(
-            f"model.ppo.length_params.max_length={ppo.length_params.max_length} leaves no room for a prompt in "
-            f"model.data.seq_length={cfg.model.data.seq_length}"
-        )
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
         return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
