@@ -166,14 +166,27 @@ def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
     )
 
 
+def engine_size(asked: int | None, reshard: bool, tp_size: int) -> int:
+    """Ranks that share an embedded engine.
+
+    Args:
+        asked: ``trainer.ppo.generation.tensor_parallel_size``.
+        reshard: ``trainer.ppo.trt_llm.reshard``: generate with the training's tensor parallelism, without its stages.
+        tp_size: of training.
+    """
+    return int(asked or (tp_size if reshard else 1))
+
+
 def _generation_ranks(cfg: DictConfig) -> tuple[TensorParallel, EngineGroup]:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
         ValueError: the ranks of the job cannot be divided so.
     """
-    asked = cfg.trainer.ppo.generation.tensor_parallel_size
-    size = int(asked or (cfg.model.tensor_model_parallel_size if cfg.trainer.ppo.trt_llm.reshard else 1))
+    ppo = cfg.trainer.ppo
+    size = engine_size(
+        ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, int(cfg.model.tensor_model_parallel_size)
+    )
     try:
         process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
     except ValueError as error:
