@@ -11,7 +11,7 @@ from omegaconf import ListConfig
 
 from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
 from nemo_style_aligner.models.gpt import layout_problems
-from nemo_style_aligner.rollout.setup import engine_size
+from nemo_style_aligner.rollout.engine_setup import engine_size
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 
