@@ -16,8 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config_types import wrong_types
+from nemo_style_aligner.config_types import ARCHITECTURE_KEYS, wrong_types
 from nemo_style_aligner.legacy_keys import LEGACY_KEYS, LegacyKey
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
@@ -33,17 +32,7 @@ class ConfigError(ValueError):
 
 
 # Keys of `model` that come with a checkpoint's own config, so that the YAML files leave them out.
-_MODEL_KEYS = frozenset(
-    ModelArchitecture(
-        num_layers=1,
-        hidden_size=2,
-        ffn_hidden_size=1,
-        num_attention_heads=1,
-        num_query_groups=1,
-        vocab_size=1,
-        rope_scaling_factor=1.0,
-    ).to_nemo_config()
-) | {"add_qkv_bias", "encoder_seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"}
+_MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_length", "make_vocab_size_divisible_by"}
 
 # Sections in which the user chooses the keys.
 _OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.data.chat_prompt_tokens")

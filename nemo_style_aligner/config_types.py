@@ -5,7 +5,7 @@ A default of null says nothing about the type, and some keys take several: both 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -88,9 +88,16 @@ NULLABLE: tuple[str, ...] = (
 """Keys that have a default, and for which null means something too. It does for the model's own keys: as its checkpoint
 says."""
 
-_ARCHITECTURE = ModelArchitecture(
-    num_layers=1, hidden_size=2, ffn_hidden_size=1, num_attention_heads=1, num_query_groups=1, vocab_size=1
+ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
+    num_layers=1,
+    hidden_size=2,
+    ffn_hidden_size=1,
+    num_attention_heads=1,
+    num_query_groups=1,
+    vocab_size=1,
+    rope_scaling_factor=1.0,
 ).to_nemo_config()
+"""The keys of ``model`` that describe an architecture, each with a value of its type: no job's YAML has them."""
 
 
 def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
@@ -127,7 +134,7 @@ def _types(key: str, defaults: DictConfig) -> Types:
     default = _default(key, defaults)
     section, _, name = key.partition(".")
     if default is None and section == "model":
-        default = _ARCHITECTURE.get(name)
+        default = ARCHITECTURE_KEYS.get(name)
     if isinstance(default, DictConfig):
         return (dict,)
     if isinstance(default, ListConfig):

@@ -179,6 +179,14 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=4096",
         ("model.ppo.length_params.max_length=4096 leaves no room for a prompt",),
     ),
+    "no room beside BOS": (
+        "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=4095 model.ppo.sampling_params.add_BOS=True",
+        ("max_length=4095 leaves no room for a prompt behind its BOS token",),
+    ),
+    "BOS alone": (
+        "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.max_input_len=1 model.ppo.sampling_params.add_BOS=True",
+        ("trainer.ppo.trt_llm.max_input_len=1: must be 2 or more, for a prompt behind",),
+    ),
     "prompt and response": (
         "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.max_input_len=4000",
         ("max_input_len=4000 + model.ppo.length_params.max_length=2048 is longer than model.encoder_seq_length=4096",),
@@ -360,6 +368,21 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("pretrained_checkpoint.restore_from_path=",),
     ),
     "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run='4h' is not of the form",)),
+    "kind of reward model": (
+        "gpt_ppo_critic", 1, "model.reward_model_type=pairwise",
+        ("model.reward_model_type='pairwise': choose binary_ranking or regression",),
+    ),
+    "choices and ranges that are looked at nowhere else": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.generation.engine=vllm trainer.ppo.trt_llm.backend=tensorrt exp_manager.watchdog_minutes=0 "
+        "model.activations_checkpoint_granularity=partial",
+        (
+            "trainer.ppo.generation.engine=vllm: choose embedded, megatron or trtllm",
+            "trainer.ppo.trt_llm.backend=tensorrt: choose engine or pytorch",
+            "exp_manager.watchdog_minutes=0: must be above 0",
+            "model.activations_checkpoint_granularity=partial: choose selective or full",
+        ),
+    ),
     "head": (
         "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
         ("attribute_weights has 2 entries for num_attributes=1",),
@@ -660,6 +683,7 @@ def test_wrong_types_are_all_named() -> None:
         "model.optim.betas=0.9": "model.optim.betas=0.9: must be a list, this is a number",
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
+        "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
         "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number",

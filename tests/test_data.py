@@ -31,7 +31,7 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
@@ -243,7 +243,7 @@ def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: To
     assert spell(tokenizer, sft(tmp_path, tokenizer, row, add_eos=False)[0].token_ids) == "User: 6+10? 16"
     separated = sft(tmp_path, tokenizer, row, add_sep=True, sep_id=tokenizer.text_to_ids("#")[0])[0]
     assert learnt(tokenizer, separated) == "____________ 16$" and spell(tokenizer, separated.token_ids)[11] == "#"
-    with pytest.raises(DataError, match=r"model.data.\*.add_bos=True"):
+    with pytest.raises(TokenizerError, match=r"model.data.\*.add_bos=True"):
         sft(tmp_path, tokenizer, row, add_bos=True)
 
 

@@ -387,7 +387,7 @@ def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypa
         end = whole[0].response[2:4]
         for row, cut in zip(whole, responses((end,)), strict=True):
             assert cut.response == row.response.split(end)[0] and cut.ended == (end in row.response)
-        with pytest.raises(ValueError, match="the tokenizer has none"):
+        with pytest.raises(ValueError, match="add_bos=True, but the tokenizer has no BOS"):
             responses(add_bos=True)
         opened = evaluation._open
 

@@ -439,7 +439,7 @@ import os, sys, time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
-@job("gpt_ppo_critic")
+@job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> None:
     import torch
     import torch.distributed as dist
@@ -633,7 +633,7 @@ import time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
-@job("gpt_ppo_critic")
+@job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     from nemo_style_aligner.algorithms.run_control import RunControl
     from nemo_style_aligner.parallel.stop_points import StopEarlyError
@@ -722,7 +722,7 @@ def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(
 def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path) -> None:
     """SIGTERM is its regular end: status 0, and no file that says otherwise."""
     path, log_dir = tmp_path / "script.py", tmp_path / "log"
-    path.write_text(STOP_SCRIPT.replace('@job("gpt_ppo_critic")', '@job("gpt_ppo_critic", is_service=True)'))
+    path.write_text(STOP_SCRIPT.replace("check=None", "check=None, is_service=True"))
     process = subprocess.Popen(
         [sys.executable, "-u", str(path), "exp_manager.name=starting", f"exp_manager.explicit_log_dir={log_dir}"],
         env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,

@@ -30,7 +30,6 @@ from nemo_style_aligner.algorithms.supervised_setup import (
     build_supervised_trainer,
     reward_objective,
     reward_task,
-    sft_objective,
     sft_task,
 )
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -238,7 +237,7 @@ def trainer_for(
         base = open_base_model(cfg.model.restore_from_path, cfg)
         model = base.load()
         task = sft_task(cfg, base.tokenizer)
-        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, sft_objective())
+        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, language_model_objective())
     cfg.model.global_batch_size, cfg.model.micro_batch_size = global_batch, micro_batch
     files = {
         "train": [str(artefacts.data("train_comparisons"))],

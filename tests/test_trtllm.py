@@ -22,12 +22,13 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.trtllm import construct, versions
 from nemo_style_aligner.generation.trtllm.streams import buckets
 from nemo_style_aligner.generation.trtllm.versions import (
+    Backend,
     Installation,
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
     find_installation,
 )
-from nemo_style_aligner.rollout.setup import choose_engine
+from nemo_style_aligner.rollout.engine_setup import choose_engine
 from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -54,7 +55,11 @@ def _installed(monkeypatch: pytest.MonkeyPatch, own: str | None, elsewhere: str 
     ],
 )
 def test_the_backend_follows_what_is_installed(
-    own: str | None, backend: str | None, sidecar: str | None, found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    own: str | None,
+    backend: Backend | None,
+    sidecar: str | None,
+    found: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _installed(monkeypatch, own, "1.4.0rc1")
     installation = find_installation(backend, sidecar)
@@ -71,11 +76,10 @@ def test_the_backend_follows_what_is_installed(
         ("0.13.0", None, TensorRTLLMMismatch, r"0\.13\.0 is installed.*from 1\.0\.0.*tensorrt-llm==1\.2\.1"),
         ("1.1.0", "pytorch", TensorRTLLMMismatch, r"1\.1\.0 is installed.*from 1\.2\.0 on.*tensorrt-llm==1\.3\.0rc24"),
         ("unknown", None, TensorRTLLMMismatch, "'unknown', which is not one"),
-        ("1.2.1", "tensorrt", ValueError, "choose engine .* pytorch"),
     ],
 )
 def test_a_missing_or_wrong_version_names_the_command(
-    own: str | None, backend: str | None, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+    own: str | None, backend: Backend | None, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, own)
     with pytest.raises(error, match=text):
@@ -116,8 +120,6 @@ def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog:
 def test_asking_for_it_by_name_is_an_error_without_it() -> None:
     with pytest.raises(RuntimeError, match=r"pip install .*tensorrt-llm==1\.2\.1"):
         choose_engine(_config(trainer__ppo__generation__engine="trtllm"))
-    with pytest.raises(ValueError, match="choose embedded, megatron or trtllm"):
-        choose_engine(_config(trainer__ppo__generation__engine="vllm"))
 
 
 def test_where_it_is_installed_enable_means_it(monkeypatch: pytest.MonkeyPatch) -> None:

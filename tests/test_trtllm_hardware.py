@@ -31,6 +31,7 @@ from nemo_style_aligner.generation.trtllm.streams import ipc_handles
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary
 from nemo_style_aligner.generation.trtllm.versions import (
+    Backend,
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
     find_installation,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.gpu
 SIDECAR_PYTHON = os.environ.get("TRTLLM_SIDECAR_PYTHON")
 
 
-def _missing(backend: str) -> str | None:
+def _missing(backend: Backend) -> str | None:
     """Why a backend cannot be tested here."""
     if not torch.cuda.is_available():
         return f"NOT TESTED: TensorRT-LLM backend={backend} needs a CUDA device, and there is none"
@@ -54,7 +55,7 @@ def _missing(backend: str) -> str | None:
     return None
 
 
-def _needs(backend: str) -> pytest.MarkDecorator:
+def _needs(backend: Backend) -> pytest.MarkDecorator:
     reason = _missing(backend)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
 

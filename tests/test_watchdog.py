@@ -29,7 +29,7 @@ import ctypes, sys, time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
-@job("gpt_ppo_critic")
+@job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     import torch
     import torch.distributed as dist

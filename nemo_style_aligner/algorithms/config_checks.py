@@ -1,6 +1,6 @@
 """Settings that cannot work together, found before a job loads anything, and all of them at once.
 
-`check_job` is what the entry scripts name to ``@job``. It reads the checkpoint's own config (not its weights), so it
+`check_job` is what ``@job`` calls unless told otherwise. It reads the checkpoint's own config (not its weights), so it
 knows the model's shape, and runs every check that concerns the job. A check is a function over a `JobView` that yields
 one line per problem: key=value, why it cannot be, what to do.
 """
@@ -8,10 +8,8 @@ one line per problem: key=value, why it cannot be, what to do.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
-import ipaddress
 import logging
 import os
 import re
@@ -22,7 +20,19 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_style_aligner.algorithms.actor_checks import ACTOR_CHECKS
 from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
+from nemo_style_aligner.algorithms.job_view import (
+    GLOBAL_BATCH,
+    LENGTH,
+    MICRO_BATCH,
+    POSITIONS,
+    PP,
+    ROLLOUT_RANKS,
+    TP,
+    Check,
+    JobView,
+)
 from nemo_style_aligner.algorithms.place_checks import (
     data_prefix_problems,
     log_directory_problems,
@@ -48,68 +58,8 @@ from nemo_style_aligner.telemetry.logger import wandb_settings
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class JobView:
-    """What the checks look at.
-
-    Attributes:
-        name: the job's YAML file.
-        cfg: the config, its ``model`` section laid over the checkpoint's.
-        world_size: ranks of the job.
-        architecture: the model's shape; None if the checkpoint's config could not be read.
-        rank: this process's.
-    """
-
-    name: str
-    cfg: DictConfig
-    world_size: int
-    architecture: ModelArchitecture | None
-    rank: int = 0
-
-    def get(self, key: str) -> Any:
-        """A value, None where it is not set or cannot be computed, which is reported by itself."""
-        try:
-            return OmegaConf.select(self.cfg, key)
-        except OmegaConfBaseException:
-            return None
-
-    def said(self, *keys: str) -> str:
-        """``key=value`` of each key, for messages."""
-        return ", ".join(f"{key}={self.get(key)}" for key in keys)
-
-    @property
-    def rollout_ranks(self) -> int:
-        """Ranks that only generate."""
-        return int(self.get(_ROLLOUT_RANKS) or 0)
-
-    @property
-    def training_ranks(self) -> int:
-        """Ranks that train."""
-        return self.world_size - self.rollout_ranks
-
-    @property
-    def only_generates(self) -> bool:
-        """Whether this rank does, and so reads no data and no checkpoint: its machine need not have them."""
-        return self.rank >= self.training_ranks > 0
-
-    @property
-    def tp_size(self) -> int:
-        return int(self.get(_TP) or 1)
-
-    @property
-    def pp_size(self) -> int:
-        return int(self.get(_PP) or 1)
-
-
-Check = Callable[[JobView], Iterator[str]]
-
-_TP, _PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
-_GLOBAL, _MICRO = "model.global_batch_size", "model.micro_batch_size"
-_LENGTH, _POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
-_ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
-_PPO_LENGTH = "model.ppo.length_params.max_length"
-_MODEL_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+# What names a job's model where it is not `pretrained_checkpoint.restore_from_path`.
+_ARCHIVE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 
 
 def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
@@ -136,7 +86,7 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     problems: list[str] = []
     cfg = cfg.copy()
     architecture = None
-    key = _MODEL_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
+    key = _ARCHIVE_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
     try:
         base = _base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
@@ -290,7 +240,7 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
             f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
             "watchdog can report who held it up"
         )
-    for key in (_GLOBAL, _MICRO):
+    for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
         if other is not None and size != other:
@@ -303,11 +253,11 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
 def _ranks(view: JobView) -> Iterator[str]:
     parts = view.tp_size * view.pp_size
     if view.training_ranks < 1:
-        yield f"{view.said(_ROLLOUT_RANKS)}: of {view.world_size} ranks none is left to train; lower it or start more"
+        yield f"{view.said(ROLLOUT_RANKS)}: of {view.world_size} ranks none is left to train; lower it or start more"
     elif view.training_ranks % parts:
-        rest = f", less {view.said(_ROLLOUT_RANKS)}" if view.rollout_ranks else ""
+        rest = f", less {view.said(ROLLOUT_RANKS)}" if view.rollout_ranks else ""
         yield (
-            f"{view.said(_TP, _PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
+            f"{view.said(TP, PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
             f"multiple of {parts}; change the sizes or the number of ranks"
         )
     if view.architecture is not None:
@@ -316,22 +266,22 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 def _batches(view: JobView) -> Iterator[str]:
     """Nothing need divide a global batch: ranks and micro batches take what there is, down to nothing."""
-    for key in (_GLOBAL, _MICRO):
+    for key in (GLOBAL_BATCH, MICRO_BATCH):
         if not view.get(key):
             yield f"{key} is not set, neither in the job's config nor in the checkpoint's: give it a value"
 
 
 def _lengths(view: JobView) -> Iterator[str]:
-    length, positions = view.get(_LENGTH), view.get(_POSITIONS)
+    length, positions = view.get(LENGTH), view.get(POSITIONS)
     if length and positions and length > positions:
-        yield f"{view.said(_LENGTH)} is longer than {view.said(_POSITIONS)}; raise the latter or lower the former"
+        yield f"{view.said(LENGTH)} is longer than {view.said(POSITIONS)}; raise the latter or lower the former"
     for key in (
         "model.data.seq_length",
         "model.data.train_ds.max_seq_length",
         "model.data.validation_ds.max_seq_length",
     ):
         if length and (view.get(key) or 0) > length:
-            yield f"{view.said(key)} is longer than {view.said(_LENGTH)}; lower it or raise {_LENGTH}"
+            yield f"{view.said(key)} is longer than {view.said(LENGTH)}; lower it or raise {LENGTH}"
     for part in ("model.data.train_ds", "model.data.validation_ds"):
         least, greatest = view.get(f"{part}.min_seq_length"), view.get(f"{part}.max_seq_length")
         if least and greatest and least > greatest:
@@ -357,104 +307,7 @@ def _monitor(view: JobView) -> Iterator[str]:
     yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(known)}"
 
 
-# ---- the actor ----------------------------------------------------------------------------------
-
-
-def _rollout_batches(view: JobView) -> Iterator[str]:
-    samples, total = "model.ppo.num_rollout_samples", view.get(_GLOBAL)
-    if total and view.get(samples) % total:
-        yield f"{view.said(samples)} is not a multiple of {view.said(_GLOBAL)}; change one of them"
-
-
-def _rollout_lengths(view: JobView) -> Iterator[str]:
-    length, response = view.get(_LENGTH), view.get(_PPO_LENGTH)
-    if not length or not response:
-        return
-    prompt = "trainer.ppo.trt_llm.max_input_len"
-    room = min(length, view.get("model.data.seq_length") or length) - response
-    if room < 1:
-        yield (
-            f"{view.said(_PPO_LENGTH)} leaves no room for a prompt in {view.said(_LENGTH, 'model.data.seq_length')}; "
-            "lower it or raise them"
-        )
-    elif view.get(prompt) < 1:
-        yield f"{view.said(prompt)}: must be 1 or more"
-    elif view.get(prompt) + response > length:
-        yield f"{view.said(prompt)} + {view.said(_PPO_LENGTH)} is longer than {view.said(_LENGTH)}; lower one of them"
-    memory = "trainer.ppo.generation.kv_cache_tokens"
-    if view.get(memory) is not None and view.get(memory) < response + 1:
-        yield (
-            f"{view.said(memory)} cannot hold one sequence: a prompt and {view.said(_PPO_LENGTH)}; raise it or set it "
-            "to null"
-        )
-
-
-def _generation(view: JobView) -> Iterator[str]:
-    ppo = "trainer.ppo"
-    engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
-    reshard = f"{ppo}.trt_llm.reshard"
-    if view.get(reshard) and view.pp_size == 1:
-        yield (
-            f"{view.said(reshard)} with {view.said(_PP)}: there are no pipeline stages to turn into tensor "
-            f"parallelism; leave it out (how many ranks share an engine is said by {size})"
-        )
-    trt_llm = f"{ppo}.trt_llm.enable"
-    if view.get(engine) == "megatron" and view.get(trt_llm):
-        yield f"{view.said(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
-    if view.get(engine) == "megatron" and view.pp_size > 1:
-        yield f"{view.said(engine)} cannot generate with {view.said(_PP)}; choose embedded"
-    parallel = "model.sequence_parallel"
-    if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
-        yield f"{view.said(engine)} cannot generate with {view.said(parallel, _TP)}; choose embedded"
-    ranks = view.get(size) or (view.tp_size if view.get(reshard) and view.pp_size > 1 else 1)
-    if view.get(engine) != "embedded" or ranks == 1:
-        return
-    generating = view.rollout_ranks or view.world_size
-    if generating % ranks:
-        yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
-    if view.architecture is not None and ranks != view.tp_size:
-        yield from view.architecture.layout_problems(ranks, tp_key=size)
-
-
-def _rollout_ranks(view: JobView) -> Iterator[str]:
-    staleness, unload = "trainer.ppo.staleness", "trainer.ppo.trt_llm.unload_engine_train"
-    if view.get(staleness) and not view.rollout_ranks:
-        yield (
-            f"{view.said(staleness)} with {view.said(_ROLLOUT_RANKS)}: nobody could generate while a step trains; give "
-            f"{_ROLLOUT_RANKS} some of the job's ranks, or set {staleness}=0"
-        )
-    if not view.rollout_ranks:
-        return
-    engine, trt_llm = "trainer.ppo.generation.engine", "trainer.ppo.trt_llm.enable"
-    if view.get(engine) != "embedded" or view.get(trt_llm):
-        yield (
-            f"{view.said(engine, trt_llm)} with {view.said(_ROLLOUT_RANKS)}: ranks that only generate do it with the "
-            f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {_ROLLOUT_RANKS}=0"
-        )
-    if view.get(unload):
-        yield f"{view.said(unload, _ROLLOUT_RANKS)}: training needs no memory of ranks that only generate; leave it out"
-
-
-def _importance(view: JobView) -> Iterator[str]:
-    key = "trainer.ppo.importance_sequence_bounds"
-    bounds = view.get(key)
-    if bounds is None:
-        return
-    numbers = list(bounds) if isinstance(bounds, ListConfig) else []
-    if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] < numbers[1]:
-        yield f"{key}={bounds}: give two numbers, a lower bound from 0 on and a higher one"
-
-
-def _policy_logprobs(view: JobView) -> Iterator[str]:
-    key, ppo = "trainer.ppo.policy_logprobs", "trainer.ppo"
-    if view.get(key) != "engine":
-        return
-    corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
-    if asked := [name for name in corrections if view.get(name) is not None]:
-        yield (
-            f"{view.said(key, *asked)}: without log-probs of the trainer's there is nothing to correct by; choose "
-            f"{key}=trainer, or set {' and '.join(asked)} to null"
-        )
+# ---- passes that are kept -----------------------------------------------------------------------
 
 
 def _keep_activations(view: JobView) -> Iterator[str]:
@@ -469,36 +322,6 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     why = why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)
     if why and view.get(key) == "always":
         yield f"{view.said(key)}: {why}; choose auto or never"
-
-
-def _kl_estimator(view: JobView) -> Iterator[str]:
-    absolute, estimator = "trainer.ppo.use_absolute_kl", "trainer.ppo.kl_estimator"
-    if view.get(absolute) is False and view.get(estimator) == "abs":
-        yield f"{view.said(absolute, estimator)} contradict each other: choose {estimator}=k1, or {absolute}=True"
-
-
-def _services(view: JobView) -> Iterator[str]:
-    critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
-    yield from _host(view, f"{critic}.ip")
-    if view.get("remote_critic_rm.combine_rm_and_critic_server"):
-        return
-    yield from _host(view, f"{reward}.ip")
-    if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
-        yield (
-            f"{view.said(f'{critic}.port', f'{reward}.port')}: two services at one address; give the reward model's, "
-            "or set remote_critic_rm.combine_rm_and_critic_server=True"
-        )
-
-
-def _host(view: JobView, key: str) -> Iterator[str]:
-    host = str(view.get(key))
-    is_plain = re.fullmatch(r"[^\s/:@]+", host) is not None
-    if ":" in host and not re.search(r"[\s/]", host):
-        with contextlib.suppress(ValueError):
-            is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
-    if not is_plain:
-        port = key.removesuffix("ip") + "port"
-        yield f"{view.said(key)}: give a host's name or address alone, as node7; its port is {port}"
 
 
 # ---- the reward model and the critic ------------------------------------------------------------
@@ -538,17 +361,6 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
     "training_rm": (*_TRAINING, _reward_head),
     "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic, _inference_batch, _keep_activations),
-    "gpt_ppo_actor": (
-        *_TRAINING,
-        _rollout_batches,
-        _rollout_lengths,
-        _generation,
-        _rollout_ranks,
-        _importance,
-        _policy_logprobs,
-        _keep_activations,
-        _kl_estimator,
-        _services,
-    ),
+    "gpt_ppo_actor": (*_TRAINING, *ACTOR_CHECKS, _keep_activations),
     "inference_rm": (*_COMMON, _inference_batch),
 }

@@ -155,7 +155,6 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
     ("model.rm_placement", get_args(Placement)),
     ("model.*keep_activations", get_args(KeepChoice)),
-    ("model.reward_model_type", ("binary_ranking", "regression")),
     ("model.activations_checkpoint_granularity", ("selective", "full")),
     ("model.activations_checkpoint_method", ("uniform", "block")),
     (

@@ -100,10 +100,7 @@ def evaluate(
         ValueError: there is no prompt that leaves room for a response, or no BOS token.
     """
     base = _open(model_path, precision)
-    bos_id = base.tokenizer.bos_id if add_bos else None
-    if add_bos and bos_id is None:
-        raise ValueError(f"{model_path}: a BOS token is asked for, but the tokenizer has none")
-    bos = [] if bos_id is None else [bos_id]
+    bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
     room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]

@@ -15,7 +15,7 @@ from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
-from nemo_style_aligner.config import ConfigError, log_directory
+from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
@@ -120,8 +120,6 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     """``exp_manager.watchdog_minutes``, over all ranks of the job, whose directory this is alone. Collective."""
     if minutes is None:
         return None
-    if minutes <= 0:
-        raise ConfigError(f"exp_manager.watchdog_minutes={minutes}: give more than 0, or null for no watchdog")
     job = run_name() or broadcast_object(uuid.uuid4().hex[:12])
     link = worlds.link()
     rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)

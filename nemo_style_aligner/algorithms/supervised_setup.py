@@ -36,7 +36,6 @@ from nemo_style_aligner.models.supervised_losses import (
     Objective,
     PairBatch,
     attribute_regression_objective,
-    language_model_objective,
     ranking_objective,
 )
 
@@ -170,11 +169,6 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         int(data.validation_ds.global_batch_size),
         int(data.validation_ds.micro_batch_size),
     )
-
-
-def sft_objective() -> Objective:
-    """Cross-entropy of response tokens."""
-    return language_model_objective()
 
 
 # ---- reward models ------------------------------------------------------------------------------

@@ -101,8 +101,7 @@ class SFTDataset:
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
-        if options.add_bos and tokenizer.bos_id is None:
-            raise DataError("model.data.*.add_bos=True, but the tokenizer has no beginning-of-sequence token")
+        self._bos = tokenizer.bos_ids(options.add_bos, "model.data.*.add_bos")
         self._tokenizer, self._options = tokenizer, options
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)
@@ -140,13 +139,12 @@ class SFTDataset:
     def _encode_pair(self, record: Record) -> SFTItem:
         options, tokenizer = self._options, self._tokenizer
         fields = {key: record.text(key) for key in options.template_keys}
-        before = [tokenizer.bos_id] if options.add_bos and tokenizer.bos_id is not None else []
         between = [options.sep_id] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
-        room = options.max_seq_length - len(before) - len(between) - len(after)
+        room = options.max_seq_length - len(self._bos) - len(between) - len(after)
         prompt, response, is_lost = self._fit(fields, room)
-        token_ids = before + prompt + between + response + after
-        num_context = len(token_ids) if is_lost else len(before) + len(prompt) + len(between)
+        token_ids = self._bos + prompt + between + response + after
+        num_context = len(token_ids) if is_lost else len(self._bos) + len(prompt) + len(between)
         return SFTItem(token_ids, [0] * num_context + [1] * (len(token_ids) - num_context))
 
     def _fit(self, fields: dict[str, str], room: int) -> tuple[list[int], list[int], bool]:

@@ -104,6 +104,22 @@ class Tokenizer(ABC):
     def token_to_id(self, token: str) -> int | None:
         """Id of exactly this token, or None."""
 
+    def bos_ids(self, asked: bool, key: str) -> list[int]:
+        """What stands before a text: the BOS token if it is asked for, else nothing.
+
+        Args:
+            asked: whether it is.
+            key: what it is asked for by, for the message.
+
+        Raises:
+            TokenizerError: it is asked for and there is none.
+        """
+        if not asked:
+            return []
+        if self.bos_id is None:
+            raise TokenizerError(f"{key}=True, but the tokenizer has no BOS (beginning-of-sequence) token")
+        return [self.bos_id]
+
     def fingerprint(self) -> str:
         """The same for tokenizers that turn text into the same ids, as far as an example shows; 16 hex digits."""
         ids = self.text_to_ids(_EXAMPLE)

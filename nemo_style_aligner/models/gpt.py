@@ -137,8 +137,6 @@ def transformer_config(
         # Without Transformer Engine, layers recompute what pays with their attention: see `models.recompute`.
         modules = ["core_attn"] if has_transformer_engine() else []
         recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
-    elif granularity is not None:
-        raise ValueError(f"model.activations_checkpoint_granularity={granularity!r}: choose null, selective or full")
     bf16 = dtype == torch.bfloat16
     return TransformerConfig(
         num_layers=architecture.num_layers,

@@ -70,7 +70,7 @@ def result_on_every_rank(
     return result  # type: ignore[return-value]
 
 
-def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """`on_first_rank` of what may take long, in a thread of its own, as `result_on_every_rank`.
 
     ``action`` takes part in no collective.
@@ -79,11 +79,11 @@ def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | 
         return result_on_every_rank(thread.submit(action) if dist.get_rank() == 0 else None, group)
 
 
-def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Run ``action`` on every rank and give every rank all results, or an error if one failed. Collective.
 
     Args:
-        group: of all ranks; the default group unless given.
+        group: of all ranks; None: the default group.
 
     Raises:
         OSError, ValueError, TypeError: what ``action`` raised on this rank; `OtherRankError` on the others.
@@ -99,7 +99,7 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     return [value for value, _ in gathered]  # type: ignore[misc]
 
 
-def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """`on_every_rank` of what may take long, and on one rank longer than on others; as `patiently_on_first_rank`."""
     thread = concurrent.futures.ThreadPoolExecutor(1, "every-rank")
     try:

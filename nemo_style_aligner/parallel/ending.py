@@ -86,7 +86,7 @@ def run_name() -> str | None:
     return _run
 
 
-def has_failed(log_dir: Path, patience: float = 0.0) -> bool:
+def has_failed(log_dir: Path, patience: float) -> bool:
     """Whether a rank of this run has failed, or does so within ``patience`` seconds, as far as can be seen.
 
     For jobs that start: `FAILED_FILE` has the ranks, too, that fail before the run has its name.
@@ -106,7 +106,7 @@ def install_excepthook() -> None:
     sys.excepthook = _report_and_abort
 
 
-def abort_job(exit_code: int = 1) -> NoReturn:
+def abort_job(exit_code: int) -> NoReturn:
     """End this process at once and the other ranks within seconds, skipping what could hang on the way.
 
     Under MPI by ``MPI_Abort``; under srun by cancelling the step, as srun does of itself only with

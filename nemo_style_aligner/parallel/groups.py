@@ -177,13 +177,13 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
     return dict(zip(keys, values.tolist(), strict=True))
 
 
-def background_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def background_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for collectives in another thread than the main one. Collective.
 
     Two threads in one group would take part in each other's collectives.
 
     Args:
-        timeout: of its collectives; torch's own unless given.
+        timeout: of its collectives.
 
     Returns:
         None, for the default group, where one rank has nobody to meet in it.

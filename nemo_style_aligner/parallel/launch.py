@@ -56,6 +56,7 @@ from nemo_style_aligner.telemetry.logging import configure_logging
 
 _logger = logging.getLogger(__name__)
 
+_CHECK = "nemo_style_aligner.algorithms.config_checks.check_job"
 _LOCKED_SECONDS = 30.0  # more than the limit for ranks that meet over MPI: they end without a word then
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
@@ -274,7 +275,7 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
 
 
 def job(
-    name: str, *, check: str | None = None, is_service: bool = False
+    name: str, *, check: str | None = _CHECK, is_service: bool = False
 ) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
@@ -295,7 +296,8 @@ def job(
     Args:
         name: of the config.
         check: dotted name of a function of (``name``, config, number of ranks) that raises `ConfigError` for settings
-            that cannot work. Ranks call it before they look for each other. A name, because what it imports is theirs.
+            that cannot work; None for no checks. Ranks call it before they look for each other. A name, because what it
+            imports is theirs.
         is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
     """
 

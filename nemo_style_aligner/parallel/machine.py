@@ -18,6 +18,7 @@ _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _VERSION_2 = ("memory.max", "memory.current", "")
 _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def available_cores() -> int:
@@ -39,12 +40,12 @@ def available_memory() -> int:
     return max(0, min([int(psutil.virtual_memory().available), *_cgroup_rooms()]))
 
 
-def computes_in_bf16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+def computes_in_bf16(cpu_info: Path = _CPU_INFO) -> bool:
     """Whether the processor has bf16 arithmetic, which torch emulates elsewhere. False where nothing is known of it."""
     return not _BF16_FEATURES.isdisjoint(processor_features(cpu_info))
 
 
-def processor_features(cpu_info: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def processor_features(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
     """The processor's features by Linux's names; none where nothing is known of it."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
@@ -54,11 +55,11 @@ def processor_features(cpu_info: Path = Path("/proc/cpuinfo")) -> frozenset[str]
     return frozenset(features.split())
 
 
-def processor_model(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_model() -> str:
     """The processor's name, family and stepping, as far as Linux tells."""
     wanted = ("vendor_id", "cpu family", "model", "stepping")  # "model name" begins with "model"
     try:
-        lines = cpu_info.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
+        lines = _CPU_INFO.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
     except OSError:
         return ""
     return "\n".join(line for line in lines if line.startswith(wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -36,19 +37,19 @@ class PromptSource:
         batch_size: rollouts per step.
         seed: of the shuffling; each epoch has an order of its own.
         shuffle: for training; validation takes the prompts as they lie.
-        bos_id: put before every prompt, if given.
+        bos_ids: put before every prompt: those of the BOS token, or none.
 
     Attributes:
         response_lengths: what is known of the responses; `observe` adds to it.
     """
 
     def __init__(
-        self, dataset: Dataset[PromptItem], batch_size: int, seed: int, shuffle: bool, bos_id: int | None = None
+        self, dataset: Dataset[PromptItem], batch_size: int, seed: int, shuffle: bool, bos_ids: Sequence[int] = ()
     ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
-        self._bos = [] if bos_id is None else [bos_id]
+        self._bos = list(bos_ids)
         self.batch_size = batch_size
         self.response_lengths = ResponseLengths()
 
@@ -102,19 +103,12 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     """
     ppo = cfg.model.ppo
     prefix = load_data_prefix(cfg.model.data.data_prefix)
-    bos_id = tokenizer.bos_id if ppo.sampling_params.add_BOS else None
-    if ppo.sampling_params.add_BOS and bos_id is None:
-        raise ValueError("model.ppo.sampling_params.add_BOS=True, but the tokenizer has no BOS token")
+    bos_ids = tokenizer.bos_ids(bool(ppo.sampling_params.add_BOS), "model.ppo.sampling_params.add_BOS")
     room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
-    limit = min(room, int(cfg.trainer.ppo.trt_llm.max_input_len)) - (bos_id is not None)
-    if limit < 1:
-        raise ValueError(
-            f"model.ppo.length_params.max_length={ppo.length_params.max_length} leaves no room for a prompt in "
-            f"model.data.seq_length={cfg.model.data.seq_length}"
-        )
+    limit = min(room, int(cfg.trainer.ppo.trt_llm.max_input_len)) - len(bos_ids)
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
-        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_id)
+        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
 
     train = prefix.training.build(lambda paths: PromptDataset(paths, tokenizer, limit))
     validation = None

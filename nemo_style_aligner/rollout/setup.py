@@ -1,33 +1,25 @@
-"""Builds the rollout phase of the actor job from its config: engine, work source, scorer."""
+"""Builds the rollout phase of the actor job from its config: work source, scorer, what makes the responses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
 from nemo_style_aligner.generation.engine_group import EngineGroup
-from nemo_style_aligner.generation.megatron import MegatronEngine
-from nemo_style_aligner.generation.shard import TensorParallel
-from nemo_style_aligner.generation.trtllm.construct import find_trtllm, trtllm_engine
-from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import fail_job
-from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
+from nemo_style_aligner.parallel.groups import broadcast_object, control_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rollout.collector import RolloutCollector
+from nemo_style_aligner.rollout.engine_setup import build_embedded_engine, build_engine
 from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
 from nemo_style_aligner.rollout.remote import RemoteGenerator
 from nemo_style_aligner.rollout.rollout_ranks import RolloutRank
@@ -39,9 +31,6 @@ from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.weights.stream import lendable_weights
-
-logger = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on; to workers on other machines they mean their own machine
 _INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
@@ -61,141 +50,6 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
         stop_strings=tuple(sampling.end_strings or ()),
         seed=int(cfg.trainer.ppo.trt_llm.seed),
     )
-
-
-def choose_engine(cfg: DictConfig) -> str:
-    """The engine's name: ``trainer.ppo.generation.engine``, or trtllm where ``trt_llm.enable`` asks for it.
-
-    Where TensorRT-LLM cannot be used, ``trt_llm.enable`` leaves its work to the embedded engine.
-
-    Raises:
-        ValueError: there is no such engine.
-        RuntimeError: TensorRT-LLM is asked for by name and missing, or installed in a version that does not fit.
-    """
-    name = str(cfg.trainer.ppo.generation.engine)
-    if name not in ("embedded", "megatron", "trtllm"):
-        raise ValueError(f"trainer.ppo.generation.engine={name!r}: choose embedded, megatron or trtllm")
-    if name == "trtllm":
-        find_trtllm(cfg)
-    elif name == "embedded" and cfg.trainer.ppo.trt_llm.enable:
-        try:
-            find_trtllm(cfg)
-        except TensorRTLLMUnavailable as reason:
-            logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine does its work.", reason)
-        else:
-            name = "trtllm"
-    return name
-
-
-def build_engine(
-    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
-) -> tuple[GenerationEngine, EngineGroup]:
-    """The generation engine of this rank, built, and the ranks that share it.
-
-    The embedded engine is shared by as many neighbouring ranks as its own tensor-parallel size says, one unless asked
-    for more, whatever the training layout. The megatron and trtllm engines are shared by a tensor-parallel group of it.
-
-    Raises:
-        ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
-    """
-    name = choose_engine(cfg)
-    if name in ("megatron", "trtllm"):
-        options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
-        group = training_group(cfg, model.layout)
-        engine: GenerationEngine
-        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, group, **options)
-        engine.build()
-        return engine, group
-    return build_embedded_engine(
-        cfg, model.architecture, model.config.params_dtype, tokenizer, max_sequence_length, lender=model
-    )
-
-
-def build_embedded_engine(
-    cfg: DictConfig,
-    architecture: ModelArchitecture,
-    dtype: torch.dtype,
-    tokenizer: Tokenizer,
-    max_sequence_length: int,
-    *,
-    lender: MegatronModel | None = None,
-) -> tuple[GenerationEngine, EngineGroup]:
-    """The embedded engine of this rank; see `build_engine`. It may compute with the weights of ``lender`` in place."""
-    group = _generation_ranks(cfg)
-    ranks = group.tensor_parallel
-    section = cfg.trainer.ppo.generation
-    engine = EmbeddedEngine(
-        architecture,
-        dtype=dtype,
-        device=device(),
-        kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
-        prefill_chunk_tokens=int(section.prefill_chunk_tokens),
-        prefill_share=float(section.prefill_share),
-        weight_format=section.weight_format,
-        tensor_parallel=ranks,
-        step=section.step,
-        refit_check=section.refit_check,
-        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
-        **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
-    )
-    engine.build()
-    return engine, group
-
-
-def _engine_options(
-    cfg: DictConfig, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
-) -> dict[str, Any]:
-    """What every engine is told."""
-    return {
-        "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
-        "max_sequence_length": max_sequence_length,
-        "eos_id": tokenizer.eos_id,
-        "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
-        "detokenize": tokenizer.ids_to_text,
-        "token_to_id": tokenizer.token_to_id,
-    }
-
-
-def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
-    """This rank's tensor-parallel group of the training layout. Collective."""
-    process_group = parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
-    return EngineGroup(
-        TensorParallel(layout.tp_rank, layout.tp_size, process_group),
-        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
-        count=layout.dp_size * layout.pp_size,
-        control=_control_group(cfg, layout.tp_size),
-        leader=parallel_state.get_tensor_model_parallel_src_rank(),
-    )
-
-
-def _generation_ranks(cfg: DictConfig) -> EngineGroup:
-    """The ranks that share this rank's embedded engine. Collective.
-
-    Raises:
-        ValueError: the ranks of the job cannot be divided so.
-    """
-    asked = cfg.trainer.ppo.generation.tensor_parallel_size
-    size = int(asked or (cfg.model.tensor_model_parallel_size if cfg.trainer.ppo.trt_llm.reshard else 1))
-    try:
-        process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
-    except ValueError as error:
-        raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
-    rank, count = dist.get_rank(), dist.get_world_size() // size
-    logger.info("generation: %d engines of %d ranks each", count, size)
-    return EngineGroup(
-        TensorParallel(rank % size, size, process_group),
-        index=rank // size,
-        count=count,
-        control=_control_group(cfg, size),
-        leader=rank - rank % size,
-    )
-
-
-def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
-    """Where the ranks of an engine wait for their leader, who waits for other engines or a sidecar. Collective."""
-    ppo = cfg.trainer.ppo
-    seconds = max(ppo.batch_iterator.wait_seconds, *ppo.trt_llm.timeouts.values())
-    return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))
 
 
 def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:

@@ -29,7 +29,7 @@ class _BadRequestError(Exception):
     """A malformed request; answered with 400."""
 
 
-def create_app(queue: WorkQueue, token: str | None = None) -> Flask:
+def create_app(queue: WorkQueue, token: str | None) -> Flask:
     """The queue's routes.
 
     ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as

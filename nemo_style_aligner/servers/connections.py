@@ -113,9 +113,9 @@ class ConnectionWatch:
         self._receiving: dict[int, tuple[Any, float]] = {}  # by channel: the unfinished request, since when
         self._unsent: dict[int, tuple[int, float]] = {}  # by channel: bytes of its answers, since when as many
 
-    def sweep(self, channels: Iterable[Any], now: float | None = None) -> None:
+    def sweep(self, channels: Iterable[Any]) -> None:
         """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
-        now = time.time() if now is None else now  # the clock of the channels' own times
+        now = time.time()  # the clock of the channels' own times
         channels = list(channels)
         receiving: dict[int, tuple[Any, float]] = {}
         unsent: dict[int, tuple[int, float]] = {}

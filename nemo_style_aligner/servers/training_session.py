@@ -222,7 +222,7 @@ class CriticWatch:
         http: HttpClient,
         session: TrainingSession,
         away_s: float,
-        on_lost: Callable[[Exception], object] | None = None,
+        on_lost: Callable[[Exception], object] | None,
     ) -> None:
         self.failure: Exception | None = None  # why the critic could not be brought level, the last time
         self._http = http

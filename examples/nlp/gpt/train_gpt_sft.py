@@ -5,19 +5,20 @@ from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("gpt_sft", check="nemo_style_aligner.algorithms.config_checks.check_job")
+@job("gpt_sft")
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run
-    from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_objective, sft_task
+    from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_task
     from nemo_style_aligner.models.restore import open_base_model
+    from nemo_style_aligner.models.supervised_losses import language_model_objective
 
     run = start_run(cfg)
     base = open_base_model(cfg.model.restore_from_path, cfg, key="model.restore_from_path")
     register_model(cfg, run, base)
     task = sft_task(cfg, base.tokenizer)
     model = base.load()
-    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, sft_objective())
+    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, language_model_objective())
     trainer.fit()
     return run.close()
 

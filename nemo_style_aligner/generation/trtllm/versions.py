@@ -85,7 +85,7 @@ def installed_version(python: str | None = None) -> str | None:
     return done.stdout.strip() or None
 
 
-def find_installation(backend: str | None, sidecar_python: str | None) -> Installation:
+def find_installation(backend: Backend | None, sidecar_python: str | None) -> Installation:
     """The TensorRT-LLM to use.
 
     Args:
@@ -94,15 +94,9 @@ def find_installation(backend: str | None, sidecar_python: str | None) -> Instal
         sidecar_python: interpreter of the PyTorch backend's own environment; None: this process's.
 
     Raises:
-        ValueError: there is no such backend.
         TensorRTLLMUnavailable: it is not installed. The message names the command that installs it.
         TensorRTLLMMismatch: it is, in a version that does not fit. The message names the command, too.
     """
-    if backend not in (None, "engine", "pytorch"):
-        raise ValueError(
-            f"trainer.ppo.trt_llm.backend={backend!r}: choose engine (TensorRT engines, versions up to {ENGINE_PIN}), "
-            "pytorch (sidecar process) or null (by what is installed)"
-        )
     if backend is None and sidecar_python is None:
         own = installed_version()
         backend = "engine" if own is None or _version(own) <= Version(ENGINE_PIN) else "pytorch"

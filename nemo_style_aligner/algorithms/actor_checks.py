@@ -1,0 +1,156 @@
+"""Settings of the actor job that cannot work together: rollouts, engines, ranks that only generate, services."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from collections.abc import Iterator
+
+from omegaconf import ListConfig
+
+from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
+from nemo_style_aligner.rollout.engine_setup import engine_size
+
+_PPO_LENGTH = "model.ppo.length_params.max_length"
+
+
+def _rollout_batches(view: JobView) -> Iterator[str]:
+    samples, total = "model.ppo.num_rollout_samples", view.get(GLOBAL_BATCH)
+    if total and view.get(samples) % total:
+        yield f"{view.said(samples)} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
+
+
+def _rollout_lengths(view: JobView) -> Iterator[str]:
+    length, response = view.get(LENGTH), view.get(_PPO_LENGTH)
+    if not length or not response:
+        return
+    prompt, bos = "trainer.ppo.trt_llm.max_input_len", bool(view.get("model.ppo.sampling_params.add_BOS"))
+    text = "a prompt behind its BOS token" if bos else "a prompt"
+    room = min(length, view.get("model.data.seq_length") or length) - response
+    if room < 1 + bos:
+        yield (
+            f"{view.said(_PPO_LENGTH)} leaves no room for {text} in {view.said(LENGTH, 'model.data.seq_length')}; "
+            "lower it or raise them"
+        )
+    elif view.get(prompt) < 1 + bos:
+        yield f"{view.said(prompt)}: must be {1 + bos} or more, for {text}"
+    elif view.get(prompt) + response > length:
+        yield f"{view.said(prompt)} + {view.said(_PPO_LENGTH)} is longer than {view.said(LENGTH)}; lower one of them"
+    memory = "trainer.ppo.generation.kv_cache_tokens"
+    if view.get(memory) is not None and view.get(memory) < response + 1:
+        yield (
+            f"{view.said(memory)} cannot hold one sequence: a prompt and {view.said(_PPO_LENGTH)}; raise it or set it "
+            "to null"
+        )
+
+
+def _generation(view: JobView) -> Iterator[str]:
+    ppo = "trainer.ppo"
+    engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
+    reshard = f"{ppo}.trt_llm.reshard"
+    is_pipelined = view.pp_size > 1
+    if view.get(reshard) and not is_pipelined:
+        yield (
+            f"{view.said(reshard)} with {view.said(PP)}: there are no pipeline stages to turn into tensor "
+            f"parallelism; leave it out (how many ranks share an engine is said by {size})"
+        )
+    trt_llm = f"{ppo}.trt_llm.enable"
+    if view.get(engine) == "megatron" and view.get(trt_llm):
+        yield f"{view.said(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
+    if view.get(engine) == "megatron" and is_pipelined:
+        yield f"{view.said(engine)} cannot generate with {view.said(PP)}; choose embedded"
+    parallel = "model.sequence_parallel"
+    if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
+        yield f"{view.said(engine)} cannot generate with {view.said(parallel, TP)}; choose embedded"
+    ranks = engine_size(view.get(size), bool(view.get(reshard)) and is_pipelined, view.tp_size)
+    if view.get(engine) != "embedded" or ranks == 1:
+        return
+    generating = view.rollout_ranks or view.world_size
+    if generating % ranks:
+        yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
+    if view.architecture is not None and ranks != view.tp_size:
+        yield from view.architecture.layout_problems(ranks, tp_key=size)
+
+
+def _rollout_ranks(view: JobView) -> Iterator[str]:
+    staleness, unload = "trainer.ppo.staleness", "trainer.ppo.trt_llm.unload_engine_train"
+    if view.get(staleness) and not view.rollout_ranks:
+        yield (
+            f"{view.said(staleness)} with {view.said(ROLLOUT_RANKS)}: nobody could generate while a step trains; give "
+            f"{ROLLOUT_RANKS} some of the job's ranks, or set {staleness}=0"
+        )
+    if not view.rollout_ranks:
+        return
+    engine, trt_llm = "trainer.ppo.generation.engine", "trainer.ppo.trt_llm.enable"
+    if view.get(engine) != "embedded" or view.get(trt_llm):
+        yield (
+            f"{view.said(engine, trt_llm)} with {view.said(ROLLOUT_RANKS)}: ranks that only generate do it with the "
+            f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
+        )
+    if view.get(unload):
+        yield f"{view.said(unload, ROLLOUT_RANKS)}: training needs no memory of ranks that only generate; leave it out"
+
+
+def _importance(view: JobView) -> Iterator[str]:
+    key = "trainer.ppo.importance_sequence_bounds"
+    bounds = view.get(key)
+    if bounds is None:
+        return
+    numbers = list(bounds) if isinstance(bounds, ListConfig) else []
+    if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] < numbers[1]:
+        yield f"{key}={bounds}: give two numbers, a lower bound from 0 on and a higher one"
+
+
+def _policy_logprobs(view: JobView) -> Iterator[str]:
+    key, ppo = "trainer.ppo.policy_logprobs", "trainer.ppo"
+    if view.get(key) != "engine":
+        return
+    corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
+    if asked := [name for name in corrections if view.get(name) is not None]:
+        yield (
+            f"{view.said(key, *asked)}: without log-probs of the trainer's there is nothing to correct by; choose "
+            f"{key}=trainer, or set {' and '.join(asked)} to null"
+        )
+
+
+def _kl_estimator(view: JobView) -> Iterator[str]:
+    absolute, estimator = "trainer.ppo.use_absolute_kl", "trainer.ppo.kl_estimator"
+    if view.get(absolute) is False and view.get(estimator) == "abs":
+        yield f"{view.said(absolute, estimator)} contradict each other: choose {estimator}=k1, or {absolute}=True"
+
+
+def _services(view: JobView) -> Iterator[str]:
+    critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
+    yield from _host(view, f"{critic}.ip")
+    if view.get("remote_critic_rm.combine_rm_and_critic_server"):
+        return
+    yield from _host(view, f"{reward}.ip")
+    if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
+        yield (
+            f"{view.said(f'{critic}.port', f'{reward}.port')}: two services at one address; give the reward model's, "
+            "or set remote_critic_rm.combine_rm_and_critic_server=True"
+        )
+
+
+def _host(view: JobView, key: str) -> Iterator[str]:
+    host = str(view.get(key))
+    is_plain = re.fullmatch(r"[^\s/:@]+", host) is not None
+    if ":" in host and not re.search(r"[\s/]", host):
+        with contextlib.suppress(ValueError):
+            is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    if not is_plain:
+        port = key.removesuffix("ip") + "port"
+        yield f"{view.said(key)}: give a host's name or address alone, as node7; its port is {port}"
+
+
+ACTOR_CHECKS: tuple[Check, ...] = (
+    _rollout_batches,
+    _rollout_lengths,
+    _generation,
+    _rollout_ranks,
+    _importance,
+    _policy_logprobs,
+    _kl_estimator,
+    _services,
+)

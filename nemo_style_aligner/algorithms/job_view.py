@@ -1,0 +1,74 @@
+"""What the checks of a job's settings look at, and the keys that several of them speak of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_style_aligner.architecture import ModelArchitecture
+
+TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
+LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
+ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobView:
+    """What the checks look at.
+
+    Attributes:
+        name: the job's YAML file.
+        cfg: the config, its ``model`` section laid over the checkpoint's.
+        world_size: ranks of the job.
+        architecture: the model's shape; None if the checkpoint's config could not be read.
+        rank: this process's.
+    """
+
+    name: str
+    cfg: DictConfig
+    world_size: int
+    architecture: ModelArchitecture | None
+    rank: int = 0
+
+    def get(self, key: str) -> Any:
+        """A value, None where it is not set or cannot be computed, which is reported by itself."""
+        try:
+            return OmegaConf.select(self.cfg, key)
+        except OmegaConfBaseException:
+            return None
+
+    def said(self, *keys: str) -> str:
+        """``key=value`` of each key, for messages."""
+        return ", ".join(f"{key}={self.get(key)}" for key in keys)
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that only generate."""
+        return int(self.get(ROLLOUT_RANKS) or 0)
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that train."""
+        return self.world_size - self.rollout_ranks
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether this rank does, and so reads no data and no checkpoint: its machine need not have them."""
+        return self.rank >= self.training_ranks > 0
+
+    @property
+    def tp_size(self) -> int:
+        return int(self.get(TP) or 1)
+
+    @property
+    def pp_size(self) -> int:
+        return int(self.get(PP) or 1)
+
+
+Check = Callable[[JobView], Iterator[str]]
+"""One line for each problem: key=value, why it cannot be, what to do."""
