@@ -61,6 +61,15 @@ def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ["NEMO_STYLE_ALIGNER_CACHE"] = str(folder)
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Process groups of one process, this one."""
+    from nemo_style_aligner.parallel.groups import single_process  # megatron-core takes seconds: not for every file
+
+    with single_process(seed=1):
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Artefacts:
     """What the first three jobs of the road leave: data, tokenizer, base model, SFT model, reward model.

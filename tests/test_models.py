@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from job_processes import ROOT, run
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -59,15 +58,13 @@ from nemo_style_aligner.models.supervised_losses import (
     attribute_regression_objective,
     ranking_objective,
 )
-from nemo_style_aligner.parallel.groups import (
-    current_layout,
-    initialize_model_parallel,
-    initialize_single_process,
-)
+from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 EOS = 1
 ARCHITECTURES = {
@@ -88,18 +85,10 @@ def test_heads_that_are_turned_further_than_they_reach_are_refused(settings: dic
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    if dist.is_initialized():
-        pytest.fail("another test has left a process group behind")
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    initialize_single_process()
-    initialize_model_parallel(1, 1, seed=1)
     yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     torch.set_num_threads(threads)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from small_models import TensorSource
 
@@ -22,11 +21,12 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 VOCAB = 101
 SIZES: dict[str, Any] = {
@@ -73,22 +73,6 @@ TINY = ModelArchitecture(
     vocab_size=VOCAB,
     max_position_embeddings=64,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in this process."""
-    from megatron.core import parallel_state
-
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        initialize_model_parallel(1, 1, seed=1)
-    yield
-    if mine:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def random_hf_model(config: transformers.PretrainedConfig, kind: Any = None) -> transformers.PreTrainedModel:
