@@ -62,6 +62,17 @@ def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch, whatever OMP_NUM_THREADS the user has set: in tiny models more of them only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups of one process, this one."""
     from nemo_style_aligner.parallel.groups import single_process  # megatron-core takes seconds: not for every file

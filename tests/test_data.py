@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from small_models import CHATML
 
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
@@ -36,11 +37,6 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rollout.prompts import PromptSource
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
 EOS = 1
 ARCHITECTURES = {
@@ -82,14 +82,6 @@ OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 def test_heads_that_are_turned_further_than_they_reach_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="12 channels of each head would be turned"):
         ModelArchitecture(**SHAPE | settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tokens(rows: int = 5, width: int = 12, seed: int = 0) -> torch.Tensor:
