@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, mpirun, print_table, python
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
@@ -254,11 +254,6 @@ def listed(values: list[float], digits: int) -> str:
 def first(log_dir: Path, name: str) -> float:
     """The earliest value of a logged metric."""
     return read_metrics(log_dir)[name][0][1]
-
-
-def last(log_dir: Path, name: str) -> float:
-    """The latest value of a logged metric."""
-    return read_metrics(log_dir)[name][-1][1]
 
 
 if __name__ == "__main__":
