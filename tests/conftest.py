@@ -21,7 +21,8 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 from nemo_style_aligner.native import compilation
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
-sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
+# Helper modules beside the tests, whatever pytest's import mode, and those of the demo.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "demo")]
 
 # Files that take longest, in this order; they begin first, so that no worker is left with one of them at the end.
 SLOWEST_FILES = (

