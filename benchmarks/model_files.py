@@ -17,24 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.weights.gguf import HF_NAMES, GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+# Hugging Face's names within a layer, or in the model where they have none -> llama.cpp's.
+_GGUF_NAMES = {name.removeprefix("model.layers.{}."): gguf_name for gguf_name, name in HF_NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
