@@ -359,7 +359,7 @@ def layout_change(folder: Path) -> dict[str, Any]:
 
     def straight(model: MegatronModel, optimizer: Optimizer) -> Any:
         load_nemo_weights(base, model)
-        optimizer.reload_model_params()
+        optimizer.megatron.reload_model_params()
         seed_everything(0)
         return train(model, optimizer, 3)
 
@@ -479,7 +479,7 @@ def behind(folder: Path) -> dict[str, Any]:
         train(model, optimizer, 1)
         load_nemo_weights(directory / "megatron_gpt.nemo", model)
         written["archive is of then"] = logprobs(model) == saved
-        optimizer.reload_model_params()
+        optimizer.megatron.reload_model_params()
         (directory / "megatron_gpt.nemo").unlink(missing_ok=True)
         results["written"] = written
 

@@ -328,7 +328,7 @@ def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log
     settings = PPOSettings.from_config(cfg, steps_per_epoch=4)
     actor = build_actor(cfg, base, base.load(), settings)
     load_nemo_weights(folder / _file("policy", layout.tied), actor.model)  # as if it had been trained for a while
-    actor.optimizer.reload_model_params()
+    actor.optimizer.megatron.reload_model_params()
     missing: Any = None
     return PPOTrainer(
         settings, actor, missing, missing, missing, missing, missing,
