@@ -189,6 +189,7 @@ class RaggedInts:
         self._ends = array("q", [0])
 
     def append(self, numbers: Iterable[int]) -> None:
+        """Add a list behind the others."""
         self._values.extend(numbers)
         self._ends.append(len(self._values))
 
