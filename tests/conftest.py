@@ -21,7 +21,8 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 from nemo_style_aligner.native import compilation
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
-sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, whatever pytest's import mode
+# Helper modules beside the tests, whatever pytest's import mode, and those of the demo.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "demo")]
 
 # Files that take longest, in this order; they begin first, so that no worker is left with one of them at the end.
 SLOWEST_FILES = (
@@ -59,6 +60,26 @@ def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
         folder = _of_all_workers(tmp_path_factory) / "compiled"
         folder.mkdir(0o700, exist_ok=True)
         os.environ["NEMO_STYLE_ALIGNER_CACHE"] = str(folder)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch, whatever OMP_NUM_THREADS the user has set: in tiny models more of them only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Process groups of one process, this one."""
+    from nemo_style_aligner.parallel.groups import single_process  # megatron-core takes seconds: not for every file
+
+    with single_process(seed=1):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -22,18 +21,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import RanksFailedError, fork_ranks
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, contents, optimizer_state, training
@@ -101,51 +98,18 @@ class Job:
         return model, Optimizer(model, optim, Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
 
     def run(self, action: Callable[..., Any], *args: Any, expect_death: bool = False) -> Any:
-        """Fork the ranks, run ``action(model, optimizer, *args)`` on each; rank 0's result."""
-        return fork_ranks(self.world_size, lambda: action(*self.build(), *args), expect_death)
+        """Fork the ranks, run ``action(model, optimizer, *args)`` on each; rank 0's result.
 
-
-def fork_ranks(world_size: int, action: Callable[[], Any], expect_death: bool = False) -> Any:
-    """Run ``action`` on forked ranks; rank 0's result, or None if the ranks were expected to die and did."""
-    context = multiprocessing.get_context("fork")
-    store = tempfile.mktemp()
-    receiver, sender = context.Pipe(duplex=False)
-
-    def rank_main(rank: int) -> None:
-        torch.set_num_threads(1)
-        logging.disable(logging.WARNING)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        None where ``expect_death``: a signal must have ended rank 0.
+        """
         try:
-            result = ("value", action())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
-            if rank == 0:
-                traceback.print_exc()
-            result = ("error", f"{type(error).__name__}: {error}")
-        if rank == 0:
-            sender.send(result)
-        dist.barrier()
-        os._exit(0)
-
-    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        kind, value = receiver.recv() if receiver.poll(90) else ("error", "no answer in 90 s")
-    except EOFError:
-        kind, value = "error", "rank 0 died"
-    for process in ranks:
-        process.join(10)
-        process.kill()
-    Path(store).unlink(missing_ok=True)
-    if expect_death:
-        assert value == "rank 0 died", f"expected a killed rank, got {value}"
-        return None
-    if kind == "error":
-        raise RuntimeError(value)
-    return value
+            result = fork_ranks(self.world_size, lambda: action(*self.build(), *args), seconds=90.0)
+        except RanksFailedError as error:
+            if expect_death and (error.exit_codes[0] or 0) < 0:
+                return None
+            raise
+        assert not expect_death, f"expected a killed rank, got {result}"
+        return result
 
 
 # ---- what ranks do --------------------------------------------------------------------------
@@ -395,7 +359,7 @@ def layout_change(folder: Path) -> dict[str, Any]:
 
     def straight(model: MegatronModel, optimizer: Optimizer) -> Any:
         load_nemo_weights(base, model)
-        optimizer.reload_model_params()
+        optimizer.megatron.reload_model_params()
         seed_everything(0)
         return train(model, optimizer, 3)
 
@@ -515,7 +479,7 @@ def behind(folder: Path) -> dict[str, Any]:
         train(model, optimizer, 1)
         load_nemo_weights(directory / "megatron_gpt.nemo", model)
         written["archive is of then"] = logprobs(model) == saved
-        optimizer.reload_model_params()
+        optimizer.megatron.reload_model_params()
         (directory / "megatron_gpt.nemo").unlink(missing_ok=True)
         results["written"] = written
 
@@ -1032,6 +996,7 @@ SCENARIOS = (
 def main() -> None:
     folder = Path(sys.argv[1])
     results: dict[str, Any] = {}
+    logging.disable(logging.WARNING)  # of the ranks: most scenarios give cause to warn
     gc.freeze()  # a collection in a forked rank would touch, and so copy, all that is imported
     for scenario in SCENARIOS:
         if sys.argv[2:] and scenario.__name__ not in sys.argv[2:]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from multirank_ppo import fork_ranks
+from ranks import fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -128,4 +128,4 @@ def scenarios(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    fork_ranks(Path(sys.argv[1]), RANKS, lambda: scenarios(Path(sys.argv[1])))
+    fork_ranks(RANKS, lambda: scenarios(Path(sys.argv[1])))

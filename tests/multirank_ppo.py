@@ -10,13 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
-import multiprocessing
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
 from omegaconf import DictConfig, OmegaConf
+from ranks import fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.algorithms.experience import make_experience
@@ -45,7 +41,6 @@ from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
-from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
@@ -333,7 +328,7 @@ def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log
     settings = PPOSettings.from_config(cfg, steps_per_epoch=4)
     actor = build_actor(cfg, base, base.load(), settings)
     load_nemo_weights(folder / _file("policy", layout.tied), actor.model)  # as if it had been trained for a while
-    actor.optimizer.reload_model_params()
+    actor.optimizer.megatron.reload_model_params()
     missing: Any = None
     return PPOTrainer(
         settings, actor, missing, missing, missing, missing, missing,
@@ -350,38 +345,6 @@ def _run(cfg: DictConfig, groups: ParallelLayout) -> Run:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def fork_ranks(folder: Path, world_size: int, action: Callable[[], None]) -> None:
-    """Run ``action`` on forked ranks; the first failure ends this process."""
-    context = multiprocessing.get_context("fork")
-    store = folder / f"store_{derive_seed(str(os.times()), world_size)}"
-
-    def rank_main(rank: int) -> None:
-        torch.set_num_threads(1)
-        logging.basicConfig(level=logging.WARNING)
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-            )
-            action()
-            dist.barrier()
-        except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
-            traceback.print_exc()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-
-    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(240)
-    failed = [process.exitcode for process in ranks if process.exitcode != 0]
-    for process in ranks:
-        process.kill()
-    if failed:
-        sys.exit(f"of {world_size} ranks {len(failed)} failed: {failed}")
-
-
 def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
     from megatron.core import parallel_state
 
@@ -393,11 +356,11 @@ def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    fork_ranks(folder, 1, lambda: make_archives(folder))
+    fork_ranks(1, lambda: make_archives(folder))
     for world_size in (1, 2, 4):
         chosen = [c for c in LAYOUTS if c.world_size == world_size and (not names or c.name in names)]
         if chosen:
-            fork_ranks(folder, world_size, lambda chosen=chosen: run_layouts(folder, chosen))  # type: ignore[misc]
+            fork_ranks(world_size, lambda chosen=chosen: run_layouts(folder, chosen))  # type: ignore[misc]
 
 
 if __name__ == "__main__":

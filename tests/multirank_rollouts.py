@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from multirank_ppo import fork_ranks
 from omegaconf import DictConfig, OmegaConf
+from ranks import fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.config import load_defaults
@@ -172,7 +172,7 @@ def main() -> None:
                 parallel_state.destroy_model_parallel()
 
         if chosen:
-            fork_ranks(folder, ranks, run)
+            fork_ranks(ranks, run)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
-from multirank_ppo import fork_ranks, make_archives
+from multirank_ppo import make_archives
 from omegaconf import DictConfig, OmegaConf
+from ranks import fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
@@ -314,7 +315,7 @@ def fork(folder: Path, ways: Sequence[Way], world_size: int) -> None:
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    fork_ranks(folder, 1, lambda: make_archives(folder))
+    fork_ranks(1, lambda: make_archives(folder))
     lines = [{"text": f"User: What is {a}*{a + 10 * (a % 3)}?\nAssistant:"[: 12 + 7 * (a % 4)]} for a in range(40)]
     write_jsonl(folder / "prompts.jsonl", lines)
     for world_size in sorted({way.world_size for way in WAYS}):

@@ -1,6 +1,6 @@
 """Run by `test_weights.py`: weights in and out of sharded models, and into engines.
 
-``python multirank_weights.py <folder> <tp>x<pp> ...``
+``python multirank_weights.py <tp>x<pp> ...``
 
 Reshapes one world of ranks into several tensor x pipeline x data layouts, so that start-up is paid once.
 Prints one line per check; any rank that fails ends the run.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from multirank_ppo import fork_ranks
+from ranks import fork_ranks
 from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -325,8 +325,8 @@ def scenarios(layouts: list[tuple[int, ...]]) -> None:
 
 
 def main() -> None:
-    layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[2:]]
-    fork_ranks(Path(sys.argv[1]), RANKS, lambda: scenarios(layouts))
+    layouts = [tuple(map(int, argument.split("x"))) for argument in sys.argv[1:]]
+    fork_ranks(RANKS, lambda: scenarios(layouts))
 
 
 if __name__ == "__main__":

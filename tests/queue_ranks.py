@@ -9,18 +9,17 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import fork_ranks
 
 from nemo_style_aligner.generation.engine import (
     GenerationRequest,
@@ -99,11 +98,8 @@ class Scorer:
         pass
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def rank_main(folder: Path) -> None:
+    rank = dist.get_rank()
     server = WorkQueueServer(WorkQueue(LEASE_SECONDS, workers=2)) if rank == 0 else None
     port = broadcast_object(server.port if server is not None else None)
     engine: Any = Engine()
@@ -143,19 +139,5 @@ def rank_main(rank: int, folder: Path) -> None:
         (folder / "rounds.json").write_text(json.dumps(rounds))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    context = multiprocessing.get_context("fork")  # what is imported already need not be again
-    ranks = [context.Process(target=rank_main, args=(rank, folder)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(140)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    sys.exit(0 if codes == [0, 0] else f"exit codes of the ranks: {codes}")
-
-
 if __name__ == "__main__":
-    main()
+    fork_ranks(2, lambda: rank_main(Path(sys.argv[1])), seconds=140.0)

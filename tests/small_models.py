@@ -1,4 +1,4 @@
-"""Small models of tests: the shape of those that are trained, and weights in memory."""
+"""Small models of tests: the shape of those that are trained, a chat template, and weights in memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ SHAPE: dict[str, Any] = {  # arguments of `ModelArchitecture`
     "max_position_embeddings": 128,
     "init_method_std": 0.2,
 }
+CHATML = (  # template of chats
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 class TensorSource:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from small_models import CHATML
 
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
@@ -26,7 +27,7 @@ from nemo_style_aligner.data.datasets import (
     RegressionDataset,
     lengths_of,
     load_data_prefix,
-    pad_tokens,
+    pad_rows,
 )
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
@@ -36,11 +37,6 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rollout.prompts import PromptSource
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
@@ -531,8 +527,10 @@ def test_blend_keeps_its_proportions_everywhere(tmp_path: Path, tokenizer: Token
     assert [mixed[i].text for i in range(len(mixed))] == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
 
 
-def test_pad_tokens() -> None:
-    assert pad_tokens([[1, 2, 3], [4]], 0).tolist() == [[1, 2, 3], [4, 0, 0]]
+def test_pad_rows() -> None:
+    assert pad_rows([[1, 2, 3], [4]], 9).tolist() == [[1, 2, 3], [4, 9, 9]]
+    padded = pad_rows([[1.5], []], 0, width=2, dtype=torch.float32)
+    assert padded.dtype == torch.float32 and padded.tolist() == [[1.5, 0.0], [0.0, 0.0]]
     assert lengths_of([[1, 2, 3], [4]]).tolist() == [3, 1]
 
 

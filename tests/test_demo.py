@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from job_processes import ROOT
-
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
 from stages import Demo, StageFailed
 
 

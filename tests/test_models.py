@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from job_processes import ROOT, run
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -60,15 +59,13 @@ from nemo_style_aligner.models.supervised_losses import (
     attribute_regression_objective,
     ranking_objective,
 )
-from nemo_style_aligner.parallel.groups import (
-    current_layout,
-    initialize_model_parallel,
-    initialize_single_process,
-)
+from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
 EOS = 1
 ARCHITECTURES = {
@@ -86,22 +83,6 @@ OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 def test_heads_that_are_turned_further_than_they_reach_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="12 channels of each head would be turned"):
         ModelArchitecture(**SHAPE | settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    if dist.is_initialized():
-        pytest.fail("another test has left a process group behind")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    initialize_single_process()
-    initialize_model_parallel(1, 1, seed=1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def tokens(rows: int = 5, width: int = 12, seed: int = 0) -> torch.Tensor:

@@ -27,7 +27,6 @@ from served_critic import client_config, wait_for
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.checkpoints import manifest
-from nemo_style_aligner.parallel.groups import initialize_single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.servers import journal, training_session
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
@@ -44,17 +43,9 @@ from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.service import HttpSettings
 from nemo_style_aligner.servers.serving import ModelServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
 LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)
 GIB = 2**30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """`RemoteCritic` is collective."""
-    initialize_single_process()
-    yield
-    torch.distributed.destroy_process_group()
 
 
 class Checkpoints:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import Artefacts
 from job_processes import Job, mpirun, run, script, stored_weights, wait_until_ready
 from omegaconf import DictConfig, OmegaConf
@@ -46,7 +45,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.models.supervised_losses import LanguageModelBatch, language_model_objective
 from nemo_style_aligner.parallel import stop_signals
-from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel, initialize_single_process
+from nemo_style_aligner.parallel.groups import ParallelLayout, single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.servers.secret import find_secret
@@ -193,12 +192,8 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[ParallelLayout]:
-    from megatron.core import parallel_state
-
-    initialize_single_process()
-    yield initialize_model_parallel(1, 1, seed=1)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with single_process(seed=1) as layout:
+        yield layout
 
 
 def trainer_for(

@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+from job_processes import read_timeline
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables, read_timeline
+from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.progress import ProgressBar

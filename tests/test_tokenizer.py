@@ -11,15 +11,12 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
+from small_models import CHATML
 
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 
 TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)

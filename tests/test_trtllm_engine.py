@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,8 @@ from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary, stop_words
 from nemo_style_aligner.telemetry import activity
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ["llama", "llama-tied", "llama-3.1", "llama-geglu-bias", "qwen2", "nemotron"]
 
 
@@ -42,15 +43,6 @@ def _ranks(a: ModelArchitecture, weights: dict[str, torch.Tensor], size: int) ->
         dict(EngineWeights(a, dtype=torch.float32, tp_size=size, tp_rank=rank).convert(weights.items()))
         for rank in range(size)
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are tiny: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the converter --------------------------------------------------------------------------------

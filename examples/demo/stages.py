@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nemo_style_aligner.telemetry.logger import read_metrics
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 DATA_SCRIPTS = REPOSITORY / "examples" / "nlp" / "data"
@@ -117,6 +119,11 @@ def mpirun(num_ranks: int) -> list[str]:
 def data_prefix(train: Path, validation: Path) -> str:
     """The override that names a job's data files."""
     return f"++model.data.data_prefix={{train: ['{train}'], validation: ['{validation}'], test: ['{validation}']}}"
+
+
+def last(log_dir: Path, name: str) -> float:
+    """The latest value of a logged metric."""
+    return read_metrics(log_dir)[name][-1][1]
 
 
 def print_table(rows: Sequence[tuple[str, str]]) -> None:

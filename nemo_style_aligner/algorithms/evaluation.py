@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_tokens
+from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.models.critic import RewardModel
@@ -150,6 +150,6 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     for start in range(0, len(responses.rows), _SCORING_BATCH):
         batch = responses.rows[start : start + _SCORING_BATCH]
         sequences = [row.tokens for row in batch]
-        rewards = reward_model.rewards(pad_tokens(sequences, 0), lengths_of(sequences))
+        rewards = reward_model.rewards(pad_rows(sequences, 0), lengths_of(sequences))
         for row, reward in zip(batch, rewards[:, 0].tolist(), strict=True):
             row.reward = reward

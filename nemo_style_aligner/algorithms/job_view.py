@@ -63,10 +63,12 @@ class JobView:
 
     @property
     def tp_size(self) -> int:
+        """The tensor-parallel size that the config asks for."""
         return int(self.get(TP) or 1)
 
     @property
     def pp_size(self) -> int:
+        """The pipeline-parallel size that the config asks for."""
         return int(self.get(PP) or 1)
 
 

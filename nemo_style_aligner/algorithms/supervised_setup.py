@@ -21,7 +21,7 @@ from nemo_style_aligner.data.datasets import (
     data_source,
     lengths_of,
     load_data_prefix,
-    pad_tokens,
+    pad_rows,
 )
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
@@ -152,8 +152,8 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     def batcher(items: Dataset[SFTItem]) -> Batcher:
         def make(indices: Sequence[int]) -> LanguageModelBatch:
             chosen = [items[max(i, 0)] for i in indices]
-            tokens = pad_tokens([item.token_ids for item in chosen], tokenizer.pad_id)
-            mask = pad_tokens([item.targets for item in chosen], 0)[:, 1:].float()
+            tokens = pad_rows([item.token_ids for item in chosen], tokenizer.pad_id)
+            mask = pad_rows([item.targets for item in chosen], 0)[:, 1:].float()
             present = torch.tensor([float(i != MISSING) for i in indices])
             return LanguageModelBatch(tokens, mask * present[:, None])
 
@@ -215,7 +215,7 @@ def _pair_batcher(tokenizer: Tokenizer) -> Callable[[Dataset[ComparisonItem]], B
             pairs = [items[max(i, 0)] for i in indices]
             sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
             return PairBatch(
-                tokens=pad_tokens(sequences, tokenizer.pad_id),
+                tokens=pad_rows(sequences, tokenizer.pad_id),
                 lengths=lengths_of(sequences),
                 weights=torch.tensor([float(i != MISSING) for i in indices]).repeat_interleave(2),
             )
@@ -233,7 +233,7 @@ def _labelled_batcher(tokenizer: Tokenizer, ignore_value: float) -> Callable[[Da
             labels = torch.tensor([item.labels for item in chosen], dtype=torch.float32)
             labels[torch.tensor(indices) == MISSING] = ignore_value
             return LabelledBatch(
-                tokens=pad_tokens(sequences, tokenizer.pad_id), lengths=lengths_of(sequences), labels=labels
+                tokens=pad_rows(sequences, tokenizer.pad_id), lengths=lengths_of(sequences), labels=labels
             )
 
         return make

@@ -70,17 +70,19 @@ class DirectorySource(FileSource):
         self.location = location
 
     def names(self) -> list[str]:
+        """See `FileSource.names`; symbolic links are left out."""
         files = (p for p in self.location.rglob("*") if p.is_file() and not p.is_symlink())
         return sorted(p.relative_to(self.location).as_posix() for p in files)
 
     def open(self, name: str) -> IO[bytes]:
+        """See `FileSource.open`."""
         path = self.location / safe_name(name)
         if path.is_symlink() or not path.is_file():
             raise self._not_found(name)
         return path.open("rb")
 
     def close(self) -> None:
-        pass
+        """Nothing is held open."""
 
 
 class TarSource(FileSource):
@@ -109,9 +111,11 @@ class TarSource(FileSource):
                 raise tarfile.ReadError("the end is missing")
 
     def names(self) -> list[str]:
+        """See `FileSource.names`."""
         return sorted(self._members)
 
     def open(self, name: str) -> IO[bytes]:
+        """See `FileSource.open`."""
         member = self._members.get(safe_name(name))
         stream = self._tar.extractfile(member) if member is not None else None
         if stream is None:
@@ -119,6 +123,7 @@ class TarSource(FileSource):
         return stream
 
     def close(self) -> None:
+        """See `FileSource.close`."""
         self._tar.close()
 
 

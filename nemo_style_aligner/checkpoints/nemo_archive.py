@@ -250,8 +250,8 @@ def load_nemo_weights(path: Path, model: MegatronModel) -> None:
     """Load an archive's weights into a model of any tensor- and pipeline-parallel layout, in place. Collective.
 
     A model with a reward head takes a language model's archive too: its head keeps its values, and the
-    archive's output layer is left out. The padding of the vocabulary may differ. If an optimizer exists
-    already, call its ``reload_model_params`` afterwards.
+    archive's output layer is left out. The padding of the vocabulary may differ. An optimizer that exists
+    already keeps the main weights it has until its ``megatron.reload_model_params()``.
 
     Raises:
         FileNotFoundError: no archive at ``path``.

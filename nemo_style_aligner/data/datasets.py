@@ -189,6 +189,7 @@ class RaggedInts:
         self._ends = array("q", [0])
 
     def append(self, numbers: Iterable[int]) -> None:
+        """Add a list behind the others."""
         self._values.extend(numbers)
         self._ends.append(len(self._values))
 
@@ -226,13 +227,15 @@ def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Seque
         logger.warning("%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
 
 
-def pad_tokens(sequences: Sequence[Sequence[int]], pad_value: int) -> torch.Tensor:
-    """Sequences padded on the right to the longest one's length: int64 [b, s]."""
-    longest = max(len(sequence) for sequence in sequences)
-    tokens = torch.full((len(sequences), longest), pad_value, dtype=torch.int64)
+def pad_rows(
+    sequences: Sequence[Sequence[float]], value: int, width: int | None = None, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Sequences padded on the right to ``width``, or to the longest one's length: [b, width]."""
+    width = max(map(len, sequences)) if width is None else width
+    padded = torch.full((len(sequences), width), value, dtype=dtype)
     for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-    return tokens
+        padded[row, : len(sequence)] = torch.tensor(sequence, dtype=dtype)
+    return padded
 
 
 def lengths_of(sequences: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -61,6 +61,7 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch; a smaller one at its end counts unless it is left out."""
         return -(-self.samples_per_epoch // self.global_batch_size)
 
     def batches_until(self, epoch: int) -> int:

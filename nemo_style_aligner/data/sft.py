@@ -71,10 +71,12 @@ class SFTFormat:
 
     @property
     def template_keys(self) -> list[str]:
+        """Keys of a record, in the order of their places in ``prompt_template``."""
         return [key for _, key, _, _ in string.Formatter().parse(self.prompt_template) if key is not None]
 
     @property
     def truncation_keys(self) -> list[str]:
+        """Keys whose texts are shortened where a sample is too long."""
         return [key.strip() for key in self.truncation_field.split(",") if key.strip()]
 
 

@@ -189,6 +189,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.texts_to_ids`."""
         if not texts:
             return []
         # verbose=False: no warning about a model_max_length that says nothing about our models.
@@ -198,10 +199,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return encoded["input_ids"]
 
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_to_id(self, token: str) -> int | None:
+        """See `Tokenizer.token_to_id`."""
         found = self._tokenizer.convert_tokens_to_ids(token)  # that of the unknown token where there is none
         return found if found is not None and self._tokenizer.convert_ids_to_tokens(found) == token else None
 
@@ -237,6 +240,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=model_file.read_bytes() + _NO_DUMMY_PREFIX)
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.texts_to_ids`."""
         cut = [self._special.split(text) for text in texts]  # of each: a part, then special tokens and parts in turn
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
@@ -245,6 +249,7 @@ class SentencePieceTokenizer(Tokenizer):
         return encoded
 
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """See `Tokenizer.ids_to_text`."""
         if not keep_special:
             return self._model.decode([int(i) for i in ids if int(i) not in self.special_ids])
         text = ""  # sentencepiece leaves control pieces out
@@ -255,6 +260,7 @@ class SentencePieceTokenizer(Tokenizer):
         return text
 
     def token_to_id(self, token: str) -> int | None:
+        """See `Tokenizer.token_to_id`."""
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 

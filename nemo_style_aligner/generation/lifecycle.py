@@ -129,18 +129,22 @@ class EngineLifecycle(GenerationEngine):
 
     @property
     def weight_version(self) -> int:
+        """See `GenerationEngine.weight_version`."""
         return self._weight_version
 
     @property
     def num_compilations(self) -> int:
+        """See `GenerationEngine.num_compilations`."""
         return self._num_compilations
 
     @property
     def num_slots(self) -> int:
+        """See `GenerationEngine.num_slots`."""
         return self._num_slots
 
     @property
     def statistics(self) -> GenerationStatistics:
+        """See `GenerationEngine.statistics`."""
         return self._statistics
 
     # ---- of subclasses ----------------------------------------------------------------------

@@ -33,6 +33,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        """Gradients of x, in its shape and dtype, and of the weight, fp32."""
         x, weight, scale = ctx.saved_tensors
         if kernels := kernels_for(x):
             return *kernels.rms_norm_backward(x.contiguous(), weight, scale, grad.contiguous()), None

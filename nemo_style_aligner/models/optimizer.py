@@ -236,7 +236,3 @@ class Optimizer:
         self.megatron.zero_grad()  # main weights must not hold on to gradients on the device
         self._ddp.offload_grad_buffers(empty_cache=False)
         self._offload.offload()
-
-    def reload_model_params(self) -> None:
-        """Take the model's weights as the new main weights (after loading a model without its optimizer)."""
-        self.megatron.reload_model_params()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
@@ -14,7 +15,7 @@ from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.generator import Generator, Round
-from nemo_style_aligner.rollout.intake import ScoredResponses, pad_rows
+from nemo_style_aligner.rollout.intake import ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
@@ -104,11 +105,11 @@ class RolloutCollector:
         return RolloutBatch(
             sample_ids=sample_ids[order],
             prompt_ids=torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
-            tokens=all_gather_rows(pad_rows(sequences, s, torch.int64).to(where)).cpu()[order],
+            tokens=all_gather_rows(pad_rows(sequences, 0, s).to(where)).cpu()[order],
             prompt_lengths=column([len(r.prompt_ids) for r in results])[order],
             lengths=column([len(sequence) for sequence in sequences])[order],
             is_end=column([int(r.finish_reason == "stop") for r in results])[order].bool(),
-            engine_logprobs=all_gather_rows(pad_rows(logprobs, s - 1, torch.float32).to(where)).cpu()[order],
+            engine_logprobs=all_gather_rows(pad_rows(logprobs, 0, s - 1, torch.float32).to(where)).cpu()[order],
             weight_versions=column([r.weight_version for r in results])[order],
             is_valid=torch.ones(len(prompts), dtype=torch.bool),
         )

@@ -101,24 +101,30 @@ class LocalGenerator:
 
     @property
     def weight_version(self) -> int:
+        """See `Generator.weight_version`."""
         return self.engine.weight_version
 
     def refit(self, model: MegatronModel, version: int) -> None:
+        """See `Generator.refit`; what the engine views in the model is left out of the stream."""
         engine = self.engine
         weights = export_weights(model, without=engine.viewed_weights, transient=engine.takes_transient_weights)
         engine.refit(weights, version)
 
     def unload(self) -> None:
+        """See `Generator.unload`."""
         self.engine.unload()
 
     def reload(self) -> None:
+        """See `Generator.reload`."""
         self.engine.reload()
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> LocalRound:
+        """See `Generator.start`."""
         self._num_rounds += 1
         return LocalRound(self, self._num_rounds, prompts, seed)
 
     def close(self) -> None:
+        """See `Generator.close`. Collective."""
         worlds.barrier()  # rank 0's queue stops with its work source: nobody may need it any more
         self.work.close()
         self.engine.close()
@@ -135,6 +141,7 @@ class LocalRound:
         self._totals = GenerationTotals()
 
     def run(self, sink: ResponseSink) -> None:
+        """See `Round.run`; what is missing when it is stopped is lost."""
         generator, prompts = self._generator, self.prompts
         engine, work, group = generator.engine, generator.work, generator.group
         work.start_round(self._number, range(len(prompts)), [prompt.expected_length for prompt in prompts])
@@ -166,9 +173,11 @@ class LocalRound:
         work.complete(range(len(self.prompts)))
 
     def wait(self) -> list[GenerationResult]:
+        """Raises RuntimeError: such a round is made in `run` alone."""
         raise RuntimeError("a round of this rank's own engine is made in `run`, and cannot be waited for")
 
     def metrics(self) -> dict[str, float]:
+        """See `Round.metrics`."""
         return self._totals.metrics(self._generator.engine, self._generator.group.is_leader)
 
 
@@ -184,12 +193,15 @@ class KeptRound:
         self._results = results
 
     def run(self, sink: ResponseSink) -> None:
+        """See `Round.run`; never stopped."""
         for result in self._results:
             sink.add(result)
         sink.flush()
 
     def wait(self) -> list[GenerationResult]:
+        """See `Round.wait`."""
         return self._results
 
     def metrics(self) -> dict[str, float]:
+        """Empty: this run has not made the round."""
         return {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
-import torch
-
+from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rollout.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient, Scores
@@ -91,9 +90,8 @@ class ScoredResponses:
         batch = self.results[-self._unsent :]
         self._unsent = 0
         sequences = [result.prompt_ids + result.token_ids for result in batch]
-        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
-        tokens = pad_rows(sequences, int(lengths.max()), torch.int64)
-        self._requests.append(([r.request_id for r in batch], self._scorer.infer_async(tokens, lengths)))
+        scores = self._scorer.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
+        self._requests.append(([r.request_id for r in batch], scores))
         self._last_heard = time.monotonic()
 
     def are_scored(self, seconds: float) -> bool:
@@ -123,11 +121,3 @@ class ScoredResponses:
     def scores(self) -> Iterator[Scores]:
         """The scores of `results`, batch by batch in their order, once they `are_scored`."""
         return (scores.result() for _, scores in self._requests)
-
-
-def pad_rows(sequences: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[n, width], zeros after each sequence's end."""
-    padded = torch.zeros(len(sequences), width, dtype=dtype)
-    for row, sequence in enumerate(sequences):
-        padded[row, : len(sequence)] = torch.tensor(sequence, dtype=dtype)
-    return padded

@@ -56,9 +56,11 @@ class RemoteGenerator:
 
     @property
     def weight_version(self) -> int:
+        """See `Generator.weight_version`; of what was sent last."""
         return self._version
 
     def refit(self, model: MegatronModel, version: int) -> None:
+        """See `Generator.refit`."""
         link = self._link
         if link.rank == 0:
             link.post({"kind": "refit", "version": version})
@@ -75,6 +77,7 @@ class RemoteGenerator:
         """See `unload`."""
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> RemoteRound:
+        """See `Generator.start`."""
         self._num_rounds += 1
         name = f"round/{self._num_rounds}"
         pass_on_signals(self._link)
@@ -102,6 +105,7 @@ class RemoteRound:
         self._results: list[GenerationResult] = []
 
     def run(self, sink: ResponseSink) -> None:
+        """See `Round.run`; TimeoutError when no response comes for ``wait_seconds``."""
         wait, num_given, is_missing = self._wait(), 0, True
         while is_missing:  # on any rank: its last responses, or a stop, may be far off, and a collective has a limit
             with stop_signals.interruptible():
@@ -119,6 +123,7 @@ class RemoteRound:
             is_missing = self._is_missing_anywhere()
 
     def wait(self) -> list[GenerationResult]:
+        """See `Round.wait`; TimeoutError as in `run`."""
         wait, is_missing = self._wait(), True
         while is_missing:
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -154,6 +159,7 @@ class RemoteRound:
         return self._link.add(f"{self._name}/count", 0)
 
     def metrics(self) -> dict[str, float]:
+        """See `Round.metrics`. Once: it clears away what is left of the round."""
         metrics = None
         if self._link.rank == 0:
             self._wait().until_there(f"{self._name}/metrics")

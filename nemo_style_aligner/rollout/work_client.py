@@ -117,6 +117,7 @@ class WorkQueueClient:
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
     ) -> None:
+        """See `WorkSource.start_round`, and for the barrier behind it `WorkQueueClient`."""
         if self._server is not None:
             self._server.queue.start_round(round_number, ids, expected_lengths)
         self._round = round_number
@@ -146,11 +147,13 @@ class WorkQueueClient:
         return ids
 
     def complete(self, ids: Sequence[int]) -> list[int]:
+        """See `WorkSource.complete`."""
         pieces = [ids[start : start + MAX_IDS_PER_REQUEST] for start in range(0, len(ids), MAX_IDS_PER_REQUEST)]
         answers = [self.complete_async(piece) for piece in pieces]
         return [item_id for answer in answers for item_id in answer.result()]
 
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
+        """See `WorkSource.complete_async`."""
         completion = _Completion(self._round, list(ids))
         self._completed.append(completion)
         return self._sender.submit(self._complete, completion)

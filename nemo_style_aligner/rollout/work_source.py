@@ -56,13 +56,16 @@ class StaticPartition:
         self._ids = [ids[position] for position in positions[self._rank :: self._world_size]]
 
     def lease(self, n: int, wait: bool = False) -> list[int]:
+        """See `WorkSource.lease`."""
         taken, self._ids = self._ids[:n], self._ids[n:]
         return taken
 
     def complete(self, ids: Sequence[int]) -> list[int]:
+        """See `WorkSource.complete`; all are accepted."""
         return list(ids)
 
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
+        """See `WorkSource.complete_async`."""
         answer: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
         answer.set_result(list(ids))
         return answer

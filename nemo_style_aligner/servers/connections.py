@@ -53,6 +53,7 @@ class RefusedRequest(Error):
         self._headers = list(headers)
 
     def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
+        """Status line, header fields and body, as waitress wants them."""
         body = json.dumps({"error": f"{self.reason}: {self.body}"}).encode()
         headers = [("Content-Length", str(len(body))), ("Content-Type", JSON_TYPE), ("Connection", "close")]
         return f"{self.code} {self.reason}", [*headers, *self._headers], body

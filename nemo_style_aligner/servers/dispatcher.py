@@ -81,7 +81,9 @@ class SwapsWeights(Protocol):
     """A backend that computes with two sets of weights and counts how often it exchanged them."""
 
     @property
-    def weight_swaps(self) -> int: ...
+    def weight_swaps(self) -> int:
+        """Exchanges so far."""
+        ...
 
 
 class RankFailedError(RuntimeError):
@@ -105,6 +107,7 @@ class DispatchSettings:
 
     @property
     def max_batch_rows(self) -> int:
+        """The largest of the preferred sizes."""
         return max(self.preferred_batch_rows)
 
 

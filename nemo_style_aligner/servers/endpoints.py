@@ -191,6 +191,7 @@ class InferEndpoint(Endpoint):
         self._tokenize = tokenize
 
     def make_job(self, request: InferRequest) -> InferJob:
+        """See `Endpoint.make_job`."""
         arrays = self._arrays(request)
         if "sentences" in arrays:
             if "tokens" in arrays or "sequence_lengths" in arrays:
@@ -239,6 +240,7 @@ class TrainEndpoint(Endpoint):
         super().__init__(name, inputs, [TensorSpec("loss_mean", "FP32", (1,))], batched=False, limits=limits)
 
     def make_job(self, request: InferRequest) -> TrainJob:
+        """See `Endpoint.make_job`."""
         arrays = self._arrays(request)
         rows, width = arrays["tokens"].shape
         self._check_length(width)
@@ -272,6 +274,7 @@ class SaveEndpoint(Endpoint):
         super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
 
     def make_job(self, request: InferRequest) -> SaveJob:
+        """See `Endpoint.make_job`."""
         self._arrays(request)
         keep = self._name(request.parameters, "keep_history") if "keep_history" in request.parameters else None
         return SaveJob(position=self._position(request.parameters), keep_history=keep)
@@ -290,6 +293,7 @@ class RestoreEndpoint(Endpoint):
         super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
 
     def make_job(self, request: InferRequest) -> RestoreJob:
+        """See `Endpoint.make_job`."""
         histories = self._arrays(request)["histories"]
         if len(histories) > MAX_HISTORIES:
             raise self._refuse(f"{len(histories)} histories, the limit is {MAX_HISTORIES}")

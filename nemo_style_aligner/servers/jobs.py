@@ -46,6 +46,7 @@ class InferJob(Job):
 
     @property
     def rows(self) -> int:
+        """Sequences of the request."""
         return self.tokens.shape[0]
 
 
@@ -110,6 +111,7 @@ class JobQueue:
 
     @property
     def state(self) -> QueueState:
+        """What becomes of a new job; see `set_state`."""
         return self._state
 
     @property
@@ -123,6 +125,7 @@ class JobQueue:
         return len(self._jobs)
 
     def set_state(self, state: QueueState) -> None:
+        """Change it, and wake the dispatcher, which may wait for a job."""
         with self._changed:
             self._state = state
             self._changed.notify_all()

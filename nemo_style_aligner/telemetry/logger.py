@@ -192,12 +192,6 @@ def read_tables(log_dir: str | Path) -> list[dict[str, Any]]:
     return read_json_lines(Path(log_dir) / TABLES_FILE)
 
 
-def read_timeline(log_dir: str | Path) -> list[dict[str, Any]]:
-    """The events of a job's ``timeline.json``: name, cat (the phases around it, too), ts and dur in microseconds."""
-    lines = (Path(log_dir) / TIMELINE_FILE).read_text(encoding="utf-8").split("\n")[1:-1]
-    return [json.loads(line.removesuffix(",")) for line in lines]
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; none when it does not exist.
 

@@ -23,6 +23,7 @@ class DevicePeak:
     """Of this rank's GPU, in tensors, as torch's allocator counts."""
 
     def take(self) -> int:
+        """See `PeakMeter.take`."""
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
@@ -38,6 +39,7 @@ class ResidentPeak:
         self._reset()
 
     def take(self) -> int:
+        """See `PeakMeter.take`."""
         for line in self._STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 self._reset()
@@ -59,6 +61,7 @@ class SampledPeak:
         threading.Thread(target=self._watch, name="memory-peak", daemon=True).start()
 
     def take(self) -> int:
+        """See `PeakMeter.take`."""
         peak, self._peak = max(self._peak, self._process.memory_info().rss), 0
         return peak
 

@@ -10,8 +10,7 @@ import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
 
-# llama.cpp's names -> Hugging Face's, `{}` being the layer.
-_NAMES = {
+HF_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -27,6 +26,7 @@ _NAMES = {
     "ffn_up": "model.layers.{}.mlp.up_proj",
     "ffn_down": "model.layers.{}.mlp.down_proj",
 }
+"""Hugging Face's names by llama.cpp's; `{}` is the layer."""
 
 # GGUF architectures with Llama's tensors. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are.
@@ -92,10 +92,10 @@ class GGUFCheckpoint:
 
     def _hf_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-        if match is None or match[2] not in _NAMES:
+        if match is None or match[2] not in HF_NAMES:
             hint = " (experts)" if "exp" in name else " (scaled rotary embedding)" if "rope" in name else ""
             raise ValueError(f"{self.path}: tensor {name} is not supported{hint}")
-        return f"{_NAMES[match[2]].format(match[1])}.{match[3]}"
+        return f"{HF_NAMES[match[2]].format(match[1])}.{match[3]}"
 
     def _read_architecture(self) -> ModelArchitecture:
         def value(key: str, *default: Any) -> Any:

@@ -25,9 +25,21 @@ logger = logging.getLogger(__name__)
 class Library(Protocol):
     """What the engine needs of TensorRT-LLM (`TensorRTLibrary`)."""
 
-    def build(self, weights: dict[str, torch.Tensor], engine_dir: Path) -> None: ...
+    def build(self, weights: dict[str, torch.Tensor], engine_dir: Path) -> None:
+        """Compile a refittable engine and save this rank's part of it in ``engine_dir``.
 
-    def load(self, engine_dir: Path) -> Any: ...
+        Args:
+            weights: all that `EngineWeights.shapes` has, of the engine's dtype, contiguous, on the CPU.
+            engine_dir: exists; the same on every rank of the group.
+
+        Raises:
+            RuntimeError: the engine cannot be built.
+        """
+        ...
+
+    def load(self, engine_dir: Path) -> Any:
+        """What runs the engine that `build` saved: a runner for `refit` and `decode`."""
+        ...
 
     def refit(
         self,
@@ -35,7 +47,19 @@ class Library(Protocol):
         weights: Iterable[tuple[str, torch.Tensor]],
         engine_dir: Path,
         optional: frozenset[str],
-    ) -> None: ...
+    ) -> None:
+        """Replace all weights of a loaded engine. ``weights`` is read to its end before the engine is touched.
+
+        Args:
+            weights: what `EngineWeights.convert` yields, on any device.
+            engine_dir: where `build` saved the engine.
+            optional: names that it may lack.
+
+        Raises:
+            ValueError: the engine has a weight that is not given, or lacks one that is and is not optional.
+            RuntimeError: a tensor, or the refit, was refused.
+        """
+        ...
 
     def decode(
         self,
@@ -45,9 +69,30 @@ class Library(Protocol):
         max_new_tokens: int,
         stop_ids: tuple[int, ...],
         logits_processor: LogitsProcessor,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Decode one batch greedily over what ``logits_processor`` makes of the logits.
 
-    def free(self) -> None: ...
+        Args:
+            prompts: one for each row of the batch.
+            max_new_tokens: of the longest response.
+            stop_ids: a row that has got one of them is done; decoding ends early when all are.
+            logits_processor: called once for every token, with how many were chosen before, the ids (unused) and the
+                logits [batch, vocabulary with padding] of any float dtype; returns what to choose from. See
+                `StepSampler.__call__`.
+
+        Returns:
+            ids, integers [batch, prompt and response]: row i's response starts at ``len(prompts[i])``, stop token
+            included.
+
+        Raises:
+            RuntimeError: there are no ids.
+            Exception: what ``logits_processor`` raises.
+        """
+        ...
+
+    def free(self) -> None:
+        """Give back the memory of what is no longer referenced, such as a runner that was dropped."""
+        ...
 
 
 class TensorRTEngine(EngineLifecycle):

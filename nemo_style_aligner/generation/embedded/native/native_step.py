@@ -181,10 +181,12 @@ class NativeStep(ModelStep):
 
     @property
     def num_compilations(self) -> int:
+        """See `ModelStep.num_compilations`."""
         return self._num_compilations
 
     @property
     def description(self) -> str:
+        """See `ModelStep.description`."""
         return f"native step ({self._kernel}, {self._threads} threads)"
 
     # ---- memory ---------------------------------------------------------------------------------------

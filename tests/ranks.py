@@ -1,0 +1,74 @@
+"""Ranks as forks of this process: they need not import torch and megatron-core again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RanksFailedError(RuntimeError):
+    """Some ranks did not come to their end. ``exit_codes``: every rank's; None where it was still running."""
+
+    def __init__(self, exit_codes: Sequence[int | None]) -> None:
+        num_failed = sum(code != 0 for code in exit_codes)
+        super().__init__(f"of {len(exit_codes)} ranks {num_failed} failed: exit codes {list(exit_codes)}")
+        self.exit_codes = exit_codes
+
+
+def fork_ranks(world_size: int, action: Callable[[], Any], seconds: float = 240.0) -> Any:
+    """Run ``action`` on forked ranks of one gloo world, each with one thread; what it returns on rank 0.
+
+    Raises:
+        RanksFailedError: on some rank it raised (whose traceback is printed), was killed, or took longer.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def rank_main(rank: int, store: Path) -> None:
+        torch.set_num_threads(1)
+        logging.basicConfig(level=logging.WARNING)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+            result = action()
+            dist.barrier()  # who ends first takes the connections of the others along
+            if rank == 0:
+                sender.send(result)
+        except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+
+    deadline = time.monotonic() + seconds
+    result = None
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=rank_main, args=(rank, Path(folder, "store"))) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        sender.close()
+        with contextlib.suppress(EOFError):  # no rank is left that could say it
+            if receiver.poll(seconds):
+                result = receiver.recv()
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        exit_codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+    if any(code != 0 for code in exit_codes):
+        raise RanksFailedError(exit_codes)
+    return result
