@@ -60,7 +60,7 @@ WAYS = (
     Way("flask_pp2", ranks=2, pp=2, flask=True),
     Way("megatron_tp2_flask", ranks=2, tp=2, flask=True, engine="megatron"),
     Way("little_memory", kv_cache_tokens=64),
-    Way("reshard_tp2", ranks=2, tp=2, flask=True, reshard=True, kv_cache_tokens=64),
+    Way("generation_tp2", ranks=2, tp=2, flask=True, generation_tp=2, kv_cache_tokens=64),
     Way("pp2_to_tp2", ranks=2, pp=2, generation_tp=2),
     Way("tp2_pp2", ranks=4, tp=2, pp=2),
     Way("reshard_tp2_pp2", ranks=4, tp=2, pp=2, flask=True, reshard=True),

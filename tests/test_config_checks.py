@@ -24,6 +24,7 @@ from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
+from nemo_style_aligner.rollout.engine_setup import engine_size
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -150,7 +151,6 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 4, "model.pipeline_model_parallel_size=4",
         ("model.pipeline_model_parallel_size=4: the model's num_layers=6 is not a multiple of it",),
     ),
-    "reshard": ("gpt_ppo_actor", 1, "trainer.ppo.trt_llm.reshard=True", ("there are no pipeline stages",)),
     "pipelined baseline": (
         "gpt_ppo_actor", 2, "model.pipeline_model_parallel_size=2 trainer.ppo.generation.engine=megatron",
         ("engine=megatron cannot generate with model.pipeline_model_parallel_size=2",),
@@ -573,6 +573,16 @@ def test_a_batch_size_that_loses_is_told(model: Path, caplog: pytest.LogCaptureF
     assert message == "model.data.train_ds.global_batch_size=128 has no effect: model.global_batch_size=64 wins"
 
 
+def test_resharding_without_stages_changes_nothing_and_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in the tutorial, whose list of flags for TensorRT-LLM goes with one stage."""
+    given = (f"pretrained_checkpoint.restore_from_path={model}", PREFIX, f"exp_manager.explicit_log_dir={model.parent}")
+    flags = ("trainer.ppo.trt_llm.reshard=True", "model.tensor_model_parallel_size=2")
+    check_job("gpt_ppo_actor", composed("gpt_ppo_actor", *given, *flags), 2)
+    (message,) = caplog.messages
+    assert message.startswith("trainer.ppo.trt_llm.reshard=True has no effect without pipeline stages")
+    assert engine_size(None, True, 2, 1) == 1 and engine_size(None, True, 2, 2) == engine_size(2, False, 1, 1) == 2
+
+
 def test_a_watchdog_that_comes_too_late_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = composed("gpt_ppo_critic", f"pretrained_checkpoint.restore_from_path={model}")
     cfg.exp_manager.explicit_log_dir = str(model.parent)
@@ -618,8 +628,6 @@ def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: py
         key, _, value = argument.partition("=")
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
     cfg.exp_manager.explicit_log_dir = str(model.parent)
-    if "reshard" in line:
-        cfg.model.pipeline_model_parallel_size = 2
     assert find_problems(job, cfg, int(cfg.trainer.devices) * 2) == []
 
 
@@ -634,7 +642,6 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
         "trainer.devices=2",
         "model.tensor_model_parallel_size=8",
         "model.ppo.num_rollout_samples=100",
-        "trainer.ppo.trt_llm.reshard=True",
         "trainer.ppo.gae_lambda=2",
     )
     job = Job(command, tmp_path / "output.log")
@@ -647,7 +654,6 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
         "trainer.ppo.gae_lambda",
         "model.tensor_model_parallel_size",
         "model.ppo.num_rollout_samples",
-        "trainer.ppo.trt_llm.reshard",
     }
     assert not (tmp_path / "log").exists()
 

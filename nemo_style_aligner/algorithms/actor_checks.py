@@ -48,22 +48,15 @@ def _rollout_lengths(view: JobView) -> Iterator[str]:
 def _generation(view: JobView) -> Iterator[str]:
     ppo = "trainer.ppo"
     engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
-    reshard = f"{ppo}.trt_llm.reshard"
-    is_pipelined = view.pp_size > 1
-    if view.get(reshard) and not is_pipelined:
-        yield (
-            f"{view.said(reshard)} with {view.said(PP)}: there are no pipeline stages to turn into tensor "
-            f"parallelism; leave it out (how many ranks share an engine is said by {size})"
-        )
     trt_llm = f"{ppo}.trt_llm.enable"
     if view.get(engine) == "megatron" and view.get(trt_llm):
         yield f"{view.said(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
-    if view.get(engine) == "megatron" and is_pipelined:
+    if view.get(engine) == "megatron" and view.pp_size > 1:
         yield f"{view.said(engine)} cannot generate with {view.said(PP)}; choose embedded"
     parallel = "model.sequence_parallel"
     if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
         yield f"{view.said(engine)} cannot generate with {view.said(parallel, TP)}; choose embedded"
-    ranks = engine_size(view.get(size), bool(view.get(reshard)) and is_pipelined, view.tp_size)
+    ranks = engine_size(view.get(size), bool(view.get(f"{ppo}.trt_llm.reshard")), view.tp_size, view.pp_size)
     if view.get(engine) != "embedded" or ranks == 1:
         return
     generating = view.rollout_ranks or view.world_size

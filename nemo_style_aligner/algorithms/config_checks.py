@@ -240,6 +240,12 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
             f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
             "watchdog can report who held it up"
         )
+    reshard = "trainer.ppo.trt_llm.reshard"
+    if OmegaConf.select(cfg, reshard) and (OmegaConf.select(cfg, PP) or 1) == 1:
+        yield (
+            f"{reshard}=True has no effect without pipeline stages ({PP}=1): how many ranks share an engine is said by "
+            "trainer.ppo.generation.tensor_parallel_size"
+        )
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)

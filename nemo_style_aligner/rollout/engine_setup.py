@@ -129,15 +129,16 @@ def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
     )
 
 
-def engine_size(asked: int | None, reshard: bool, tp_size: int) -> int:
+def engine_size(asked: int | None, reshard: bool, tp_size: int, pp_size: int) -> int:
     """Ranks that share an embedded engine.
 
     Args:
         asked: ``trainer.ppo.generation.tensor_parallel_size``.
         reshard: ``trainer.ppo.trt_llm.reshard``: generate with the training's tensor parallelism, without its stages.
-        tp_size: of training.
+            Where there are none it changes nothing.
+        tp_size, pp_size: of training.
     """
-    return int(asked or (tp_size if reshard else 1))
+    return int(asked or (tp_size if reshard and pp_size > 1 else 1))
 
 
 def _generation_ranks(cfg: DictConfig) -> EngineGroup:
@@ -147,9 +148,8 @@ def _generation_ranks(cfg: DictConfig) -> EngineGroup:
         ValueError: the ranks of the job cannot be divided so.
     """
     ppo = cfg.trainer.ppo
-    size = engine_size(
-        ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, int(cfg.model.tensor_model_parallel_size)
-    )
+    tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
+    size = engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, tp_size, pp_size)
     try:
         process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
     except ValueError as error:
