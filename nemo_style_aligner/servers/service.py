@@ -40,7 +40,7 @@ from nemo_style_aligner.servers.protocol import (
     encode_infer_response,
     is_int,
 )
-from nemo_style_aligner.servers.request_log import adopt_id, log_requests, note, raise_level
+from nemo_style_aligner.servers.request_log import adopt_id, log_requests, mark_probe, note, raise_level
 from nemo_style_aligner.servers.statistics import ModelStatistics
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,11 @@ class _Routes:
         return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
 
     def live(self) -> Response:
+        mark_probe()
         return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
 
     def ready(self) -> Response:
+        mark_probe()
         status = 200 if self._queue.state is QueueState.SERVING else 503
         return Response(status=status, headers={INSTANCE_HEADER: self._instance})  # tells a restart from a pause
 
