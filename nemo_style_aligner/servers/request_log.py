@@ -23,6 +23,7 @@ from nemo_style_aligner.telemetry.logging import with_fields
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+_LONGEST = 200  # characters of a value: a path, and an error that repeats part of it, are as long as a client likes
 _PLAIN = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
 
 
@@ -41,7 +42,7 @@ def log_requests(app: Flask) -> None:
         response.headers[REQUEST_ID_HEADER] = g.request_id
         level = logging.DEBUG if g.is_probe else max(g.level, _failure_level(response.status_code))
         if logger.isEnabledFor(level):
-            fields = {
+            details = {
                 "request_id": g.request_id,
                 "method": request.method,
                 "path": request.path,
@@ -50,6 +51,7 @@ def log_requests(app: Flask) -> None:
                 "client": request.remote_addr,
                 **g.details,
             }
+            fields = {name: _cut(value) for name, value in details.items()}
             logger.log(level, "%s", key_values(fields), extra=with_fields(fields))
         return response
 
@@ -72,6 +74,12 @@ def note(**details: Any) -> None:
 def mark_probe() -> None:
     """The current request only asks how the service is: it is logged at DEBUG, whatever the answer."""
     g.is_probe = True
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= _LONGEST:
+        return value
+    return f"{value[:_LONGEST]}... ({len(value)} characters)"
 
 
 def _failure_level(status: int) -> int:
