@@ -165,7 +165,12 @@ def _request_schema(endpoint: Endpoint) -> Schema:
     }
     parameters: dict[str, Schema] = {
         "binary_data_output": {"type": "boolean", "description": "Outputs as raw bytes"},
-        "timeout": {"type": "integer", "minimum": 0, "description": "Microseconds; 0: the service's limit"},
+        "timeout": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 2**63 - 1,
+            "description": "Microseconds; 0: the service's limit",
+        },
     }
     name: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_RUN_ID_LENGTH, "pattern": "^[ -~]+$"}
     if isinstance(endpoint, RestoreEndpoint):

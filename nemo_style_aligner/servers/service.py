@@ -284,8 +284,8 @@ class _Routes:
         limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
         if asked is not None:
-            if not is_int(asked) or asked < 0:
-                raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds")
+            if not is_int(asked) or not 0 <= asked < 2**63:
+                raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds, below 2^63")
             limit = min(limit, asked / 1e6) if asked else limit
         self._queue.put(job)
         try:
