@@ -385,6 +385,8 @@ def test_repeats_sent_at_once_train_once() -> None:
         {"parameters": {"run_id": 3, "sequence_number": 1}},
         {"drop": "mask"},
         {"replace": tensor("mask", np.ones((2, 4), dtype=np.float32))},
+        {"replace": tensor("mask", np.full((2, 3), 0.5, dtype=np.float32))},
+        {"replace": tensor("mask", np.array([[1, -1, 1]] * 2, dtype=np.float32))},
         {"replace": tensor("tokens", np.full((2, 4), VOCAB))},
     ],
 )
