@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
 import hmac
 import logging
 import math
+import resource
 import socket
 import threading
 import time
@@ -36,6 +38,14 @@ _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
 _QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
 _LINGER_SECONDS = 1.0  # that this may take, where requests come all the time
+_EXHAUSTED = {
+    errno.EMFILE: "let its process open more files: `ulimit -n` before the start, now {limit}",
+    errno.ENFILE: "all processes of this machine together have as many files open as it allows: `sysctl fs.file-max`",
+    errno.ENOBUFS: "this machine is short of memory",
+    errno.ENOMEM: "this machine is short of memory",
+}
+_EXHAUSTED_SECONDS = 0.5  # until the next try to accept a connection
+_EXHAUSTED_LOG_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
@@ -139,6 +149,7 @@ class WsgiServer:
             self._server.adj.send_bytes = _TOGETHER_BYTES
             self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
         self._server.channel_class = channel_class(may_send_body, limits)
+        _PatientAccept(self._server, name)
         self._watch = ConnectionWatch(limits, connections)
         self._next_sweep = 0.0
         self._stopping = threading.Event()
@@ -190,6 +201,47 @@ class WsgiServer:
 
     def _busy(self) -> bool:
         return any(map(is_busy, list(self._server.active_channels.values())))
+
+
+class _PatientAccept:
+    """Has a waitress server try again after a while where a connection cannot be accepted for want of descriptors.
+
+    waitress itself tries again at once, with a traceback each time, for as long as somebody waits to be let in: a
+    core would be lost, and megabytes be logged in a second. Who is connected is served meanwhile.
+    """
+
+    def __init__(self, server: Any, name: str) -> None:
+        self._server = server
+        self._name = name
+        self._plain_accept: Callable[[], Any] = server.accept
+        self._plain_readable: Callable[[], bool] = server.readable
+        self._next_try = -math.inf
+        self._next_word = -math.inf
+        server.accept, server.readable = self._accept, self._readable
+
+    def _readable(self) -> bool:
+        """Asked by the loop: whether to look for connections that wait to be accepted."""
+        return self._plain_readable() and time.monotonic() >= self._next_try
+
+    def _accept(self) -> Any:
+        try:
+            return self._plain_accept()
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            now = time.monotonic()
+            self._next_try = now + _EXHAUSTED_SECONDS
+            if now >= self._next_word:
+                self._next_word = now + _EXHAUSTED_LOG_SECONDS
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                logger.error(
+                    "%s cannot accept connections (%s), %d are open; others wait: %s",
+                    self._name,
+                    error.strerror,
+                    len(self._server.active_channels),
+                    _EXHAUSTED[error.errno].format(limit=limit),
+                )
+            return None
 
 
 class _OwnThread:
