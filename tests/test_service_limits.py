@@ -293,6 +293,18 @@ def test_who_comes_again_after_the_last_answer_is_answered(threads: int, monkeyp
     assert not stopping.is_alive()
 
 
+def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep its port, and answer nobody. With the work queue's it is the same."""
+    errors: list[BaseException] = []
+
+    monkeypatch.setattr(http_server, "fail_job", errors.append)
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, threads=0, max_body_bytes=1000, name="test")
+    monkeypatch.setattr(server._watch, "sweep", lambda channels: 1 / 0)
+    wait_for(lambda: bool(errors))
+    assert isinstance(errors[0], ZeroDivisionError)
+    server._socket.close()
+
+
 def test_sigterm_under_load_finishes_what_was_taken(tmp_path: Path) -> None:
     """16 clients that never pause: each request gets its answer, a 503, or finds the port closed; none is cut off."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

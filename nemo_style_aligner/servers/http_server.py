@@ -18,6 +18,7 @@ import waitress
 import waitress.wasyncore
 from flask import Flask, Response, request
 
+from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.connections import (
     ConnectionLimits,
     ConnectionWatch,
@@ -154,7 +155,7 @@ class WsgiServer:
         self._next_sweep = 0.0
         self._stopping = threading.Event()
         self._flush_deadline = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def stop(self, flush_seconds: float = 5.0) -> None:
@@ -162,6 +163,15 @@ class WsgiServer:
         self._flush_deadline = time.monotonic() + flush_seconds
         self._stopping.set()
         self._thread.join(flush_seconds + 10.0)
+
+    def _serve(self) -> None:
+        """The thread. Should it fail, so does the job: it would go on with a port on which nobody is answered."""
+        try:
+            self._run()
+        except Exception as error:
+            if not self._stopping.is_set():
+                fail_job(error)
+            logger.exception("%s: an error while it stopped", self._thread.name)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
