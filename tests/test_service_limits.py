@@ -92,6 +92,20 @@ def test_a_client_within_the_rate_may_take_its_time() -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
+def test_setting_the_clock_cuts_no_upload_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ahead = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead)
+    body = json.dumps(ONE).encode()
+    with serve(CountingBackend(), delay_us=0) as server, connect(server.number) as connection:
+        connection.sendall(HEAD % len(body) + b"\r\n" + body[:100])
+        time.sleep(0.7)  # until the watch has seen it
+        ahead = 3600.0
+        monkeypatch.setattr(server._http._server, "next_channel_cleanup", 0)  # waitress's own watch looks as well
+        time.sleep(0.7)
+        connection.sendall(body[100:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
     """Nor does one that has stopped reading keep its connection."""
     limits = ConnectionLimits(receive_seconds=0.5)

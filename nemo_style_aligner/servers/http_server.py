@@ -37,6 +37,7 @@ _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
+_NEVER_SECONDS = 2**31
 _QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
 _LINGER_SECONDS = 1.0  # that this may take, where requests come all the time
 _EXHAUSTED = {
@@ -137,7 +138,8 @@ class WsgiServer:
             threads=threads or 1,
             max_request_body_size=max_body_bytes,
             connection_limit=connections,
-            channel_timeout=math.ceil(limits.idle_seconds),
+            # waitress's own limit goes by the wall clock, and counts connections that send a request; ours does not.
+            channel_timeout=_NEVER_SECONDS,
             recv_bytes=_RECEIVE_BYTES,
             inbuf_overflow=_BUFFER_BYTES,
             outbuf_overflow=_BUFFER_BYTES,
