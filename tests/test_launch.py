@@ -578,6 +578,14 @@ def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
     assert "2 ranks were started (environment), but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
 
 
+@pytest.mark.parametrize("how", ["-m", "hydra.mode=MULTIRUN"])
+def test_several_runs_are_not_started_by_hydra(script: Path, how: str) -> None:
+    result = run(script, how, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
+    assert result.returncode == 2 and f"error: {how}: hydra's multirun" in result.stderr
+    assert "Start each run by itself" in result.stderr and "sum 1" not in result.stdout
+    assert [path.name for path in script.parent.iterdir()] == ["script.py"]
+
+
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
     result = run(script, "trainer.devices=2", "--cfg", "job")
     assert result.returncode == 0 and "max_queue_delay_microseconds: 2000" in result.stdout
