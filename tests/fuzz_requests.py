@@ -12,7 +12,7 @@ from typing import Any
 Case = tuple[str, bytes, dict[str, str]]
 LENGTH_FIELD = "Inference-Header-Content-Length"
 
-INTEGERS = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30]
+INTEGERS = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30, 10**400]
 ODD: list[Any] = [
     *INTEGERS, None, True, False, "", "x", "NaN", 0.5, -0.0, 1e308, [], {}, [[]], [[[]]], {"a": 1}, "\ud800", "\x00",
 ]  # fmt: skip
@@ -32,6 +32,7 @@ def fuzzed_requests(seed: int, count: int) -> Iterator[Case]:
     """``count`` requests: half of them good ones that were damaged, half made from the protocol's words."""
     generator = random.Random(seed)
     makers = [_mutated, _mutated, _mutated, _generated, _generated, _lying, _lying, _compressed, _structure, _good]
+    makers.append(_odd_parameter)
     for number in range(count):
         yield makers[number % len(makers)](generator)
 
@@ -110,6 +111,19 @@ def _generated(generator: random.Random) -> Case:
             generator.choice(["timeout", "binary_data_output", "run_id", "sequence_number"]): generator.choice(ODD)
         }
     return "generated", json.dumps(head).encode(), {}
+
+
+def _odd_parameter(generator: random.Random) -> Case:
+    """Good but for one parameter, which is looked at when everything else has been found to be right."""
+    body, headers = good_request(generator)
+    start = int(headers.get(LENGTH_FIELD, len(body)))
+    head = json.loads(body[:start])
+    name = generator.choice(["timeout", "timeout", "binary_data_output", "run_id", "sequence_number"])
+    # A timeout of as many microseconds would be answered with 504, and rightly.
+    value = generator.choice([item for item in ODD if item not in (1, 2, 3)])
+    head["parameters"] = {**head.get("parameters", {}), name: value}
+    text = json.dumps(head).encode()
+    return "parameter", text + body[start:], {LENGTH_FIELD: str(len(text))} if headers else {}
 
 
 def _lying(generator: random.Random) -> Case:

@@ -114,8 +114,8 @@ def infer_body(tokens, lengths, **more) -> dict:
 def train_body(value=1.0, rows=2, width=4, **parameters) -> dict:
     tokens = np.ones((rows, width), dtype=np.int64)
     rest = np.full((rows, width - 1), value, dtype=np.float32)
-    inputs = [tensor("tokens", tokens)] + [tensor(name, rest) for name in ("returns", "prev_values", "mask")]
-    return {"inputs": inputs, "parameters": parameters}
+    inputs = [tensor("tokens", tokens), tensor("returns", rest), tensor("prev_values", rest)]
+    return {"inputs": [*inputs, tensor("mask", np.ones_like(rest))], "parameters": parameters}
 
 
 def outputs(response) -> dict[str, np.ndarray]:

@@ -8,12 +8,14 @@ import datetime
 import errno
 import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import types
@@ -578,6 +580,14 @@ def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
     assert "2 ranks were started (environment), but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
 
 
+@pytest.mark.parametrize("how", ["-m", "hydra.mode=MULTIRUN"])
+def test_several_runs_are_not_started_by_hydra(script: Path, how: str) -> None:
+    result = run(script, how, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
+    assert result.returncode == 2 and f"error: {how}: hydra's multirun" in result.stderr
+    assert "Start each run by itself" in result.stderr and "sum 1" not in result.stdout
+    assert [path.name for path in script.parent.iterdir()] == ["script.py"]
+
+
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
     result = run(script, "trainer.devices=2", "--cfg", "job")
     assert result.returncode == 0 and "max_queue_delay_microseconds: 2000" in result.stdout
@@ -709,6 +719,38 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     assert marker.read_text().startswith("stopped")
     if phase == "running":
         assert output.count("saved because received SIG") == 2
+
+
+@pytest.mark.parametrize("by", ["python", "nohup"])
+def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp_path: Path, by: str) -> None:
+    path, log_dir = tmp_path / "script.py", tmp_path / "log"
+    path.write_text(STOP_SCRIPT)
+    command = ["nohup"] if by == "nohup" else []
+    command += [*launcher("python", 2), str(path), "trainer.devices=2", "exp_manager.name=running"]
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [*command, f"exp_manager.explicit_log_dir={log_dir}"],
+        env=CLEAN, cwd=tmp_path, text=True, stdin=end, stdout=subprocess.PIPE, stderr=end, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        os.close(end)
+        waiting = 0
+        while waiting < 2:  # nohup sends standard error there as well
+            line = process.stdout.readline()
+            assert line, "the job has ended"
+            waiting += line == "waiting\n"
+        os.close(terminal)  # and with it standard error: what is logged from now on is lost
+        if by == "nohup":
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.send_signal(signal.SIGUSR1)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert output.count(f"saved because received {'SIGUSR1' if by == 'nohup' else 'SIGHUP'}") == 2
+    assert process.returncode == 75 and (log_dir / "requeue").exists()
 
 
 def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(

@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.algorithms import service_setup
+from nemo_style_aligner.algorithms.place_checks import secret_problems
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.servers import secret
 from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
@@ -133,6 +134,21 @@ def test_files_that_cannot_be_trusted_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SecretError, match=r"cannot be made.*NEMO_STYLE_ALIGNER_TOKEN"):
         make_secret(tmp_path / "file" / "token")
+
+
+@needs_root
+def test_a_home_that_cannot_be_entered_is_a_problem_before_the_start(home: Path) -> None:
+    """As in a container that runs with another user's number; the folders of tests are root's alone."""
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        with pytest.raises(SecretError, match=r"cannot be made \(Permission denied\).*NEMO_STYLE_ALIGNER_TOKEN_FILE"):
+            find_secret()
+        (problem,) = secret_problems("auto", "trainer.ppo.token")
+    finally:
+        os.setresuid(0, 0, 0)
+    assert problem.startswith("trainer.ppo.token=auto: the secret file") and "may not write in" in problem
+    assert "NEMO_STYLE_ALIGNER_TOKEN_FILE" in problem
+    assert list(secret_problems("auto", "trainer.ppo.token")) == [] and not list(home.iterdir())
 
 
 @needs_root

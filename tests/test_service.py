@@ -239,7 +239,8 @@ def test_errors_have_the_protocols_form() -> None:
         outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
 
 
-def test_a_full_queue_answers_429_and_health_stays_open() -> None:
+def test_a_full_queue_answers_429_and_health_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nemo_style_aligner.servers.request_log")
     backend = CountingBackend()
     body = infer_body([[1, 2]], [2])
     with (
@@ -260,6 +261,7 @@ def test_a_full_queue_answers_429_and_health_stays_open() -> None:
             assert later.result(20).rewards.tolist() == [3.0]
         for future in held:
             outputs(future.result(20))
+    assert "status=429" not in caplog.text  # clients come again and again; metrics count them
 
 
 def test_a_request_that_outwaits_its_limit_gets_504() -> None:
@@ -383,6 +385,8 @@ def test_repeats_sent_at_once_train_once() -> None:
         {"parameters": {"run_id": 3, "sequence_number": 1}},
         {"drop": "mask"},
         {"replace": tensor("mask", np.ones((2, 4), dtype=np.float32))},
+        {"replace": tensor("mask", np.full((2, 3), 0.5, dtype=np.float32))},
+        {"replace": tensor("mask", np.array([[1, -1, 1]] * 2, dtype=np.float32))},
         {"replace": tensor("tokens", np.full((2, 4), VOCAB))},
     ],
 )
@@ -610,16 +614,21 @@ def test_several_attributes() -> None:
     np.testing.assert_array_equal(answer["rewards"], [[2, -2, 4]])
 
 
-def test_listens_before_the_model_is_there_and_is_not_ready() -> None:
+def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
     server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((8,)))
     server.url = f"http://127.0.0.1:{server.port}"
     try:
         assert get(server, "/v2/health/live").status_code == 200
         assert get(server, "/v2/health/ready").status_code == 503
+        assert get(server, "/v2/models/critic_infer/ready").status_code == 503
         refused = post(server, "critic_infer", infer_body([[1, 2]], [2]))
         assert refused.status_code == 503 and "loaded" in refused.json()["error"]
     finally:
         server.close()
+    # All ranks of a job ask for minutes: real warnings would drown among the answers.
+    levels = [record.levelno for record in caplog.records if "status=503" in record.message]
+    assert levels == [logging.DEBUG, logging.DEBUG, logging.INFO]
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -24,6 +24,7 @@ import requests
 from served_critic import CountingBackend, critic_client, get, infer_body, outputs, post, serve, tensor, train_body
 
 from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
+from nemo_style_aligner.telemetry.logging import JsonFormatter
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
 VALUES, REWARDS = [[1.0, 3.0], [4.0, 0.0]], [[6.0], [9.0]]
@@ -197,6 +198,7 @@ def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixt
         ask("critic_save", {"inputs": [tensor("dummy_var", [0])]}, **{"X-Request-Id": "saving"})
         ask("critic_infer", {}, **{"X-Request-Id": "bad"})
         assert post(server, "critic_infer", body, headers={"X-Request-Id": "stranger"}).status_code == 401
+        ask("x" * 20000, body, **{"X-Request-Id": "long"})  # the error repeats it
     lines = {re.search(r"request_id=(\S+)", r.message)[1]: r for r in caplog.records if "request_id=" in r.message}
     good = lines["from-the-header"]
     assert good.levelno == logging.DEBUG
@@ -206,6 +208,8 @@ def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixt
     assert lines["bad"].levelno == logging.INFO and "status=400" in lines["bad"].message
     assert "error=\"'inputs' must be a list" in lines["bad"].message
     assert "status=401" in lines["stranger"].message
+    assert "status=404" in lines["long"].message and "unknown model 'xxx" in lines["long"].message
+    assert len(lines["long"].message) < 1000 and len(JsonFormatter(0).format(lines["long"])) < 2000
     assert not any("\n" in record.message or "s3cret" in record.message for record in caplog.records)
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -32,6 +33,12 @@ HEAD = b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: test\r\nContent-Le
 
 def connect(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def answer_ok(environ: Any, start_response: Any) -> list[bytes]:
+    """An application that always says the same."""
+    start_response("200 OK", [("Content-Length", "2")])
+    return [b"ok"]
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -85,6 +92,20 @@ def test_a_client_within_the_rate_may_take_its_time() -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
+def test_setting_the_clock_cuts_no_upload_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ahead = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead)
+    body = json.dumps(ONE).encode()
+    with serve(CountingBackend(), delay_us=0) as server, connect(server.number) as connection:
+        connection.sendall(HEAD % len(body) + b"\r\n" + body[:100])
+        time.sleep(0.7)  # until the watch has seen it
+        ahead = 3600.0
+        monkeypatch.setattr(server._http._server, "next_channel_cleanup", 0)  # waitress's own watch looks as well
+        time.sleep(0.7)
+        connection.sendall(body[100:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
     """Nor does one that has stopped reading keep its connection."""
     limits = ConnectionLimits(receive_seconds=0.5)
@@ -109,6 +130,51 @@ def test_idle_connections_make_room_for_new_ones() -> None:
         finally:
             for connection in idle:
                 connection.close()
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_without_descriptors_new_connections_wait_and_others_are_served(
+    threads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says what to do; as soon as there are descriptors again, who waited is answered."""
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, threads=threads, max_body_bytes=1000, name="the test")
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def is_answered(connection: socket.socket) -> bool:
+        answer = b""
+        while not answer.endswith(b"ok") and (part := connection.recv(1000)):
+            answer += part
+        return answer.startswith(b"HTTP/1.1 200")
+
+    with connect(server.port) as known, socket.socket() as late:
+        known.sendall(request)
+        assert is_answered(known)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 10, limits[1]))
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            late.settimeout(30)
+            late.connect(("127.0.0.1", server.port))
+            late.sendall(request)
+            wait_for(lambda: "cannot accept" in caplog.text)
+            began = time.process_time()
+            for _ in range(10):
+                known.sendall(request)
+                assert is_answered(known)
+                time.sleep(0.1)
+            assert time.process_time() - began < 0.5
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for descriptor in taken:
+                os.close(descriptor)
+        assert is_answered(late)
+    server.stop()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and "the test cannot accept connections (Too many open files), 1 are open" in lines[0]
+    assert "ulimit -n" in lines[0]
 
 
 def test_a_large_body_is_not_taken_from_strangers() -> None:
@@ -227,11 +293,7 @@ def test_who_comes_again_after_the_last_answer_is_answered(threads: int, monkeyp
     monkeypatch.setattr(http_server, "_QUIET_SECONDS", 5.0)
     monkeypatch.setattr(http_server, "_LINGER_SECONDS", 6.0)
 
-    def answer(environ: Any, start_response: Any) -> list[bytes]:
-        start_response("200 OK", [("Content-Length", "2")])
-        return [b"ok"]
-
-    server = http_server.WsgiServer(answer, "127.0.0.1", 0, threads=threads, max_body_bytes=1000, name="test")
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, threads=threads, max_body_bytes=1000, name="test")
     url = f"http://127.0.0.1:{server.port}"
     assert requests.get(url, timeout=20).text == "ok"
     stopping = threading.Thread(target=server.stop)
@@ -243,6 +305,18 @@ def test_who_comes_again_after_the_last_answer_is_answered(threads: int, monkeyp
             requests.get(url, timeout=20)
     stopping.join(20)
     assert not stopping.is_alive()
+
+
+def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep its port, and answer nobody. With the work queue's it is the same."""
+    errors: list[BaseException] = []
+
+    monkeypatch.setattr(http_server, "fail_job", errors.append)
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, threads=0, max_body_bytes=1000, name="test")
+    monkeypatch.setattr(server._watch, "sweep", lambda channels: 1 / 0)
+    wait_for(lambda: bool(errors))
+    assert isinstance(errors[0], ZeroDivisionError)
+    server._socket.close()
 
 
 def test_sigterm_under_load_finishes_what_was_taken(tmp_path: Path) -> None:

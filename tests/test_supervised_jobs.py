@@ -309,7 +309,7 @@ def test_validation_has_batch_sizes_of_its_own(artefacts: Artefacts, layout: Par
 @pytest.fixture
 def stop_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process takes stop signals as a job does, and has got none."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(stop_signals, "_received", [])
     monkeypatch.setattr(stop_signals, "_starting", True)
     stop_signals.install()

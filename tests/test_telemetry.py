@@ -301,6 +301,17 @@ def test_progress_is_a_line_per_interval_away_from_a_terminal() -> None:
     assert len(lines) == 4
 
 
+def test_progress_that_nobody_reads_stops_no_loop() -> None:
+    """As where ``job 2>&1 | tee log`` has lost its terminal: the job shall save."""
+
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with ProgressBar(total=2, description="PPO", interval=0, stream=Broken()) as progress:
+        progress.update(1)
+
+
 def test_progress_is_silent_on_other_ranks() -> None:
     stream = io.StringIO()
     with ProgressBar(total=1, description="PPO", rank=1, interval=0, stream=stream) as progress:

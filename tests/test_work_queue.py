@@ -78,6 +78,13 @@ class Clock:
         return self.now
 
 
+def pass_time(queue: WorkQueue, clock: Clock, until: float) -> None:
+    """The clock goes on, and the queue is asked now and then, as it is by workers that live."""
+    while clock.now < until:
+        clock.now = min(until, clock.now + queue.lease_seconds / 4)
+        queue.status()
+
+
 @contextlib.contextmanager
 def serve(queue: WorkQueue, token: str | None = None):
     server = WorkQueueServer(queue, token=token)
@@ -130,11 +137,11 @@ def test_an_expired_lease_is_served_again_and_late_answers_are_refused() -> None
     queue = WorkQueue(lease_seconds=10, clock=clock)
     queue.start_round(0, [1, 2, 3])
     assert queue.lease(2, "slow")[0] == [1, 2]
-    clock.now = 9
+    pass_time(queue, clock, 9)
     assert queue.complete([1], "slow") == ([1], [])  # any sign of life prolongs the lease
-    clock.now = 18
+    pass_time(queue, clock, 18)
     assert queue.lease(1, "fast")[0] == [3]
-    clock.now = 19
+    pass_time(queue, clock, 19)
     assert queue.lease(5, "fast")[0] == [2]
     assert queue.complete([2], "slow") == ([], [2])
     assert queue.complete([2, 3], "fast") == ([2, 3], [])
@@ -148,11 +155,27 @@ def test_renewing_keeps_a_lease() -> None:
     queue = WorkQueue(lease_seconds=10, clock=clock)
     queue.start_round(0, [1])
     queue.lease(1, "a")
-    for clock.now in (8, 16, 24):
+    for seconds in (8, 16, 24):
+        pass_time(queue, clock, seconds)
         assert queue.renew("a") == [1]
-    clock.now = 34
+    pass_time(queue, clock, 34)
     assert queue.renew("a") == []
     assert queue.lease(1, "b")[0] == [1]
+
+
+def test_a_queue_that_stood_still_takes_no_ids_from_workers_that_live() -> None:
+    """Its process was stopped: signs of life of all wait in its backlog. Who is silent then is given up as ever."""
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, workers=2, clock=clock)
+    queue.start_round(0, [1, 2, 3, 4])
+    assert queue.lease(1, "a")[0] == [1] and queue.lease(1, "b")[0] == [2] and queue.lease(1, "dead")[0] == [3]
+    for _ in range(6):  # an id that is lost five times ends the job
+        clock.now += 100
+        assert queue.renew("a") == [1] and queue.complete([2], "b") == ([2], [])
+    pass_time(queue, clock, clock.now + 8)
+    assert queue.renew("a") == [1] and queue.status()["total"]["expired"] == 0
+    pass_time(queue, clock, clock.now + 2)
+    assert queue.status()["total"]["expired"] == 1 and queue.lease(1, "b")[0] == [3]
 
 
 def test_a_repeated_lease_request_gets_the_same_ids() -> None:
@@ -250,7 +273,7 @@ def test_waiting_worker_gets_the_ids_of_a_dead_one() -> None:
         assert alive.lease(5) == [2]
         assert alive.lease(5) == [] and queue.status()["leased"] == 2  # does not wait unless asked to
         assert alive.complete([2]) == [2]
-        clock.now = 11
+        pass_time(queue, clock, 11)
         assert alive.lease(5, wait=True) == [1]
         assert alive.complete([1]) == [1]
         assert dead.complete([1]) == []
@@ -341,7 +364,7 @@ def test_a_lease_takes_completions_along() -> None:
     with serve(queue) as server:
         queue.start_round(0, list(range(4)))
         assert put(server, "/get_idx", {"batch_size": 2, "worker": "slow", "round": 0}).json() == [0, 1]
-        clock.now = 11.0
+        pass_time(queue, clock, 11.0)
         body = {"batch_size": 2, "worker": "fast", "round": 0}
         assert put(server, "/get_idx", body).json() == [0, 1]
         response = put(server, "/get_idx", {**body, "worker": "slow", "completed": [0, 1], "request": 1})
@@ -414,7 +437,7 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
                     running.append(request)
                     begun.append(request.request_id)
                 if len(begun) == 4:
-                    clock.now = 11.0
+                    pass_time(queue, clock, 11.0)
                 supply.num_running -= 1
                 accepted.add(respond(running.pop()))  # the newest: the others are under way when ids are leased again
             accepted.flush()
@@ -701,7 +724,7 @@ def test_a_sample_that_everybody_loses_ends_the_round() -> None:
         queue.start_round(1, [1, 2])
         for number in range(5):
             assert queue.lease(1, f"w{number}").ids == [1]
-            clock.now += 11
+            pass_time(queue, clock, clock.now + 11)
             assert queue.complete([1], f"w{number}") == ([], [1])
         with pytest.raises(SampleLostError, match="id 1 of round 1 was lost 5 times"):
             queue.lease(1, "w5")

@@ -24,6 +24,7 @@ from nemo_style_aligner.servers.secret import (
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     SecretError,
+    cannot_be_made,
     find_secret,
     user_secret_path,
 )
@@ -58,15 +59,17 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
     except RuntimeError as error:  # of `~` or `~user`
         yield f"{said}: {error}"
         return
-    # What a link points to counts; a link to nothing is no folder, and none can be made in its place.
-    nearest = next(path for path in (log_dir, *log_dir.parents) if os.path.lexists(path))
-    reason = None
-    if not os.path.isdir(nearest):
-        reason = f"{nearest} is no folder"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"this user may not write in {nearest}"
-    if reason is not None:
+    if (reason := _why_unwritable(log_dir)) is not None:
         yield f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder of yours"
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Why files cannot be written in ``folder``, which may have to be made first; None: they can."""
+    # What a link points to counts; a link to nothing is no folder, and none can be made in its place.
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        return f"{nearest} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"this user may not write in {nearest}"
 
 
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
@@ -102,7 +105,9 @@ def secret_problems(token: object, key: str) -> Iterator[str]:
         return
     try:
         is_users_own = is_auto and not any(map(os.environ.get, (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)))
-        if is_users_own and not os.path.exists(user_secret_path()):
+        if is_users_own and not os.path.exists(path := user_secret_path()):
+            if (reason := _why_unwritable(path.parent)) is not None:
+                yield f"{key}={AUTO}: {cannot_be_made(path, reason)}"
             return
         find_secret(None if is_auto else str(token), key)
     except SecretError as error:

@@ -119,7 +119,7 @@ class RunControl:
 
     def service_status(self) -> int:
         """Collective: a service's exit status. SIGTERM is its regular end, all else wants it to be started again."""
-        again = self._time_is_up or signal.SIGUSR1 in stop_signals.received()
+        again = self._time_is_up or not {signal.SIGUSR1, signal.SIGHUP}.isdisjoint(stop_signals.received())
         return EXIT_REQUEUE if all_reduce_max(int(again)) else 0
 
 

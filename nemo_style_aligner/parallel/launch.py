@@ -15,12 +15,13 @@ import faulthandler
 import functools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -333,10 +334,27 @@ def _compose(name: str) -> DictConfig | None:
 
     register_resolvers()
     config_file(name)  # hydra's complaint would not say what to do
+    _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
     sys.argv[1:] = prepare_overrides(sys.argv[1:])
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
     return complete_config(composed[0], name) if composed else None
+
+
+def _refuse_multirun(arguments: Sequence[str]) -> None:
+    """hydra's ``-m`` would go on from value to value in this process, whose ranks have met by then and end with a job.
+
+    Raises:
+        ConfigError: the command line asks for it.
+    """
+    for argument in arguments:
+        is_flag = argument == "-m" or (len(argument) > 2 and "--multirun".startswith(argument))  # argparse's shortened
+        if is_flag or re.fullmatch(r"\+{0,2}hydra\.mode=.*MULTIRUN.*", argument):
+            raise ConfigError(
+                f"{argument}: hydra's multirun is not for jobs that have ranks. Start each run by itself, in a folder "
+                "of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
+                "exp_manager.explicit_log_dir=results/lr_$lr; done"
+            )
 
 
 def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool) -> NoReturn:

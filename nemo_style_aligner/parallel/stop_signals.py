@@ -1,6 +1,6 @@
-"""Requests to stop: SIGUSR1 and SIGTERM, from a user, a launcher or Slurm.
+"""Requests to stop: SIGUSR1 and SIGTERM, from a user, a launcher or Slurm, and SIGHUP, from a terminal that is gone.
 
-`install` makes both mean "write a checkpoint and end with status `EXIT_REQUEUE`". What that means depends on what
+`install` makes them mean "write a checkpoint and end with status `EXIT_REQUEUE`". What that means depends on what
 the process is doing; docs/jobs.md has the whole picture:
 
 - While a job starts there is nothing to save: the signal ends the process at once.
@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -30,6 +30,7 @@ EXIT_REQUEUE = os.EX_TEMPFAIL
 REQUEUE_FILE = "requeue"
 """File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
 
+_STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 _DEAF_SECONDS = 2.0  # for the main thread to handle a signal; it does at once, but for calls that are not Python's
 
 
@@ -49,14 +50,14 @@ _interruptible = False
 
 
 def install(end_start: Callable[[], object] | None = None) -> None:
-    """Take over SIGUSR1 and SIGTERM. Main thread only.
+    """Take over SIGUSR1, SIGTERM and, unless it is ignored, SIGHUP. Main thread only.
 
     Args:
         end_start: ends a process that is still starting; called in another thread where the main thread does not come
             to handling a signal, because it waits for other ranks outside of Python.
     """
-    signal.signal(signal.SIGUSR1, _on_signal)
-    signal.signal(signal.SIGTERM, _on_signal)
+    for number in taken(_STOPPING):
+        signal.signal(number, _on_signal)
     if end_start is not None:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -64,9 +65,14 @@ def install(end_start: Callable[[], object] | None = None) -> None:
         threading.Thread(target=_listen, args=(reader, writer, end_start), name="stop-signals", daemon=True).start()
 
 
+def taken(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those that a job takes over: under nohup SIGHUP is ignored, and stays so."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 def _listen(reader: socket.socket, writer: socket.socket, end_start: Callable[[], object]) -> None:
     while numbers := reader.recv(64):
-        if not {signal.SIGUSR1, signal.SIGTERM}.isdisjoint(numbers):
+        if not set(_STOPPING).isdisjoint(numbers):
             time.sleep(_DEAF_SECONDS)
             if _starting and not _received:
                 end_start()

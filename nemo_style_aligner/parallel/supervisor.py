@@ -14,10 +14,10 @@ from types import FrameType
 
 from nemo_style_aligner.parallel.detection import SUPERVISOR_PID, LaunchInfo
 from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, taken
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
 _KILL_SECONDS = 30.0  # for the kernel to end killed ranks
@@ -28,8 +28,8 @@ _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTI
 def supervise(num_ranks: int) -> int:
     """Run this process's own command line as ``num_ranks`` ranks on this machine.
 
-    SIGTERM, SIGINT and SIGUSR1 are handed on to all ranks. When a rank ends with an error the others are
-    ended within seconds.
+    SIGTERM, SIGINT, SIGUSR1 and, unless it is ignored, SIGHUP are handed on to all ranks. When a rank ends with an
+    error the others are ended within seconds.
 
     Returns:
         The exit status for this process: 0, or that of the first rank that ended with another one (128 + n for
@@ -43,7 +43,7 @@ def supervise(num_ranks: int) -> int:
         received.append(number)
         _signal_all(children, number)
 
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    previous = {number: signal.signal(number, forward) for number in taken(_FORWARDED)}
     try:
         port = free_port()
         for rank in range(num_ranks):

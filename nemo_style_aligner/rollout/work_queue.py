@@ -1,7 +1,9 @@
 """The rollout work queue in memory: prompt ids handed to whichever data-parallel rank has room for them.
 
 An id is *leased* to a worker. A worker that is not heard of for ``lease_seconds`` loses its ids: they are
-served again, and its late answers are refused, so that each id is completed exactly once. A *round* (one
+served again, and its late answers are refused, so that each id is completed exactly once. Time in which nobody at
+all was heard of does not count: then it was the queue's process that stood still (SIGSTOP, gang scheduling), and signs
+of life wait to be read. A *round* (one
 rollout phase, with a number of its own) keeps a straggler of the last round off the ids of the next.
 
 `work_server` puts the queue behind HTTP on rank 0, `work_client` is the other side of it.
@@ -100,6 +102,7 @@ class WorkQueue:
         self._pending: list[tuple[tuple[float, int], int]] = []  # heap of (key, id)
         self._workers: dict[str, _Worker] = {}
         self._nothing_expires_before = 0.0  # by the clock
+        self._last_asked = clock()
         self._unfinished = 0
         self._lost: int | None = None  # an id that is not served any more
         self._counts = {"served": 0, "expired": 0, "completed": 0, "refused": 0}
@@ -278,6 +281,7 @@ class WorkQueue:
     def _expire(self) -> None:
         """Take their ids from workers not heard of for too long."""
         now = self._clock()
+        self._forgive_standstill(now)
         if now < self._nothing_expires_before:
             return  # with hundreds of workers, looking at each of them would be most of a request's work
         for worker in [name for name, entry in self._workers.items() if entry.expires <= now and entry.held]:
@@ -301,3 +305,17 @@ class WorkQueue:
         self._nothing_expires_before = min(
             (entry.expires for entry in self._workers.values() if entry.held), default=now + self.lease_seconds
         )
+
+    def _forgive_standstill(self, now: float) -> None:
+        """Prolong all leases by the time since anybody was heard of, where that is too long for living workers.
+
+        They say several times per lease that they live, and those without ids ask all the time for some.
+        """
+        gap, self._last_asked = now - self._last_asked, now
+        if gap <= self.lease_seconds / 2:
+            return
+        for entry in self._workers.values():
+            entry.expires += gap
+        self._nothing_expires_before += gap
+        if any(entry.held for entry in self._workers.values()):
+            logger.info("no worker was heard of for %.0f s: all leases are prolonged by that", gap)

@@ -53,7 +53,6 @@ class RefusedRequest(Error):
         self._headers = list(headers)
 
     def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
-        """Status line, header fields and body, as waitress wants them."""
         body = json.dumps({"error": f"{self.reason}: {self.body}"}).encode()
         headers = [("Content-Length", str(len(body))), ("Content-Type", JSON_TYPE), ("Connection", "close")]
         return f"{self.code} {self.reason}", [*headers, *self._headers], body
@@ -106,7 +105,12 @@ def is_busy(channel: HTTPChannel) -> bool:
 
 
 class ConnectionWatch:
-    """Closes connections that overstep the limits. Called from the server's own thread."""
+    """Closes connections that overstep the limits. Called from the server's own thread.
+
+    How long something takes is measured by the monotonic clock: setting the wall clock must not cut off an upload.
+    waitress's channels note by the wall clock when they were last active, which counts for idle connections alone:
+    closing one of these loses nothing.
+    """
 
     def __init__(self, limits: ConnectionLimits, max_connections: int) -> None:
         self._limits = limits
@@ -116,7 +120,7 @@ class ConnectionWatch:
 
     def sweep(self, channels: Iterable[Any]) -> None:
         """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
-        now = time.time()  # the clock of the channels' own times
+        now, wall_clock = time.monotonic(), time.time()
         channels = list(channels)
         receiving: dict[int, tuple[Any, float]] = {}
         unsent: dict[int, tuple[int, float]] = {}
@@ -142,7 +146,7 @@ class ConnectionWatch:
                 # `last_activity` is later than the creation once anything was received or sent.
                 silent = channel.last_activity <= channel.creation_time
                 allowed = self._limits.first_request_seconds if silent else self._limits.idle_seconds
-                if now - channel.last_activity > allowed:
+                if wall_clock - channel.last_activity > allowed:
                     channel.will_close = True
                 else:
                     idle.append(channel)

@@ -253,6 +253,9 @@ class TrainEndpoint(Endpoint):
                 )
             if not np.isfinite(arrays[name]).all():
                 raise self._refuse(f"'{name}' holds NaN or infinity")
+        # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender thinks of.
+        if not np.isin(arrays["mask"], (0.0, 1.0)).all():
+            raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, and holds other numbers")
         return TrainJob(
             tokens=arrays["tokens"],
             returns=arrays["returns"],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
 import hmac
 import logging
 import math
+import resource
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import waitress
 import waitress.wasyncore
 from flask import Flask, Response, request
 
+from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.connections import (
     ConnectionLimits,
     ConnectionWatch,
@@ -34,8 +37,17 @@ _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
+_NEVER_SECONDS = 2**31
 _QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
 _LINGER_SECONDS = 1.0  # that this may take, where requests come all the time
+_EXHAUSTED = {
+    errno.EMFILE: "let its process open more files: `ulimit -n` before the start, now {limit}",
+    errno.ENFILE: "all processes of this machine together have as many files open as it allows: `sysctl fs.file-max`",
+    errno.ENOBUFS: "this machine is short of memory",
+    errno.ENOMEM: "this machine is short of memory",
+}
+_EXHAUSTED_SECONDS = 0.5  # until the next try to accept a connection
+_EXHAUSTED_LOG_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the loop at once
 
 
@@ -126,7 +138,8 @@ class WsgiServer:
             threads=threads or 1,
             max_request_body_size=max_body_bytes,
             connection_limit=connections,
-            channel_timeout=math.ceil(limits.idle_seconds),
+            # waitress's own limit goes by the wall clock, and counts connections that send a request; ours does not.
+            channel_timeout=_NEVER_SECONDS,
             recv_bytes=_RECEIVE_BYTES,
             inbuf_overflow=_BUFFER_BYTES,
             outbuf_overflow=_BUFFER_BYTES,
@@ -139,11 +152,12 @@ class WsgiServer:
             self._server.adj.send_bytes = _TOGETHER_BYTES
             self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
         self._server.channel_class = channel_class(may_send_body, limits)
+        _PatientAccept(self._server, name)
         self._watch = ConnectionWatch(limits, connections)
         self._next_sweep = 0.0
         self._stopping = threading.Event()
         self._flush_deadline = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def stop(self, flush_seconds: float = 5.0) -> None:
@@ -151,6 +165,15 @@ class WsgiServer:
         self._flush_deadline = time.monotonic() + flush_seconds
         self._stopping.set()
         self._thread.join(flush_seconds + 10.0)
+
+    def _serve(self) -> None:
+        """The thread. Should it fail, so does the job: it would go on with a port on which nobody is answered."""
+        try:
+            self._run()
+        except Exception as error:
+            if not self._stopping.is_set():
+                fail_job(error)
+            logger.exception("%s: an error while it stopped", self._thread.name)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -190,6 +213,47 @@ class WsgiServer:
 
     def _busy(self) -> bool:
         return any(map(is_busy, list(self._server.active_channels.values())))
+
+
+class _PatientAccept:
+    """Has a waitress server try again after a while where a connection cannot be accepted for want of descriptors.
+
+    waitress itself tries again at once, with a traceback each time, for as long as somebody waits to be let in: a
+    core would be lost, and megabytes be logged in a second. Who is connected is served meanwhile.
+    """
+
+    def __init__(self, server: Any, name: str) -> None:
+        self._server = server
+        self._name = name
+        self._plain_accept: Callable[[], Any] = server.accept
+        self._plain_readable: Callable[[], bool] = server.readable
+        self._next_try = -math.inf
+        self._next_word = -math.inf
+        server.accept, server.readable = self._accept, self._readable
+
+    def _readable(self) -> bool:
+        """Asked by the loop: whether to look for connections that wait to be accepted."""
+        return self._plain_readable() and time.monotonic() >= self._next_try
+
+    def _accept(self) -> Any:
+        try:
+            return self._plain_accept()
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            now = time.monotonic()
+            self._next_try = now + _EXHAUSTED_SECONDS
+            if now >= self._next_word:
+                self._next_word = now + _EXHAUSTED_LOG_SECONDS
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                logger.error(
+                    "%s cannot accept connections (%s), %d are open; others wait: %s",
+                    self._name,
+                    error.strerror,
+                    len(self._server.active_channels),
+                    _EXHAUSTED[error.errno].format(limit=limit),
+                )
+            return None
 
 
 class _OwnThread:

@@ -165,7 +165,12 @@ def _request_schema(endpoint: Endpoint) -> Schema:
     }
     parameters: dict[str, Schema] = {
         "binary_data_output": {"type": "boolean", "description": "Outputs as raw bytes"},
-        "timeout": {"type": "integer", "minimum": 0, "description": "Microseconds; 0: the service's limit"},
+        "timeout": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 2**63 - 1,
+            "description": "Microseconds; 0: the service's limit",
+        },
     }
     name: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_RUN_ID_LENGTH, "pattern": "^[ -~]+$"}
     if isinstance(endpoint, RestoreEndpoint):
@@ -237,8 +242,8 @@ def _example(endpoint: Endpoint) -> dict[str, Any] | None:
     if isinstance(endpoint, InferEndpoint):
         return {"inputs": [tensor("tokens", [1, 3], [1, 2, 3]), tensor("sequence_lengths", [1, 1], [3])]}
     if isinstance(endpoint, TrainEndpoint):
-        rest = [tensor(name, [1, 2], [0.5, 0.5]) for name in ("returns", "prev_values", "mask")]
-        return {"inputs": [tensor("tokens", [1, 3], [1, 2, 3]), *rest]}
+        rest = [tensor(name, [1, 2], [0.5, 0.5]) for name in ("returns", "prev_values")]
+        return {"inputs": [tensor("tokens", [1, 3], [1, 2, 3]), *rest, tensor("mask", [1, 2], [0.0, 1.0])]}
     if isinstance(endpoint, SaveEndpoint):
         return {"inputs": [tensor("dummy_var", [1], [0])]}
     if isinstance(endpoint, RestoreEndpoint):

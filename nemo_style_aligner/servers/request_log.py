@@ -2,7 +2,9 @@
 
 The id is the caller's ``X-Request-Id``, else the protocol's ``id``, else one made here; the answer carries
 it in ``X-Request-Id``. Commands (training, saving) and refusals are logged at INFO, answers that say the
-service is in trouble (5xx) at WARNING, inference and everything else at DEBUG.
+service is in trouble (5xx) at WARNING, inference and everything else at DEBUG. So are all answers to probes (health,
+readiness): while a model loads, every rank of a job asks again and again; and 429, which clients wait out and metrics
+count. A 503 only says that the service starts or ends, of which it tells by itself: a refusal like others.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from nemo_style_aligner.telemetry.logging import with_fields
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+_LONGEST = 200  # characters of a value: a path, and an error that repeats part of it, are as long as a client likes
 _PLAIN = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
 
 
@@ -33,14 +36,13 @@ def log_requests(app: Flask) -> None:
         g.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, "")) or uuid.uuid4().hex[:16]
         g.is_own_id = REQUEST_ID_HEADER not in request.headers
         g.level = logging.DEBUG
+        g.is_probe = False
 
     def end(response: Response) -> Response:
         response.headers[REQUEST_ID_HEADER] = g.request_id
-        level = g.level
-        if response.status_code >= 400:
-            level = max(level, logging.WARNING if response.status_code >= 500 else logging.INFO)
+        level = logging.DEBUG if g.is_probe else max(g.level, _failure_level(response.status_code))
         if logger.isEnabledFor(level):
-            fields = {
+            details = {
                 "request_id": g.request_id,
                 "method": request.method,
                 "path": request.path,
@@ -49,6 +51,7 @@ def log_requests(app: Flask) -> None:
                 "client": request.remote_addr,
                 **g.details,
             }
+            fields = {name: _cut(value) for name, value in details.items()}
             logger.log(level, "%s", key_values(fields), extra=with_fields(fields))
         return response
 
@@ -66,6 +69,23 @@ def adopt_id(protocol_id: str) -> str:
 def note(**details: Any) -> None:
     """Add to the current request's log line."""
     g.details.update(details)
+
+
+def mark_probe() -> None:
+    """The current request only asks how the service is: it is logged at DEBUG, whatever the answer."""
+    g.is_probe = True
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= _LONGEST:
+        return value
+    return f"{value[:_LONGEST]}... ({len(value)} characters)"
+
+
+def _failure_level(status: int) -> int:
+    if status < 400 or status == 429:
+        return logging.DEBUG
+    return logging.INFO if status < 500 or status == 503 else logging.WARNING
 
 
 def raise_level(level: int) -> None:

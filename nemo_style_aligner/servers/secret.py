@@ -113,16 +113,21 @@ def make_secret(path: str | os.PathLike[str]) -> Secret:
     It appears with its content or not at all, so any number of jobs may do this at once: all get the same.
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):  # nor does one in a folder that cannot be entered, of which Path.exists complains
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _create(path)
         except OSError as error:
-            raise SecretError(
-                f"the secret file {path} cannot be made ({error.strerror}): put the secret into {TOKEN_VARIABLE}, or "
-                f"name a file on another file system in {TOKEN_FILE_VARIABLE}"
-            ) from error
+            raise SecretError(cannot_be_made(path, str(error.strerror))) from error
     return read_secret(path)
+
+
+def cannot_be_made(path: Path, reason: str) -> str:
+    """What to do where the secret file ``path`` is not there, and cannot be made."""
+    return (
+        f"the secret file {path} cannot be made ({reason}): put the secret into {TOKEN_VARIABLE}, or name a file in "
+        f"another folder, or on another file system, in {TOKEN_FILE_VARIABLE}"
+    )
 
 
 def _create(path: Path) -> None:

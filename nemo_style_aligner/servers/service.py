@@ -40,7 +40,7 @@ from nemo_style_aligner.servers.protocol import (
     encode_infer_response,
     is_int,
 )
-from nemo_style_aligner.servers.request_log import adopt_id, log_requests, note, raise_level
+from nemo_style_aligner.servers.request_log import adopt_id, log_requests, mark_probe, note, raise_level
 from nemo_style_aligner.servers.statistics import ModelStatistics
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,11 @@ class _Routes:
         return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
 
     def live(self) -> Response:
+        mark_probe()
         return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
 
     def ready(self) -> Response:
+        mark_probe()
         status = 200 if self._queue.state is QueueState.SERVING else 503
         return Response(status=status, headers={INSTANCE_HEADER: self._instance})  # tells a restart from a pause
 
@@ -282,8 +284,8 @@ class _Routes:
         limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
         if asked is not None:
-            if not is_int(asked) or asked < 0:
-                raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds")
+            if not is_int(asked) or not 0 <= asked < 2**63:
+                raise ProtocolError(400, "parameter 'timeout' must be a whole number of microseconds, below 2^63")
             limit = min(limit, asked / 1e6) if asked else limit
         self._queue.put(job)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -97,4 +98,6 @@ class ProgressBar:
         done_here = self._done - self._initial
         rate = f", {elapsed / done_here:.3g} s each" if done_here > 0 else ""
         metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
-        print(f"{self._description}: {count} after {elapsed:.0f} s{rate}{metrics}", file=self._stream, flush=True)
+        line = f"{self._description}: {count} after {elapsed:.0f} s{rate}{metrics}"
+        with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
+            print(line, file=self._stream, flush=True)
