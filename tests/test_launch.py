@@ -546,6 +546,26 @@ def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, stat
     assert result.returncode == status
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool) -> None:
+    """The second rank of a machine, whose launcher ends the job with it; under srun every rank ends by itself."""
+    code = (
+        "from nemo_style_aligner.config import ConfigError\n"
+        "from nemo_style_aligner.parallel import ending\n"
+        f"ending.in_slurm_step = lambda _: {not is_told}\n"
+        "ending._ANY_RANK_SECONDS = 0.1\n"
+        "ending.install_excepthook()\n"
+        "raise ConfigError('a key is wrong')\n"
+    )
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=CLEAN | ranks | meeting_place, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert ("error: a key is wrong" in result.stderr) == is_told, result.stderr
+
+
 @pytest.mark.parametrize("by", LAUNCHERS)
 def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     started = time.monotonic()

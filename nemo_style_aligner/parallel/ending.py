@@ -31,6 +31,9 @@ _EXIT_SECONDS = 60.0
 # Mistakes in the config, which every rank finds; jobs that hang, of which every rank learns.
 _ENDED_BY_ALL = (2, EXIT_STUCK)
 _ALL_SECONDS = 30.0  # until all of them have
+# Until a mistake is told by a rank that is the first of its machine, and by any other.
+_FIRST_RANK_SECONDS = 3.0
+_ANY_RANK_SECONDS = 10.0
 
 _log_dir: Path | None = None
 _run: str | None = None
@@ -146,10 +149,12 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
         _leave_failure(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
         if is_mistake:
             # Rank 0 says it, and where that has not ended the job by then, the first rank of each other machine, on
-            # which it may be another one.
+            # which it may be another one. Should these be late, somebody else does, but under srun, where nobody's end
+            # is the others', so that all would.
             if rank > 0:
-                time.sleep(3.0)
-            lines = f"error: {error}\n" if local_rank == 0 else ""
+                time.sleep(_FIRST_RANK_SECONDS if local_rank == 0 else _ANY_RANK_SECONDS)
+            is_told = local_rank == 0 or not in_slurm_step(os.environ)
+            lines = f"error: {error}\n" if is_told else ""
         else:
             is_known = issubclass(kind, LaunchError)
             trace_lines = [f"{kind.__name__}: {error}"] if is_known else traceback.format_exception(kind, error, trace)
