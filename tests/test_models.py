@@ -691,6 +691,16 @@ def keeping_actor(choice: KeepChoice, update_size: int = 5, dtype: torch.dtype =
     return actor
 
 
+def keeping_critic(choice: KeepChoice, update_size: int, nonfinite: NonFinitePolicy = STOP) -> Critic:
+    head = RewardHeadConfig()
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
+    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
+    return Critic(
+        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=update_size,
+        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=keep_passes(model, None, choice, update_size),
+    )  # fmt: skip
+
+
 def weights_of(model: MegatronModel) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -783,15 +793,8 @@ def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
 
 
 def test_a_validation_makes_room_for_the_next_rollouts() -> None:
-    head, model = RewardHeadConfig(), build_model(
-        ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=RewardHeadConfig()
-    )  # fmt: skip
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, STOP)
-    passes_kept = keep_passes(model, None, "always", 5)
-    critic = Critic(
-        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=5,
-        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=passes_kept,
-    )  # fmt: skip
+    critic = keeping_critic("always", 5)
+    model, passes_kept = critic.model, critic.kept_passes
     lengths = torch.tensor([12, 5, 9, 12, 7])
     critic.values(tokens(seed=1), lengths)
     critic.values(tokens(seed=2)[:2], lengths[:2])
@@ -813,14 +816,8 @@ def test_a_validation_makes_room_for_the_next_rollouts() -> None:
 @pytest.mark.parametrize("choice", ["always", "never"])
 def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: KeepChoice) -> None:
     """Two sequences in a pass; the gradient of the one that is left out would be 0 times NaN."""
-    head, llama = RewardHeadConfig(), ARCHITECTURES["llama"]
-    model = build_model(llama, {"optim": OPTIM}, torch.float32, head=head)
-    skip = NonFinitePolicy("skip", max_consecutive_skips=2)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, skip)
-    critic = Critic(
-        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=4,
-        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=keep_passes(model, None, choice, 4),
-    )  # fmt: skip
+    critic = keeping_critic(choice, 4, NonFinitePolicy("skip", max_consecutive_skips=2))
+    model = critic.model
     embedding = model.gpt.embedding.word_embeddings.weight
     ids, lengths = tokens(4), torch.tensor([12, 12, 9, 11])
     ids[ids == 7] = 8
@@ -839,15 +836,8 @@ def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: Keep
 
 
 def test_a_critic_of_several_updates_keeps_nothing() -> None:
-    head, model = RewardHeadConfig(), build_model(
-        ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=RewardHeadConfig()
-    )  # fmt: skip
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, STOP)
-    kept = keep_passes(model, None, "always", 2)
-    critic = Critic(
-        model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=2,
-        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=kept,
-    )  # fmt: skip
+    critic = keeping_critic("always", 2)
+    kept = critic.kept_passes
     lengths, ones = torch.full((4,), 12), torch.ones(4, 11)
     assert kept is not None
     for held in (True, False):

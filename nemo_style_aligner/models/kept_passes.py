@@ -196,9 +196,8 @@ class KeptPasses:
         lengths = _lengths(known)
         # A row that training leaves out may be any, but is asked for beside another alone.
         lengths_beside = _lengths([micro_batch for micro_batch in known if len(micro_batch.sequences) > 1])
-        by_content: dict[bytes, list[int]] = {
-            _content(sequence): [] for micro_batch in known for sequence in micro_batch.sequences
-        }
+        contents = [[_content(sequence) for sequence in micro_batch.sequences] for micro_batch in known]
+        by_content: dict[bytes, list[int]] = {content: [] for of_one in contents for content in of_one}
         for row, used in enumerate(used_lengths(wanted)):
             possible = [used]  # nearly always what was computed is what training needs
             if used not in lengths:
@@ -208,10 +207,10 @@ class KeptPasses:
                     by_content[content].append(row)
         free = set(range(len(tokens)))
         taken = []
-        for micro_batch in known:
+        for micro_batch, of_one in zip(known, contents, strict=True):
             rows: list[int] = []
-            for sequence, has in zip(micro_batch.sequences, micro_batch.wanted, strict=True):
-                alike = (row for row in by_content[_content(sequence)] if row in free and row not in rows)
+            for content, has in zip(of_one, micro_batch.wanted, strict=True):
+                alike = (row for row in by_content[content] if row in free and row not in rows)
                 rows += [row for row in alike if _covers(has, wanted[row])][:1]
             if len(rows) == len(micro_batch.sequences):
                 free.difference_update(rows)

@@ -77,26 +77,14 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
 def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
     """total += columns.T @ rows: fp32 [v, h], [n, v] and [n, h] of one dtype."""
-    if total.is_cuda and total.dtype != rows.dtype:
-        if _adds_in_one_call():
-            torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
-            return
-        some_rows = max(1, _ELEMENTS_ADDED_ON_GPU // total.shape[1])
-        for some, part in zip(total.split(some_rows), columns.split(some_rows, 1), strict=True):
-            some.add_(torch.mm(part.t(), rows, out_dtype=total.dtype))
-        return
-    step = max(1, _ELEMENTS_ADDED // total.shape[1])
-    if total.dtype != rows.dtype and (kernels := _kernels_that_add()) is not None:
-        kernels.add_product(total, columns, rows)
-        return
-    if total.dtype != rows.dtype:  # products in bf16 on a CPU
-        for some, part in zip(total.split(step), columns.split(step, 1), strict=True):
-            some.add_(part.t() @ rows)
+    if total.dtype != rows.dtype:
+        _add_to_wider(total, columns, rows)
         return
     if not _go_to_openblas(columns, rows):
         total.addmm_(columns.t(), rows)
         return
     left, right, result = _array(columns.t()), _array(rows), _array(total)
+    step = max(1, _ELEMENTS_ADDED // total.shape[1])
 
     def add(begin: int, end: int) -> None:
         for first in range(begin, end, step):
@@ -104,6 +92,20 @@ def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) 
             result[some] += left[some] @ right
 
     _share_out(len(result), left.size * right.shape[1], add)
+
+
+def _add_to_wider(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+    """`add_product` of bf16."""
+    if total.is_cuda and _adds_in_one_call():
+        torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
+        return
+    if not total.is_cuda and (kernels := _kernels_that_add()) is not None:
+        kernels.add_product(total, columns, rows)
+        return
+    step = max(1, (_ELEMENTS_ADDED_ON_GPU if total.is_cuda else _ELEMENTS_ADDED) // total.shape[1])
+    wider: dict[str, Any] = {"out_dtype": total.dtype} if total.is_cuda else {}  # which torch has for GPUs alone
+    for some, part in zip(total.split(step), columns.split(step, 1), strict=True):
+        some.add_(torch.mm(part.t(), rows, **wider))
 
 
 def _go_to_openblas(*factors: torch.Tensor) -> bool:
