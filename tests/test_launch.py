@@ -748,10 +748,15 @@ def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp
     command = ["nohup"] if by == "nohup" else []
     command += [*launcher("python", 2), str(path), "trainer.devices=2", "exp_manager.name=running"]
     terminal, end = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests themselves were started by
+
     process = subprocess.Popen(
         [*command, f"exp_manager.explicit_log_dir={log_dir}"],
         env=CLEAN, cwd=tmp_path, text=True, stdin=end, stdout=subprocess.PIPE, stderr=end, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )  # fmt: skip
     try:
         assert process.stdout is not None
