@@ -128,7 +128,7 @@ class ModelArchitecture:
         position = cfg.get("position_embedding_type", "rope")
         if position != "rope":
             raise ValueError(f"model.position_embedding_type={position!r}: only 'rope' models are supported")
-        normalization = cfg.get("normalization", "layernorm")  # NeMo's own default
+        normalization = str(cfg.get("normalization", "layernorm")).lower()  # NeMo's default; megatron: RMSNorm
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
             raise ValueError(f"model.normalization={normalization!r} is not rmsnorm, layernorm or layernorm1p")
         foreign = [

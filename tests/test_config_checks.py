@@ -93,6 +93,7 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     del (unnamed := dict(config))["normalization"]
     assert ModelArchitecture.from_nemo_config(unnamed).normalization == "layernorm"  # as NeMo builds it
     assert ModelArchitecture.from_nemo_config(config | usual) == plain
+    assert ModelArchitecture.from_nemo_config(config | {"normalization": "RMSNorm"}) == plain  # as megatron writes it
     scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
     assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
@@ -301,7 +302,14 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "kept beside swapped weights": (
         "gpt_ppo_actor", 1, "model.ppo.keep_activations=always trainer.ppo.reference_policy_placement=swap",
-        ("model.ppo.keep_activations=always: other weights take the place",),
+        ("model.ppo.keep_activations=always: other weights take the place",
+         "model.ppo.keep_activations=always: with model.ppo.num_rollout_samples=512, model.global_batch_size=64 a step "
+         "makes several updates"),
+    ),
+    "kept, with nothing to keep": (
+        "gpt_ppo_actor", 1, "model.ppo.keep_activations=always trainer.ppo.policy_logprobs=engine "
+        "model.ppo.num_rollout_samples=64",
+        ("model.ppo.keep_activations=always: with trainer.ppo.policy_logprobs=engine no pass is made",),
     ),
     "kept by stages": (
         "gpt_ppo_critic", 2, "model.keep_activations=always model.pipeline_model_parallel_size=2",

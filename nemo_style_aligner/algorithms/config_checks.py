@@ -318,16 +318,24 @@ def _monitor(view: JobView) -> Iterator[str]:
 
 def _keep_activations(view: JobView) -> Iterator[str]:
     """A placement that is left to memory (auto) is decided where the model is built, and refused there."""
-    if view.name == "gpt_ppo_actor":
+    is_actor = view.name == "gpt_ppo_actor"
+    if is_actor:
         key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
         has_second = (view.get("trainer.ppo.initial_policy_kl_penalty") or 0) > 0
     else:
         key, placement = "model.keep_activations", "model.rm_placement"
         has_second = bool(view.get("trainer.ppo.combine_rm_and_critic_server"))
+    if view.get(key) != "always":
+        return
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
-    why = why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)
-    if why and view.get(key) == "always":
+    if why := why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out):
         yield f"{view.said(key)}: {why}; choose auto or never"
+    samples, logprobs = "model.ppo.num_rollout_samples", "trainer.ppo.policy_logprobs"
+    if is_actor and view.get(GLOBAL_BATCH) not in (None, view.get(samples)):
+        several = f"with {view.said(samples, GLOBAL_BATCH)} a step makes several updates"
+        yield f"{view.said(key)}: {several}; choose auto or never"
+    if is_actor and view.get(logprobs) == "engine":
+        yield f"{view.said(key)}: with {view.said(logprobs)} no pass is made that could be kept; choose auto or never"
 
 
 # ---- the reward model and the critic ------------------------------------------------------------
