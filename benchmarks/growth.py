@@ -1,6 +1,6 @@
 """How a PPO step grows with its samples, the length of responses, the size of the model and the number of ranks.
 
-    python benchmarks/growth.py [--model 30m] [--rounds 3] [--plot FILE.svg] [--json FILE]
+    python benchmarks/growth.py [--model 30m] [--rounds 5] [--plot FILE.svg] [--json FILE]
 
 One setting changes at a time. Ours alone: the critic job and the actor job that users start, as in `ppo_step.py`.
 docs/performance.md explains the columns.
@@ -77,12 +77,12 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="where the other settings change")
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m"))
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"))
     parser.add_argument("--rollouts", nargs="+", type=int, default=(8, 16, 32), help="the middle one is the base")
     parser.add_argument("--lengths", nargs="+", type=int, default=(32, 64, 128), help="the middle one is the base")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), help="the first one is the base")
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each setting, after one that does not count")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each setting, after two that do not count")
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
     parser.add_argument("--json", type=Path)
@@ -109,7 +109,7 @@ def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path
         folder,
         actor=[f"trainer.devices={point.ranks}"],
         micro_batch=args.micro_batch,
-        warm_up=1,
+        warm_up=2,
         rounds=args.rounds,
     )
     return Measured([step.seconds for step in steps], typical_phases(steps), models.architecture.num_parameters)

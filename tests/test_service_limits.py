@@ -132,6 +132,27 @@ def test_idle_connections_make_room_for_new_ones() -> None:
                 connection.close()
 
 
+def test_requests_half_sent_by_strangers_make_room_for_new_ones() -> None:
+    """Not one that began before them and showed the token: it goes on when they are gone."""
+    limits = ConnectionLimits(max_connections=20, receive_seconds=600.0)
+    body, shown = json.dumps(ONE).encode(), {"Authorization": "Bearer open sesame"}
+    with (
+        serve(CountingBackend(), delay_us=0, http={"connections": limits, "token": "open sesame"}) as server,
+        connect(server.number) as known,
+    ):
+        known.sendall(HEAD % len(body) + b"Authorization: Bearer open sesame\r\n\r\n" + body[:100])
+        strangers = [connect(server.number) for _ in range(40)]
+        try:
+            for number, connection in enumerate(strangers):
+                connection.sendall(HEAD % 1000 + (b"\r\n" if number % 2 else b""))
+            outputs(post(server, "critic_infer", ONE, headers=shown))
+            known.sendall(body[100:])
+            assert known.recv(100).startswith(b"HTTP/1.1 200")
+        finally:
+            for connection in strangers:
+                connection.close()
+
+
 @pytest.mark.parametrize("threads", [0, 4])
 def test_without_descriptors_new_connections_wait_and_others_are_served(
     threads: int, caplog: pytest.LogCaptureFixture

@@ -37,7 +37,7 @@ class ConnectionLimits:
     max_body_without_token: int = 65536  # bytes
 
     def connections(self) -> int:
-        """Connections that can be open at once. When they are, those idle for longest are closed for new ones."""
+        """Connections that can be open at once; `ConnectionWatch` makes room before they are."""
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if allowed == resource.RLIM_INFINITY:
             return self.max_connections
@@ -107,14 +107,18 @@ def is_busy(channel: HTTPChannel) -> bool:
 class ConnectionWatch:
     """Closes connections that overstep the limits. Called from the server's own thread.
 
+    As the places run out, it makes room for new ones: those idle for longest are closed, then those that have long been
+    sending a request without showing the token (without one: a request's header).
+
     How long something takes is measured by the monotonic clock: setting the wall clock must not cut off an upload.
     waitress's channels note by the wall clock when they were last active, which counts for idle connections alone:
     closing one of these loses nothing.
     """
 
-    def __init__(self, limits: ConnectionLimits, max_connections: int) -> None:
+    def __init__(self, limits: ConnectionLimits, max_connections: int, may_send_body: HeaderCheck | None) -> None:
         self._limits = limits
         self._max_connections = max_connections
+        self._may_send_body = may_send_body
         self._receiving: dict[int, tuple[Any, float]] = {}  # by channel: the unfinished request, since when
         self._unsent: dict[int, tuple[int, float]] = {}  # by channel: bytes of its answers, since when as many
 
@@ -125,6 +129,7 @@ class ConnectionWatch:
         receiving: dict[int, tuple[Any, float]] = {}
         unsent: dict[int, tuple[int, float]] = {}
         idle: list[Any] = []
+        strangers: list[Any] = []
         for channel in channels:
             request = channel.request
             if size := channel.total_outbufs_len:
@@ -142,6 +147,8 @@ class ConnectionWatch:
                 size = request.header_bytes_received + request.body_bytes_received
                 if now - since > self._limits.receive_seconds + size / self._limits.min_bytes_per_second:
                     channel.will_close = True
+                elif known is request and not self._is_trusted(request):
+                    strangers.append(channel)
             else:
                 # `last_activity` is later than the creation once anything was received or sent.
                 silent = channel.last_activity <= channel.creation_time
@@ -153,5 +160,10 @@ class ConnectionWatch:
         self._receiving, self._unsent = receiving, unsent
         if len(channels) > self._max_connections * 3 // 4:
             excess = len(channels) - self._max_connections // 2
-            for channel in sorted(idle, key=lambda channel: channel.last_activity)[:excess]:
+            idle.sort(key=lambda channel: channel.last_activity)
+            strangers.sort(key=lambda channel: receiving[id(channel)][1])
+            for channel in (*idle, *strangers)[:excess]:
                 channel.will_close = True
+
+    def _is_trusted(self, request: HTTPRequestParser) -> bool:
+        return request.headers_finished and (self._may_send_body is None or self._may_send_body(request.headers))

@@ -153,7 +153,7 @@ class WsgiServer:
             self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
         self._server.channel_class = channel_class(may_send_body, limits)
         _PatientAccept(self._server, name)
-        self._watch = ConnectionWatch(limits, connections)
+        self._watch = ConnectionWatch(limits, connections, may_send_body)
         self._next_sweep = 0.0
         self._stopping = threading.Event()
         self._flush_deadline = 0.0
