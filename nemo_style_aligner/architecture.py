@@ -128,9 +128,10 @@ class ModelArchitecture:
         position = cfg.get("position_embedding_type", "rope")
         if position != "rope":
             raise ValueError(f"model.position_embedding_type={position!r}: only 'rope' models are supported")
-        normalization = str(cfg.get("normalization", "layernorm")).lower()  # NeMo's default; megatron: RMSNorm
+        said: Any = cfg.get("normalization", "layernorm")  # NeMo's own default
+        normalization = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
-            raise ValueError(f"model.normalization={normalization!r} is not rmsnorm, layernorm or layernorm1p")
+            raise ValueError(f"model.normalization={said!r} is not rmsnorm, layernorm or layernorm1p")
         foreign = [
             f"model.{key}={cfg[key]}" for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain
         ]

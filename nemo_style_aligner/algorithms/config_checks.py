@@ -328,14 +328,13 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     if view.get(key) != "always":
         return
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
-    if why := why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out):
-        yield f"{view.said(key)}: {why}; choose auto or never"
+    reasons = [why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)]
     samples, logprobs = "model.ppo.num_rollout_samples", "trainer.ppo.policy_logprobs"
     if is_actor and view.get(GLOBAL_BATCH) not in (None, view.get(samples)):
-        several = f"with {view.said(samples, GLOBAL_BATCH)} a step makes several updates"
-        yield f"{view.said(key)}: {several}; choose auto or never"
+        reasons.append(f"with {view.said(samples, GLOBAL_BATCH)} a step makes several updates")
     if is_actor and view.get(logprobs) == "engine":
-        yield f"{view.said(key)}: with {view.said(logprobs)} no pass is made that could be kept; choose auto or never"
+        reasons.append(f"with {view.said(logprobs)} no pass is made that could be kept")
+    yield from (f"{view.said(key)}: {why}; choose auto or never" for why in reasons if why)
 
 
 # ---- the reward model and the critic ------------------------------------------------------------

@@ -126,6 +126,7 @@ class ConnectionWatch:
         """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
         now, wall_clock = time.monotonic(), time.time()
         channels = list(channels)
+        is_crowded = len(channels) > self._max_connections * 3 // 4
         receiving: dict[int, tuple[Any, float]] = {}
         unsent: dict[int, tuple[int, float]] = {}
         idle: list[Any] = []
@@ -147,7 +148,7 @@ class ConnectionWatch:
                 size = request.header_bytes_received + request.body_bytes_received
                 if now - since > self._limits.receive_seconds + size / self._limits.min_bytes_per_second:
                     channel.will_close = True
-                elif known is request and not self._is_trusted(request):
+                elif is_crowded and known is request and not self._is_trusted(request):
                     strangers.append(channel)
             else:
                 # `last_activity` is later than the creation once anything was received or sent.
@@ -158,7 +159,7 @@ class ConnectionWatch:
                 else:
                     idle.append(channel)
         self._receiving, self._unsent = receiving, unsent
-        if len(channels) > self._max_connections * 3 // 4:
+        if is_crowded:
             excess = len(channels) - self._max_connections // 2
             idle.sort(key=lambda channel: channel.last_activity)
             strangers.sort(key=lambda channel: receiving[id(channel)][1])
