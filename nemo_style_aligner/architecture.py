@@ -128,8 +128,8 @@ class ModelArchitecture:
         position = cfg.get("position_embedding_type", "rope")
         if position != "rope":
             raise ValueError(f"model.position_embedding_type={position!r}: only 'rope' models are supported")
-        said: Any = cfg.get("normalization", "layernorm")  # NeMo's own default
-        normalization = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
+        said = cfg.get("normalization", "layernorm")  # NeMo's own default
+        normalization: Any = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
             raise ValueError(f"model.normalization={said!r} is not rmsnorm, layernorm or layernorm1p")
         foreign = [
