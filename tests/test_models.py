@@ -45,6 +45,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
 from nemo_style_aligner.models.kept_passes import KeepChoice, activation_bytes, keep_passes
+from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
@@ -306,6 +307,7 @@ def test_chunks_of_logits_equal_dense(
 
 def multiply(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     """As on a processor with or without bf16 arithmetic, by torch, so that `FactorTypes` sees it."""
+    best_kernels()  # checked before their first use, by products that `FactorTypes` must not see
     monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: has_bf16)
     monkeypatch.setattr(products, "_prefers_openblas", lambda: False)
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
 from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
+from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again
 
 
@@ -66,19 +67,40 @@ class Norm(torch.nn.Module):
         return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
 
 
+class Layer(TransformerLayer):
+    """megatron-core's. The model's last one goes on after its attention with the places that are asked for.
+
+    Nothing else depends on the others from there on: prompts' tokens when log-probs of responses are wanted, all but the
+    last one when a reward is.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h], or [k, 1, h] of `PackedSequences.outputs`, and no context."""
+        hidden_states, context = self._forward_attention(*args, **kwargs)
+        packed = kwargs.get("packed_seq_params")
+        if isinstance(packed, PackedSequences) and packed.outputs is not None and self._is_last:
+            hidden_states = hidden_states.index_select(0, packed.outputs)
+        return self._forward_mlp(hidden_states, kwargs.get("inference_context")), context
+
+    @property
+    def _is_last(self) -> bool:
+        return self.layer_number == self.config.num_layers
+
+
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The specification of one transformer block for megatron-core's `GPTModel`."""
     if has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec.module = Layer
         if config.use_te_activation_func:
             # megatron-core's own, unfused, keeps 5 numbers per token and unit for the backward pass in place of 3.
             spec.submodules.mlp.submodules.activation_func = SwiGLU
         return spec
     head_norm = Norm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=Layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(

@@ -33,7 +33,7 @@ class Prediction:
     """What is asked of a language model about some positions of a packed row.
 
     Attributes:
-        outputs: int64 [k], places in the row.
+        outputs: int64 [k], places in the row; None: the k rows that there are.
         targets: int64 [k], the token that follows each place.
         temperature: the logits are divided by it first, as the sampler does.
         entropy: the entropy of the distribution is wanted too.
@@ -41,7 +41,7 @@ class Prediction:
             dtype of the weights (fp32 where products are: `widened`).
     """
 
-    outputs: torch.Tensor
+    outputs: torch.Tensor | None
     targets: torch.Tensor
     temperature: float = 1.0
     entropy: bool = False
@@ -69,7 +69,9 @@ def predict(
     if sequence_parallel:
         # Each rank's gradient is of its slice of the vocabulary: the way back sums them.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
-    rows = hidden_states[:, 0].index_select(0, wanted.outputs)
+    rows = hidden_states[:, 0]
+    if wanted.outputs is not None:
+        rows = rows.index_select(0, wanted.outputs)
     if not sequence_parallel:
         rows = copy_to_tensor_model_parallel_region(rows)
     return _Predictions.apply(rows, weight, vocab_size, wanted)

@@ -45,12 +45,14 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, in order; they add up to the row's length.
         positions: int64 [t], each token's place in its sequence.
+        outputs: int64 [k], the places that the model's last layer goes on with after its attention; None: with all.
         rotary: cosines and sines of the row's positions [t, 1, r], kept by the first layer that computes them.
         blocks: what attention computes together, kept by the first layer (plain torch's layers only).
     """
 
     lengths: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     blocks: AttentionBlocks | None = None
 

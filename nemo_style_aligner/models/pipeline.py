@@ -125,10 +125,13 @@ def _micro_batches(
             yield _MicroBatch(chosen, part.packed, part.prediction, output)
             continue
         packed = pack_row(chosen.tokens, where, multiple)
+        if not model.config.sequence_parallel:  # under which each rank has some of the places
+            packed.sequences.outputs = packed.outputs
         prediction, ids = None, packed.tokens.flatten()
         if scoring is not None:
             targets = chosen.tokens[:, 1:][where]
-            prediction = Prediction(packed.outputs, targets, scoring.temperature, scoring.entropy)
+            outputs = None if packed.sequences.outputs is not None else packed.outputs
+            prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
             ids = torch.cat([ids, targets])  # the last of each sequence is no input
         if (largest := int(ids.max())) >= model.architecture.vocab_size:
             raise ValueError(
@@ -152,7 +155,7 @@ def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _Mic
     output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
     if not model.layout.is_last_stage or prediction is not None:
         return output
-    return output[0].index_select(0, packed.outputs)
+    return output[0] if packed.sequences.outputs is not None else output[0].index_select(0, packed.outputs)
 
 
 def _run_schedule(
