@@ -65,15 +65,19 @@ class Model:
         return tokens * per_token
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
-        """Logits, in fp32, and what autograd makes of the weight's gradient, where it is not added up in place."""
+        """Logits, and what autograd makes of the weight's gradient, where it is not added up in place."""
         a, is_bf16 = self.architecture, self.dtype == torch.bfloat16
         if is_padded:  # logits, their log-softmax, and the gradient of either
             gradient = a.vocab_size * a.hidden_size * (8 if is_bf16 else 4)
             return 3 * 4 * positions * a.vocab_size + gradient
-        chunk = min(logprobs.chunk_bytes(device()), 4 * positions * a.vocab_size)
-        if widened(torch.empty(0, dtype=self.dtype)).dtype != self.dtype:
-            return chunk + 4 * a.vocab_size * a.hidden_size
-        return int(chunk * ((2 if device().type == "cpu" else 1.5) if is_bf16 else 1))
+        product_dtype = widened(torch.empty(0, dtype=self.dtype, device=device())).dtype
+        wider = 4 * a.vocab_size * a.hidden_size if product_dtype != self.dtype else 0
+        in_place = device().type == "cpu" and best_kernels() is not None  # else torch's functions want fp32
+        itemsize = product_dtype.itemsize if in_place else 4
+        chunk = min(logprobs.chunk_bytes(device()), itemsize * positions * a.vocab_size)
+        if is_bf16 and not wider and not in_place:  # logits or their gradient in bf16, besides
+            chunk = int(chunk * (2 if device().type == "cpu" else 1.5))
+        return chunk + wider
 
 
 def main() -> None:
@@ -191,7 +195,10 @@ def all_logits(
     hidden_states: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: logprobs.Prediction, **_: Any
 ) -> torch.Tensor:
     """`logprobs.predict` as it is without chunks: logits of all positions, and autograd."""
-    logits = F.linear(hidden_states[:, 0].index_select(0, wanted.outputs), weight[:vocab_size]).float()
+    rows = hidden_states[:, 0]
+    if wanted.outputs is not None:
+        rows = rows.index_select(0, wanted.outputs)
+    logits = F.linear(rows, weight[:vocab_size]).float()
     return logits.log_softmax(-1).gather(1, wanted.targets[:, None])[:, 0]
 
 

@@ -179,6 +179,45 @@ def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype
         assert_near(found, expected_grad)
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("rows", "width", "size"), [(37, 48, 3.0), (1, 7, 1.0), (5, 3093, 40.0)])
+def test_softmax_of_logits(
+    kernels: LayerKernels, rows: int, width: int, size: float, entropy: bool, dtype: torch.dtype
+) -> None:
+    """Log-probs, entropies and their gradients; of targets that are not in the row only the rest."""
+    logits = (size * numbers(rows, width)).to(dtype)
+    logits[0, 1:3] = -torch.inf  # as a mask makes them
+    targets = 3 + torch.arange(rows) * 7 % (width - 3)
+    grad, grad_entropy = numbers(rows, seed=1), numbers(rows, seed=2)
+    logprobs = F.log_softmax(0.7 * logits.double(), -1)
+    p = logprobs.exp()
+    expected = logprobs[torch.arange(rows), targets]
+    information = p * logprobs.clamp(min=-1000)  # what is impossible adds nothing
+    expected_entropy = -information.sum(-1)
+    expected_grad = (F.one_hot(targets, width) - p) * grad[:, None]
+    if entropy:
+        expected_grad -= (information + p * expected_entropy[:, None]) * grad_entropy[:, None]
+    normalizer, at_target, found = kernels.measure_logits(logits, targets, 0.7, entropy)
+    assert_near(at_target - normalizer, expected)
+    assert_near(normalizer, torch.logsumexp(0.7 * logits.double(), -1))
+    if entropy:
+        assert found is not None
+        torch.testing.assert_close(found.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    of_entropy = (found, grad_entropy) if found is not None else None
+    elsewhere = torch.full_like(targets, -1)
+    assert torch.equal(kernels.measure_logits(logits, elsewhere, 0.7, entropy)[1], torch.zeros(rows))
+    there, place = torch.empty_like(logits), logits.clone()
+    kernels.logits_gradient(logits, targets, 0.7, normalizer, grad, of_entropy, there)
+    kernels.logits_gradient(place, targets, 0.7, normalizer, grad, of_entropy, place)
+    assert torch.equal(there, place)
+    assert_near(there, expected_grad)
+    kernels.logits_gradient(logits, elsewhere, 0.7, normalizer, grad, of_entropy, place)
+    different = (there != place).nonzero().tolist()
+    assert different == [[row, target] for row, target in enumerate(targets.tolist())]
+
+
 def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
     """The optimizer has to see it."""
     qkv = numbers(9, 1, 3, 8)
@@ -192,6 +231,11 @@ def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
     assert kernels.swiglu(x).isnan().any() and kernels.swiglu_backward(x, numbers(3, 16)).isnan().any()
     out, _ = kernels.rms_norm(x, torch.ones(32), 1e-5)
     assert out[1].isnan().all() and not out[0].isnan().any()
+    targets = torch.tensor([3, 4, 6])
+    normalizer, at_target, _ = kernels.measure_logits(x, targets, 1.0, entropy=False)
+    assert (at_target - normalizer).isnan().tolist() == [False, True, False]
+    kernels.logits_gradient(x, targets, 1.0, normalizer, torch.ones(3), None, x)
+    assert x.isnan().all(1).tolist() == [False, True, False]
 
 
 def test_what_is_no_number_stays_that_when_rounded(kernels: LayerKernels) -> None:

@@ -1,4 +1,5 @@
-"""Compiled parts of a training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, gradients of weights in bf16.
+"""Compiled parts of a training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, softmax of logits, gradients of
+weights in bf16.
 
 Each replaces several of torch's passes over memory by one, and computes in fp32 whatever the dtype of its arguments,
 but for products of bf16 where the processor has them. Where they cannot be had (no compiler, say), the layers do the
@@ -31,11 +32,9 @@ from nemo_style_aligner.native.compilation import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = [
-    Path(__file__).with_suffix(".cpp"),
-    Path(__file__).with_name("weight_gradients.h"),
-    *(INCLUDES / name for name in ("threads.h", "vectors.h")),
-]
+_FOLDER = Path(__file__).parent / "native"
+_NAMES = ("layer_kernels.cpp", "attention.h", "elementwise.h", "logits.h", "rows.h", "weight_gradients.h")
+_SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "vectors.h"))]
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the check, by dtype: several times what rounding makes."""
 _Pointer = ctypes.c_void_p
@@ -176,10 +175,53 @@ class LayerKernels:
         self._call("layer_rms_norm_backward", (x, weight, scale, grad, grad_x, grad_weight), _rows(x))
         return grad_x, grad_weight.sum(0)
 
-    def _call(
-        self, name: str, tensors: Sequence[torch.Tensor], rows: tuple[int, int], *numbers: ctypes.c_float
+    def measure_logits(
+        self, logits: torch.Tensor, targets: torch.Tensor, scale: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What log-probs are made of, for each row x = scale * logits.
+
+        Args:
+            logits: [k, v].
+            targets: int64 [k], a place in each row; negative: in none.
+            scale: what the logits are multiplied by.
+            entropy: whether the entropy is wanted.
+
+        Returns:
+            fp32 [k] each: the log of the sum of the exponentials; x at the target, 0 without one; the entropy of
+            softmax(x), or None.
+        """
+        normalizer, at_target = torch.empty(2, len(logits), dtype=torch.float32)
+        entropies = torch.empty_like(normalizer) if entropy else None
+        tensors = (logits, targets, normalizer, at_target, entropies)
+        self._call("layer_measure_logits", tensors, _rows(logits), ctypes.c_float(scale))
+        return normalizer, at_target, entropies
+
+    def logits_gradient(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        normalizer: torch.Tensor,
+        grad: torch.Tensor,
+        entropy: tuple[torch.Tensor, torch.Tensor] | None,
+        out: torch.Tensor,
     ) -> None:
-        pointers = [_Pointer(x.data_ptr()) for x in tensors]
+        """The gradient with respect to x of `measure_logits`, whose rows may be parts of those that are normalised.
+
+        Args:
+            normalizer: fp32 [k], of whole rows.
+            grad: fp32 [k], of the log-prob of the target.
+            entropy: fp32 [k] each, that of whole rows and its gradient; None: nothing depends on it.
+            out: where it goes, in the shape and dtype of the logits, which it may replace.
+        """
+        tensors = (logits, targets, normalizer, entropy and entropy[0], grad, entropy and entropy[1], out)
+        self._call("layer_logits_gradient", tensors, _rows(logits), ctypes.c_float(scale))
+
+    def _call(
+        self, name: str, tensors: Sequence[torch.Tensor | None], rows: tuple[int, int], *numbers: ctypes.c_float
+    ) -> None:
+        assert tensors[0] is not None
+        pointers = [_Pointer(None if x is None else x.data_ptr()) for x in tensors]
         function = getattr(self._library, name)
         self._check(function(*pointers, *rows, *numbers, _is_bf16(tensors[0]), torch.get_num_threads()))
 
@@ -274,6 +316,18 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
         out, factor = kernels.rms_norm(given, weight.detach(), 1e-5)
         grads = kernels.rms_norm_backward(given, weight.detach(), factor, given_grad)
         pairs += [(out, expected), *zip(grads, expected_grads, strict=True)]
+
+        x, targets = numbers(7, 90).requires_grad_(), torch.arange(7) * 14
+        grad, grad_entropy = numbers(7).detach(), numbers(7).detach()
+        logprobs = F.log_softmax(x / 2, -1)
+        expected = -(logprobs.exp() * logprobs).sum(-1)
+        picked = logprobs[torch.arange(7), targets]
+        (expected_grad,) = torch.autograd.grad((picked * grad + expected * grad_entropy).sum(), x)
+        given, found_grad = x.detach().to(dtype), torch.empty(7, 90, dtype=dtype)
+        normalizer, at_target, entropy = kernels.measure_logits(given, targets, 0.5, entropy=True)
+        assert entropy is not None
+        kernels.logits_gradient(given, targets, 0.5, normalizer, grad, (entropy, grad_entropy), found_grad)
+        pairs += [(at_target - normalizer, picked), (entropy, expected), (found_grad / 2, expected_grad)]
 
         if kernels.adds_products and dtype == torch.bfloat16:
             x, grad, total = numbers(7, 45), numbers(7, 50), numbers(50, 45)

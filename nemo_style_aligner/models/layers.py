@@ -70,8 +70,8 @@ class Norm(torch.nn.Module):
 class Layer(TransformerLayer):
     """megatron-core's. The model's last one goes on after its attention with the places that are asked for.
 
-    Nothing else depends on the others from there on: prompts' tokens when log-probs of responses are wanted, all but the
-    last one when a reward is.
+    Nothing depends on the others from there on: on prompts' tokens when log-probs of responses are wanted, on all but
+    the last one when a reward is.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

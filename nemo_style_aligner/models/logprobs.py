@@ -7,7 +7,8 @@ again: there is no tensor of all positions times the vocabulary, unless it is as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.products import add_product, product, widened
 
 _CHUNK_BYTES = 64 * 2**20
-"""Of fp32 logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
+"""Of logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
 _GPU_CHUNK_BYTES = 512 * 2**20
 """A chunk's backward pass reads and writes the whole gradient, which takes a GPU as long as hundreds of rows do."""
 _GPU_ROWS = 256  # of a tile in matrix products
@@ -96,14 +98,12 @@ class _Predictions(torch.autograd.Function):
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
         else:
-            for part, logits in vocabulary.logits(widened(rows), wanted, keep=kept if wanted.keeps_logits else None):
-                ids, here = vocabulary.local(wanted.targets[part])
-                picked = logits.gather(1, ids[:, None])[:, 0]
-                target_logit[part] = picked * here
-                torch.log_softmax(logits, -1, out=logits)
-                normalizer[part] = picked - logits.gather(1, ids[:, None])[:, 0]
+            for part, logits in vocabulary.logits(widened(rows), keep=kept if wanted.keeps_logits else None):
+                targets = vocabulary.local(wanted.targets[part])
+                measured = _measure(logits, targets, wanted)
+                normalizer[part], target_logit[part] = measured[:2]
                 if wanted.entropy:
-                    entropy[part] = logits.exp().mul_(logits).sum(-1).neg()
+                    entropy[part] = measured[2]
         if vocabulary.is_split:
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
             # A slice with the share q of the probability and the entropy H adds q (H - log q).
@@ -125,23 +125,18 @@ class _Predictions(torch.autograd.Function):
         wanted: Prediction = ctx.wanted
         vocabulary = _Slice(weight, ctx.vocab_size)
         grad = grad / wanted.temperature
-        grad_logprob, grad_entropy = grad.unbind(-1) if wanted.entropy else (grad, None)
+        grad_logprob, grad_entropy = grad.t().contiguous() if wanted.entropy else (grad.contiguous(), None)
         grad_rows = torch.zeros_like(rows)
         # Summed over chunks in fp32, whatever the dtype of the weights.
         grad_weight = ctx.main_grad
         if grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         mine = grad_weight[: vocabulary.size]
-        for part, logits in vocabulary.logits(rows, wanted, kept) if vocabulary.size else ():
-            logits -= normalizer[part, None]
-            if grad_entropy is None:
-                grad_logits = logits.exp_().mul_(-grad_logprob[part, None])
-            else:
-                probabilities = logits.exp()
-                grad_logits = logits.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                grad_logits.add_(grad_logprob[part, None]).mul_(probabilities).neg_()
-            ids, here = vocabulary.local(wanted.targets[part])
-            grad_logits.scatter_add_(1, ids[:, None], (grad_logprob[part] * here)[:, None])
+        chunks = zip(_parts(map(len, kept)), kept, strict=True) if kept else vocabulary.logits(rows)
+        for part, logits in chunks if vocabulary.size else ():
+            targets = vocabulary.local(wanted.targets[part])
+            of_entropy = None if grad_entropy is None else (entropy[part], grad_entropy[part])
+            grad_logits = _gradient(logits, targets, wanted, normalizer[part], grad_logprob[part], of_entropy)
             grad_logits = grad_logits.to(rows.dtype)
             product(grad_logits, vocabulary.weight, out=grad_rows[part])
             add_product(mine, grad_logits, rows[part])
@@ -157,50 +152,90 @@ class _Slice:
         self.size = min(max(vocab_size - self.first, 0), weight.shape[0])
         self.weight = widened(weight.detach()[: self.size])
 
-    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [n] -> (ids in this slice, 0 for those outside; fp32, 1 for those inside)."""
+    def local(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [n] -> ids in this slice, -1 for those outside."""
         ids = ids - self.first
-        here = (ids >= 0) & (ids < self.size)
-        return ids * here, here.float()
+        return ids.where((ids >= 0) & (ids < self.size), -1)
 
     def logits(
-        self,
-        rows: torch.Tensor,
-        wanted: Prediction,
-        kept: Sequence[torch.Tensor] = (),
-        keep: list[torch.Tensor] | None = None,
+        self, rows: torch.Tensor, keep: list[torch.Tensor] | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """fp32 logits of chunks of rows (`widened`) over the temperature, each valid until the next.
-
-        There must be at least one row of weights.
+        """Logits of chunks of rows (`widened`), each valid until the next. There must be at least one row of weights.
 
         Args:
-            kept: what an earlier call has appended to its ``keep``; nothing: they are computed.
+            keep: where to append them: then they stay valid.
         """
-        step = max(1, chunk_bytes(rows.device) // (4 * self.size))
-        if rows.is_cuda:
-            step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
         # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
         dtype = torch.float32 if rows.is_cuda else rows.dtype
-        chunks = iter(kept)
-        for start in range(0, rows.shape[0], step):
-            part = slice(start, min(start + step, rows.shape[0]))
+        # Torch's functions want them in fp32, too. What is kept has to be small enough for the allocator, once freed.
+        itemsize = dtype.itemsize if keep is None and kernels_for(rows) else 4
+        step = max(1, chunk_bytes(rows.device) // (itemsize * self.size))
+        if rows.is_cuda:
+            step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
+        for part in _parts(len(chunk) for chunk in rows.split(step)):
             shape = (part.stop - part.start, self.size)
-            logits = next(chunks, None)
-            if logits is None:
-                out = _buffer(shape, dtype, rows.device) if keep is None else rows.new_empty(shape, dtype=dtype)
-                logits = product(rows[part], self.weight.t(), out=out)
-                if keep is not None:
-                    keep.append(logits)
-            if logits.dtype != torch.float32 or kept or keep is not None:  # what follows is done in place
-                logits = _buffer(shape, torch.float32, rows.device).copy_(logits)
-            yield part, logits if wanted.temperature == 1.0 else logits.div_(wanted.temperature)
+            out = _buffer(shape, dtype, rows.device) if keep is None else rows.new_empty(shape, dtype=dtype)
+            logits = product(rows[part], self.weight.t(), out=out)
+            if keep is not None:
+                keep.append(logits)
+            yield part, logits
+
+
+def _parts(sizes: Iterable[int]) -> Iterator[slice]:
+    """Of rows, one after the other."""
+    for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+        yield slice(begin, end)
+
+
+def _measure(
+    logits: torch.Tensor, targets: torch.Tensor, wanted: Prediction
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """See `LayerKernels.measure_logits`. The logits stay as they are if they are kept."""
+    if kernels := kernels_for(logits):
+        return kernels.measure_logits(logits, targets, 1 / wanted.temperature, wanted.entropy)
+    logits = _scaled(logits, wanted)
+    ids, here = targets.clamp(min=0)[:, None], targets >= 0
+    picked = logits.gather(1, ids)[:, 0]
+    torch.log_softmax(logits, -1, out=logits)
+    entropy = logits.exp().mul_(logits).sum(-1).neg() if wanted.entropy else None
+    return picked - logits.gather(1, ids)[:, 0], picked * here, entropy
+
+
+def _gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    wanted: Prediction,
+    normalizer: torch.Tensor,
+    grad: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """See `LayerKernels.logits_gradient`: [k, v], in the place of the logits unless they are kept."""
+    if kernels := kernels_for(logits):
+        out = _buffer(logits.shape, logits.dtype, logits.device) if wanted.keeps_logits else logits
+        kernels.logits_gradient(logits, targets, 1 / wanted.temperature, normalizer, grad, entropy, out)
+        return out
+    logprobs = _scaled(logits, wanted).sub_(normalizer[:, None])
+    if entropy is None:
+        out = logprobs.exp_().mul_(-grad[:, None])
+    else:
+        probabilities = logprobs.exp()
+        out = logprobs.add_(entropy[0][:, None]).mul_(entropy[1][:, None])
+        out.add_(grad[:, None]).mul_(probabilities).neg_()
+    out.scatter_add_(1, targets.clamp(min=0)[:, None], (grad * (targets >= 0))[:, None])
+    return out
+
+
+def _scaled(logits: torch.Tensor, wanted: Prediction) -> torch.Tensor:
+    """fp32 logits over the temperature, in the place of those that were computed unless they are kept."""
+    if logits.dtype != torch.float32 or wanted.keeps_logits:
+        logits = _buffer(logits.shape, torch.float32, logits.device).copy_(logits)
+    return logits if wanted.temperature == 1.0 else logits.div_(wanted.temperature)
 
 
 _buffers: dict[torch.dtype, torch.Tensor] = {}
 
 
-def _buffer(shape: tuple[int, int], dtype: torch.dtype, target: torch.device) -> torch.Tensor:
+def _buffer(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> torch.Tensor:
     """Memory with whatever is in it; on a CPU the same as the last time.
 
     The C library would give 64 MiB back and fetch new pages for each chunk, which takes as long as a softmax.
@@ -211,7 +246,7 @@ def _buffer(shape: tuple[int, int], dtype: torch.dtype, target: torch.device) ->
     kept = _buffers.get(dtype)
     if kept is None or kept.numel() < size:
         kept = _buffers[dtype] = torch.empty(size, dtype=dtype)
-    return kept[:size].view(shape)
+    return kept[:size].view(*shape)
 
 
 def chunk_bytes(device: torch.device) -> int:

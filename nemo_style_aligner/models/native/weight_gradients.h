@@ -3,8 +3,7 @@
 // Both factors have their tokens, along which is summed, from row to row, so that a library that wants them next to each other
 // transposes one. Dot products want pairs of tokens next to each other, no more.
 #pragma once
-#include "threads.h"
-#include "vectors.h"
+#include "rows.h"
 
 #if KERNEL == KERNEL_DOT
 namespace weight_gradients {
@@ -87,6 +86,23 @@ inline void add_block(const Product& p, int first, uint32_t* left, const uint32_
                 add_tile<decltype(rows)::value>(left + i * panel, right + (size_t)column * pairs, pairs,
                                                 p.total + (size_t)row * p.k + column, p.k, p.k - column);
             });
+}
+
+inline void add_product(const Product& p, int threads) {
+    const int panels = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, pairs = p.pairs();
+    static thread_local std::vector<uint32_t> memory; // the caller's, kept for its next call
+    const size_t needed = (size_t)panels * pairs * TILE_COLUMNS + LANES;
+    if (memory.size() < needed) memory.resize(needed);
+    uint32_t* const right = memory.data();
+    parallel(threads, panels, [&](int i) {
+        const int column = i * TILE_COLUMNS;
+        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, p.k - column, right + (size_t)column * pairs);
+    });
+    parallel(threads, (p.n + BLOCK_ROWS - 1) / BLOCK_ROWS, [&](int i) {
+        const size_t block = BLOCK_TILES * ((size_t)pairs * TILE_ROWS + LANES);
+        Scratch scratch(block);
+        add_block(p, i * BLOCK_ROWS, (uint32_t*)scratch.take(block), right);
+    });
 }
 
 } // namespace weight_gradients

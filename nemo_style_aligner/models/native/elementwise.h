@@ -1,0 +1,85 @@
+// SwiGLU and RMSNorm, forward and backward.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+// ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+template <class T> void swiglu(const T* x, T* out, int rows, int width, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gate = x + row * 2 * width, *up = gate + width;
+            for (int i = 0; i < width; i += LANES) {
+                const vf g = load_some(gate + i, width - i);
+                store_some(out + row * width + i, g * sigmoid(g) * load_some(up + i, width - i), width - i);
+            }
+        }
+    });
+}
+
+template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, int rows, int width, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gate = x + row * 2 * width, *up = gate + width;
+            T *grad_gate = grad_x + row * 2 * width, *grad_up = grad_gate + width;
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf g = load_some(gate + i, n), slope = load_some(grad + row * width + i, n), s = sigmoid(g);
+                store_some(grad_up + i, slope * g * s, n);
+                store_some(grad_gate + i, slope * load_some(up + i, n) * (s + g * s * (1.0f - s)), n);
+            }
+        }
+    });
+}
+
+// ---- RMSNorm --------------------------------------------------------------------------------------------------------
+
+template <class T>
+void rms_norm(const T* x, const float* weight, T* out, float* scale, int rows, int width, float epsilon, int threads) {
+    in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* from = x + row * width;
+            vf squares = {};
+            for (int i = 0; i < width; i += LANES) {
+                const vf v = load_some(from + i, width - i);
+                squares += v * v;
+            }
+            scale[row] = 1 / std::sqrt(sum_lanes(squares) / width + epsilon);
+            for (int i = 0; i < width; i += LANES)
+                store_some(out + row * width + i,
+                           load_some(from + i, width - i) * scale[row] * load_some(weight + i, width - i), width - i);
+        }
+    });
+}
+
+// grad_weight [threads][width]: of each thread's rows.
+template <class T>
+void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, T* grad_x, float* grad_weight,
+                       int rows, int width, int threads) {
+    parallel(threads, threads, [&](int thread) {
+        float* sums = grad_weight + (size_t)thread * width;
+        std::fill(sums, sums + width, 0.0f);
+        const int64_t begin = (int64_t)rows * thread / threads, end = (int64_t)rows * (thread + 1) / threads;
+        for (int64_t row = begin; row < end; ++row) {
+            const T *from = x + row * width, *slope = grad + row * width;
+            vf along = {};
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf product = load_some(slope + i, n) * load_some(from + i, n) * scale[row];
+                along += product * load_some(weight + i, n);
+                store_some(sums + i, load_some(sums + i, n) + product, n);
+            }
+            // The part of the gradient along x changes nothing: x is divided by its own length.
+            const float mean = sum_lanes(along) / width;
+            for (int i = 0; i < width; i += LANES) {
+                const int n = width - i;
+                const vf normed = load_some(from + i, n) * scale[row];
+                const vf g = load_some(slope + i, n) * load_some(weight + i, n);
+                store_some(grad_x + row * width + i, (g - normed * mean) * scale[row], n);
+            }
+        }
+    });
+}
+
+} // namespace

@@ -1,0 +1,85 @@
+// Parts of a transformer, forward and backward, on CPUs: what torch does there in many passes over memory.
+// Numbers in memory are fp32 or bf16 (T), arithmetic is fp32, but for products of bf16. `layer_kernels.py`
+// says what each function computes.
+#include "attention.h"
+#include "elementwise.h"
+#include "logits.h"
+#include "weight_gradients.h"
+
+// f with a value of the type that numbers have in memory. 0, or 1 where memory is short.
+template <class F> static int with_type(int is_bf16, F&& f) {
+    try {
+        is_bf16 ? f(bf16()) : f(float());
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+extern "C" {
+
+int layer_attention(const Attention* a) {
+    return with_type(a->is_bf16, [&](auto x) { attention_forward<decltype(x)>(*a); });
+}
+
+int layer_attention_backward(const Attention* a) {
+    return with_type(a->is_bf16, [&](auto x) { attention_backward<decltype(x)>(*a); });
+}
+
+int layer_swiglu(const void* x, void* out, int rows, int width, int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        swiglu((const T*)x, (T*)out, rows, width, threads);
+    });
+}
+
+int layer_swiglu_backward(const void* x, const void* grad, void* grad_x, int rows, int width, int is_bf16,
+                          int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        swiglu_backward((const T*)x, (const T*)grad, (T*)grad_x, rows, width, threads);
+    });
+}
+
+int layer_rms_norm(const void* x, const float* weight, void* out, float* scale, int rows, int width, float epsilon,
+                   int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        rms_norm((const T*)x, weight, (T*)out, scale, rows, width, epsilon, threads);
+    });
+}
+
+int layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, void* grad_x,
+                            float* grad_weight, int rows, int width, int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        rms_norm_backward((const T*)x, weight, scale, (const T*)grad, (T*)grad_x, grad_weight, rows, width, threads);
+    });
+}
+
+int layer_measure_logits(const void* logits, const int64_t* targets, float* normalizer, float* at_target, float* entropy,
+                         int rows, int width, float scale, int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        measure_logits((const T*)logits, targets, scale, normalizer, at_target, entropy, rows, width, threads);
+    });
+}
+
+int layer_logits_gradient(const void* logits, const int64_t* targets, const float* normalizer, const float* entropy,
+                          const float* grad, const float* grad_entropy, void* out, int rows, int width, float scale,
+                          int is_bf16, int threads) {
+    return with_type(is_bf16, [&](auto type) {
+        typedef decltype(type) T;
+        logits_gradient((const T*)logits, targets, scale, normalizer, entropy, grad, grad_entropy, (T*)out, rows, width,
+                        threads);
+    });
+}
+
+#if KERNEL == KERNEL_DOT
+int layer_add_product(float* total, const void* columns, const void* rows, int tokens, int n, int k, int threads) {
+    return with_type(1, [&](auto) {
+        weight_gradients::add_product({total, (const bf16*)columns, (const bf16*)rows, tokens, n, k}, threads);
+    });
+}
+#endif
+}
