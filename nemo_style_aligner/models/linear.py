@@ -9,12 +9,19 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from nemo_style_aligner.models.main_grads import main_grad_of
-from nemo_style_aligner.models.products import add_product, product, widened
+from nemo_style_aligner.models.products import PackedWeight, add_product, product, widened
 from nemo_style_aligner.models.recompute import not_keeping
 
 
 class _OnCPU:
-    """For both kinds of layers: no keeping of inputs that can be `computed_again`, and `_Linear` on CPUs."""
+    """For both kinds of layers: no keeping of inputs that can be `computed_again`, and `_Linear` on CPUs.
+
+    Weights that need no gradient are multiplied as `PackedWeight`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packed_weight = PackedWeight()
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the base class."""
@@ -26,8 +33,12 @@ class _OnCPU:
     ) -> torch.Tensor:
         if input.device.type != "cpu":
             return super()._forward_impl(input, weight, bias, **options)  # type: ignore[misc]
-        distribution = (options[name] for name in ("allreduce_dgrad", "sequence_parallel", "tp_group"))
-        out: torch.Tensor = _Linear.apply(input, weight, *distribution)
+        allreduce, is_shared, group = (options[name] for name in ("allreduce_dgrad", "sequence_parallel", "tp_group"))
+        out: torch.Tensor | None = None
+        if not weight.requires_grad and not input.requires_grad and input.dtype == weight.dtype:
+            out = self._packed_weight.product(_gathered(input, group if is_shared else None), weight)
+        if out is None:
+            out = _Linear.apply(input, weight, allreduce, is_shared, group)
         return out if bias is None else out + bias
 
 

@@ -3,6 +3,8 @@
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
 - In fp32 on AMD's processors numpy multiplies, with the OpenBLAS of its wheels, instead of the MKL of torch's, in
   a few threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
+- In bf16 on processors with bf16 arithmetic torch's library rearranges weights for each product. Those of frozen models
+  stay rearranged, where memory has room for it: `PackedWeight`.
 - Gradients of weights in bf16 are added up in fp32 by code of ours where the processor has dot products of bf16, but no
   tiles: torch would round each micro batch's to bf16 first, which takes longer.
 """
@@ -23,7 +25,12 @@ from numpy.typing import NDArray
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels
 from nemo_style_aligner.native.compilation import usable_kernels
-from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
+from nemo_style_aligner.parallel.machine import (
+    available_memory,
+    computes_in_bf16,
+    processor_model,
+    ranks_on_this_machine,
+)
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
 _MOST_THREADS = 8
@@ -36,6 +43,9 @@ _SMALLEST_PART = 256
 """Rows or columns of a result. For each part the other factor is packed anew."""
 _ELEMENTS_ADDED = 2**20
 """What is added to a sum at a time: it is small beside it, and stays in the caches."""
+_PACKED_SHARE = 1 / 16
+"""Of the memory that is free before the first weight is packed, for all of a rank's packed weights."""
+_ROWS = 1024  # that packed weights are laid out for; they serve any number
 _ELEMENTS_ADDED_ON_GPU = 2**25
 """The same on a GPU: 128 MiB, and enough for all of its cores."""
 
@@ -73,6 +83,61 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
     _share_out(max(result.shape), left.size * right.shape[1], multiply)
     return out
+
+
+class PackedWeight:
+    """A frozen weight as torch's library multiplies with it, besides the weight itself. Results have the same bits."""
+
+    def __init__(self) -> None:
+        self._packed: torch.Tensor | None = None
+        self._packed_of: tuple[int, int] | None = None  # where the weight was, and its version
+
+    def product(self, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """a [..., k] @ weight.T, [n, k] -> [..., n], not differentiable; None where it is not packed."""
+        if a.device.type != "cpu" or a.dtype != torch.bfloat16 or not a.numel() or not _packs_weights():
+            return None
+        now = (weight.data_ptr(), weight._version)
+        if self._packed_of != now:
+            self._packed_of, is_new = now, self._packed is None
+            self._packed = _packed(weight) if not is_new or _takes_memory(weight.nbytes) else None
+        return None if self._packed is None else _product_of_packed(a, self._packed)
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    return packed
+
+
+def _product_of_packed(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
+    return out
+
+
+@functools.cache
+def _packs_weights() -> bool:
+    """Whether torch has here what its compiler packs frozen weights with, and it computes what it should."""
+    if not _has_bf16_arithmetic() or not torch.backends.mkldnn.is_available():
+        return False
+    draw = torch.Generator().manual_seed(1)
+    a, weight = (torch.randn(n, 40, generator=draw).bfloat16() for n in (7, 96))
+    try:
+        return torch.equal(_product_of_packed(a, _packed(weight)), a @ weight.t())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+_room_for_packed: float | None = None
+
+
+def _takes_memory(size: int) -> bool:
+    """Whether there is room for ``size`` bytes more of packed weights; if so, they are taken."""
+    global _room_for_packed
+    if _room_for_packed is None:
+        _room_for_packed = _PACKED_SHARE * available_memory() / ranks_on_this_machine()
+    if size > _room_for_packed:
+        return False
+    _room_for_packed -= size
+    return True
 
 
 def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
