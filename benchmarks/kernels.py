@@ -25,13 +25,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from training_pass import add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import attention, fused, layer_kernels, products
+from nemo_style_aligner.models import attention, fused, layer_kernels, logprobs, products
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.layer_kernels import LayerKernels
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.native.compilation import NativeUnavailable, usable_kernels
 
 CPU = torch.device("cpu")
+CHUNK = 256  # rows of logits
 TORCH = "torch"
 OURS = "ours"
 
@@ -111,7 +112,7 @@ def load_libraries() -> dict[str, LayerKernels | None]:
 
 
 def make_parts(a: ModelArchitecture, lengths: Sequence[int], dtype: torch.dtype, layers: int) -> dict[str, Part]:
-    """Attention with its rotation, the activation between an MLP's products, and a norm; of one packed row."""
+    """Attention with its rotation, the activation between products, a norm, of one packed row; a softmax of logits."""
     draw, t = torch.Generator().manual_seed(1), sum(lengths)
 
     def inputs(*shape: int) -> list[tuple[torch.Tensor, ...]]:
@@ -119,11 +120,31 @@ def make_parts(a: ModelArchitecture, lengths: Sequence[int], dtype: torch.dtype,
 
     per_group = a.num_attention_heads // a.num_query_groups
     scores = torch.ones(a.hidden_size).requires_grad_()
+    targets = torch.randint(0, a.vocab_size, (CHUNK,), generator=draw)
+    logits = [torch.randn(CHUNK, a.vocab_size, generator=draw).to(dtype).requires_grad_() for _ in range(layers)]
     return {
         "attention": Part(packed_attention(a, lengths), inputs(a.num_query_groups, per_group + 2, a.kv_channels)),
         "SwiGLU": Part(fused._SwiGLU.apply, inputs(2 * a.ffn_hidden_size)),
         "RMSNorm": Part(lambda x: fused.RMSNorm.apply(x, scores, a.layernorm_epsilon), inputs(a.hidden_size)),
+        "softmax of logits": Part(lambda x: LogProbs.apply(x, targets), [(x,) for x in logits]),
     }
+
+
+class LogProbs(torch.autograd.Function):
+    """Logits [k, v], targets [k] -> fp32 [k], as `logprobs` computes them of logits that are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.wanted = logprobs.Prediction(None, targets, keeps_logits=True)
+        normalizer, at_target, _ = logprobs._measure(logits, targets, ctx.wanted)
+        ctx.save_for_backward(logits, normalizer)
+        return at_target - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        logits, normalizer = ctx.saved_tensors
+        out = logprobs._gradient(logits, ctx.wanted.targets, ctx.wanted, normalizer, grad.float(), None)
+        return out.to(logits.dtype), None
 
 
 def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -287,7 +287,7 @@ def test_memory(reports: dict[str, Report]) -> None:
 def test_kernels(reports: dict[str, Report]) -> None:
     output, report = reports["kernels.py"]
     assert len(report["lengths"]) == 3 and "torch takes" in output
-    assert report["parts"].keys() == {"attention", "SwiGLU", "RMSNorm"}
+    assert report["parts"].keys() == {"attention", "SwiGLU", "RMSNorm", "softmax of logits"}
     for by_library in report["parts"].values():
         assert list(by_library)[-1] == "torch" and len(by_library) > 1, output
         for measured in by_library.values():

@@ -27,7 +27,8 @@ _CHUNK_BYTES = 64 * 2**20
 """Of logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
 _GPU_CHUNK_BYTES = 512 * 2**20
 """A chunk's backward pass reads and writes the whole gradient, which takes a GPU as long as hundreds of rows do."""
-_GPU_ROWS = 256  # of a tile in matrix products
+_ROWS = 256
+"""Chunks of more rows are multiples of it, on GPUs all: a tile there, and with other numbers CPUs may lose a third."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +171,8 @@ class _Slice:
         # Torch's functions want them in fp32, too. What is kept has to be small enough for the allocator, once freed.
         itemsize = dtype.itemsize if keep is None and kernels_for(rows) else 4
         step = max(1, chunk_bytes(rows.device) // (itemsize * self.size))
-        if rows.is_cuda:
-            step = max(step // _GPU_ROWS * _GPU_ROWS, _GPU_ROWS)
+        if rows.is_cuda or step > _ROWS:
+            step = max(step // _ROWS * _ROWS, _ROWS)
         for part in _parts(len(chunk) for chunk in rows.split(step)):
             shape = (part.stop - part.start, self.size)
             out = _buffer(shape, dtype, rows.device) if keep is None else rows.new_empty(shape, dtype=dtype)
