@@ -247,6 +247,9 @@ def make_products(
             [(x, w) for x, _, w in sets],
             operations,
         )
+        if where == "layer":
+            factors = [(x, w) for x, _, w in sets]
+            found["layer: forward, of frozen weights"] = Product(frozen_product(), factors, operations)
         found[f"{where}: gradient of its input"] = Product(
             lambda g, w: products.product(products.widened(g), products.widened(w)),
             [(g, w) for _, g, w in sets],
@@ -258,6 +261,17 @@ def make_products(
             operations,
         )
     return found
+
+
+def frozen_product() -> Callable[..., torch.Tensor]:
+    """As linear layers multiply with weights that need no gradient."""
+    weights: dict[int, products.PackedWeight] = {}  # by address
+
+    def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = weights.setdefault(weight.data_ptr(), products.PackedWeight()).product(x, weight)
+        return products.product(products.widened(x), products.widened(weight).t()) if out is None else out
+
+    return compute
 
 
 def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
@@ -285,6 +299,7 @@ def only_torch() -> Iterator[None]:
     """`products` leaves everything to torch's library."""
     with (
         unittest.mock.patch.object(products, "_kernels_that_add", lambda: None),
+        unittest.mock.patch.object(products, "_packs_weights", lambda: False),
         unittest.mock.patch.object(products, "_prefers_openblas", lambda: False),
     ):
         yield

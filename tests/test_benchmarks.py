@@ -294,7 +294,7 @@ def test_kernels(reports: dict[str, Report]) -> None:
             for kind in ("forward", "backward"):
                 assert measured[kind]["seconds"].keys() == SPREAD and measured[kind]["seconds"]["min"] > 0
                 assert measured[kind]["error"] < 0.02
-    assert len(report["products"]) == 6
+    assert len(report["products"]) == 7
     for measured in report["products"].values():
         for by in ("ours", "torch"):
             assert measured[by]["fraction_of_gemm_rate"]["min"] > 0

@@ -249,6 +249,41 @@ def test_recomputation_and_sequence_parallelism_save_memory_and_change_nothing(t
         assert saved[f"{granularity}, sharded"] < 0.8 * saved[f"{granularity}, whole"], saved
 
 
+@pytest.mark.parametrize("granularity", [None, "selective", "full"])
+@pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["log-probs", "values"])
+def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | None, granularity: str | None) -> None:
+    """The same results and gradients as of all positions, those of no interest with a weight of 0."""
+    config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+    model = build_model(ARCHITECTURES["llama"], config, torch.float32, head=head)
+    ids, width, scoring = tokens(), 12 if head else 11, None if head else Scoring()
+    asked = torch.zeros(5, width, dtype=torch.bool)
+    asked[:, 7:] = True
+    asked[2] = False
+    weights = torch.randn(5, width, generator=torch.Generator().manual_seed(2)) * asked
+    rows: list[list[int]] = [[] for _ in model.gpt.decoder.layers]
+    for layer, seen in zip(model.gpt.decoder.layers, rows, strict=True):
+        layer.mlp.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(len(inputs[0])))
+
+    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
+
+    found = []
+    for wanted in (torch.ones_like(asked), asked):
+        wanted = wanted & (torch.arange(5) != 2)[:, None]
+        for parameter in model.gpt.parameters():
+            parameter.main_grad.zero_()
+        for seen in rows:
+            seen.clear()
+        train_step(model, Weighted(ids, weights), wanted, MicroBatching(4), loss, scoring=scoring)
+        shape = (width, 1) if head else (width,)
+        outputs = forward(model, Tokens(ids), wanted, MicroBatching(4), lambda x, _: x, shape, scoring)
+        found.append([outputs.view(5, width) * asked, *(p.main_grad.clone() for p in model.gpt.parameters())])
+        assert set(rows[0]) == {4 * width} and set(rows[-1]) == {int(wanted.sum())}
+    for whole, part in zip(*found, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
+        assert whole.norm() > 0
+
+
 def test_what_is_computed_again_is_not_held() -> None:
     """Neither by autograd nor by what tells it how to compute it."""
     x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
