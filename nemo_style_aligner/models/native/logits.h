@@ -24,7 +24,7 @@ void measure_logits(const T* logits, const int64_t* targets, float scale, float*
     parallel(threads, rows, [&](int row) {
         const T* x = logits + (size_t)row * width;
         vf peaks = splat(-INFINITY);
-        each_vector(x, width, scale, -INFINITY, [&](vf v, int, int) { peaks = v < peaks ? peaks : v; }); // NaN stays
+        each_vector(x, width, scale, -INFINITY, [&](vf v, int, int) { peaks = vmax(v, peaks); }); // the sum sees NaN
         const float peak = max_lanes(peaks);
         vf sums = {}, sum = {}, weighted_sums = {}, weighted_sum = {};
         each_vector(x, width, scale, -INFINITY, [&](vf v, int i, int) {
