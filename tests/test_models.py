@@ -280,8 +280,7 @@ def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | 
         found.append([outputs.view(5, width) * asked, *(p.main_grad.clone() for p in model.gpt.parameters())])
         assert set(rows[0]) == {4 * width} and set(rows[-1]) == {int(wanted.sum())}
     for whole, part in zip(*found, strict=True):
-        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
-        assert whole.norm() > 0
+        assert (part - whole).norm() <= 1e-5 * whole.norm() > 0
 
 
 def test_what_is_computed_again_is_not_held() -> None:
