@@ -141,9 +141,8 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
             statistics = engine.statistics
 
             def generate(self, requests: Any, sampling: Any) -> Iterator[Any]:
-                for result in engine.generate(requests, sampling):
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                    yield result
+                os.kill(os.getpid(), signal.SIGUSR1)  # at once: the other rank may take all samples
+                yield from engine.generate(requests, sampling)
 
         generator.engine = Stopping()  # type: ignore[assignment]
     try:
