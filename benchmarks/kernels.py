@@ -268,8 +268,10 @@ def frozen_product() -> Callable[..., torch.Tensor]:
     weights: dict[int, products.PackedWeight] = {}  # by address
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = weights.setdefault(weight.data_ptr(), products.PackedWeight()).product(x, weight)
-        return products.product(products.widened(x), products.widened(weight).t()) if out is None else out
+        packed = weights.setdefault(weight.data_ptr(), products.PackedWeight()).of(weight)
+        if packed is None:
+            return products.product(products.widened(x), products.widened(weight).t())
+        return products.product_of_packed(x, packed)
 
     return compute
 

@@ -116,10 +116,7 @@ import os, torch
 os.sched_setaffinity(0, range(os.cpu_count()))  # those that this process may have, however few it was given
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import products
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import single_process
 print(len(cores), len(products._helpers(1).submit(os.sched_getaffinity, 0).result()))
 """
     binding = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -148,30 +145,26 @@ def test_packed_weights_change_no_bit(threads: int) -> None:
         a = random(rows, 1, 40).bfloat16()
         for change in (lambda: None, lambda: weight.mul_(-3), lambda: weight.set_(random(96, 40).bfloat16())):
             change()
-            out = packed.product(a, weight)
-            assert out is not None and torch.equal(out, a @ weight.t())
-    assert packed.product(random(3, 40), weight.float()) is None and packed.product(a[:0], weight) is None
+            found = packed.of(weight)
+            assert found is not None and torch.equal(products.product_of_packed(a, found), a @ weight.t())
+    assert packed.of(weight.float()) is None
 
 
 @pytest.mark.usefixtures("unlimited")
 def test_weights_are_packed_where_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, weight, a = (
-        *(products.PackedWeight() for _ in range(2)),
-        random(8, 16).bfloat16(),
-        random(3, 16).bfloat16(),
-    )
+    first, second, weight = products.PackedWeight(), products.PackedWeight(), random(8, 16).bfloat16()
     monkeypatch.setattr(products, "_room_for_packed", 1.5 * weight.nbytes)
-    assert first.product(a, weight) is not None and second.product(a, weight) is None
+    assert first.of(weight) is not None and second.of(weight) is None
     weight.add_(1)
-    assert first.product(a, weight) is not None and second.product(a, weight) is None
+    assert first.of(weight) is not None and second.of(weight) is None
 
 
 @pytest.mark.usefixtures("unlimited")
 def test_only_frozen_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is trained, or through which gradients go, nothing is."""
     packed = []
-    monkeypatch.setattr(products, "_packed", lambda weight: packed.append(weight.shape) or weight.to_mkldnn())
-    monkeypatch.setattr(products, "_product_of_packed", lambda a, _: a.new_zeros(*a.shape[:-1], packed[-1][0]))
+    pack = products._packed
+    monkeypatch.setattr(products, "_packed", lambda weight: packed.append(weight.shape) or pack(weight))
     shape = ModelArchitecture(2, 32, 64, 2, 2, vocab_size=50)
     with single_process():
         for trainable in (True, False):
@@ -184,3 +177,4 @@ def test_only_frozen_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(3, 1, 32).bfloat16().requires_grad_()
         layer(x)[0].sum().backward()
         assert x.grad is not None and x.grad.abs().sum() > 0
+        assert layer(x.detach()[:0])[0].shape == (0, 1, 128)  # the library takes no empty matrices

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from nemo_style_aligner.models.main_grads import main_grad_of
-from nemo_style_aligner.models.products import PackedWeight, add_product, product, widened
+from nemo_style_aligner.models.products import PackedWeight, add_product, product, product_of_packed, widened
 from nemo_style_aligner.models.recompute import not_keeping
 
 
@@ -34,10 +34,12 @@ class _OnCPU:
         if input.device.type != "cpu":
             return super()._forward_impl(input, weight, bias, **options)  # type: ignore[misc]
         allreduce, is_shared, group = (options[name] for name in ("allreduce_dgrad", "sequence_parallel", "tp_group"))
-        out: torch.Tensor | None = None
-        if not weight.requires_grad and not input.requires_grad and input.dtype == weight.dtype:
-            out = self._packed_weight.product(_gathered(input, group if is_shared else None), weight)
-        if out is None:
+        is_frozen = not weight.requires_grad and not input.requires_grad and input.dtype == weight.dtype
+        packed = self._packed_weight.of(weight) if is_frozen and input.numel() else None
+        out: torch.Tensor
+        if packed is not None:
+            out = product_of_packed(_gathered(input, group if is_shared else None), packed)
+        else:
             out = _Linear.apply(input, weight, allreduce, is_shared, group)
         return out if bias is None else out + bias
 

@@ -92,25 +92,26 @@ class PackedWeight:
         self._packed: torch.Tensor | None = None
         self._packed_of: tuple[int, int] | None = None  # where the weight was, and its version
 
-    def product(self, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """a [..., k] @ weight.T, [n, k] -> [..., n], not differentiable; None where it is not packed."""
-        if a.device.type != "cpu" or a.dtype != torch.bfloat16 or not a.numel() or not _packs_weights():
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """For `product_of_packed`: weight [n, k], packed as it is now; None where that cannot be."""
+        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _packs_weights():
             return None
         now = (weight.data_ptr(), weight._version)
         if self._packed_of != now:
             self._packed_of, is_new = now, self._packed is None
             self._packed = _packed(weight) if not is_new or _takes_memory(weight.nbytes) else None
-        return None if self._packed is None else _product_of_packed(a, self._packed)
+        return self._packed
+
+
+def product_of_packed(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """a [..., k], of at least one row, @ weight.T -> [..., n]. Not differentiable."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
+    return out
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
     return packed
-
-
-def _product_of_packed(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
-    return out
 
 
 @functools.cache
@@ -121,7 +122,7 @@ def _packs_weights() -> bool:
     draw = torch.Generator().manual_seed(1)
     a, weight = (torch.randn(n, 40, generator=draw).bfloat16() for n in (7, 96))
     try:
-        return torch.equal(_product_of_packed(a, _packed(weight)), a @ weight.t())
+        return torch.equal(product_of_packed(a, _packed(weight)), a @ weight.t())
     except (AttributeError, RuntimeError):
         return False
 

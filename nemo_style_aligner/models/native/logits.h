@@ -1,4 +1,4 @@
-// What log-probs and their gradients need of rows of logits, in one pass over memory each.
+// What log-probs and their gradients need of rows of logits, row by row, so that a row comes from memory once.
 #pragma once
 #include "rows.h"
 
@@ -6,12 +6,13 @@ namespace {
 
 constexpr int SUMMED_VECTORS = 64; // in one vector of sums, before those are summed: the error of a long sum stays small
 
-// f(vector of a row's numbers times `scale`, place, how many there are) for all of a row. Lanes beyond its end are `rest`.
-template <class T, class F> INLINE void each_vector(const T* row, int width, float scale, float rest, F&& f) {
+// f(vector of a row's numbers times `scale`, place, how many there are) for all of a row. Lanes beyond its end are
+// -inf.
+template <class T, class F> INLINE void each_vector(const T* row, int width, float scale, F&& f) {
     const int whole = width / LANES * LANES;
     for (int i = 0; i < whole; i += LANES) f(load_wide(row + i) * scale, i, LANES);
     if (whole == width) return;
-    vf last = splat(rest);
+    vf last = splat(-INFINITY);
     for (int i = whole; i < width; ++i) last[i - whole] = widen(row[i]) * scale;
     f(last, whole, width - whole);
 }
@@ -24,10 +25,10 @@ void measure_logits(const T* logits, const int64_t* targets, float scale, float*
     parallel(threads, rows, [&](int row) {
         const T* x = logits + (size_t)row * width;
         vf peaks = splat(-INFINITY);
-        each_vector(x, width, scale, -INFINITY, [&](vf v, int, int) { peaks = vmax(v, peaks); }); // the sum sees NaN
+        each_vector(x, width, scale, [&](vf v, int, int) { peaks = vmax(v, peaks); }); // the sum sees NaN
         const float peak = max_lanes(peaks);
         vf sums = {}, sum = {}, weighted_sums = {}, weighted_sum = {};
-        each_vector(x, width, scale, -INFINITY, [&](vf v, int i, int) {
+        each_vector(x, width, scale, [&](vf v, int i, int) {
             const vf shifted = v - peak, e = vexp(shifted);
             sum += e;
             // Without what is -inf, whose part in the entropy is 0.
@@ -60,7 +61,7 @@ void logits_gradient(const T* logits, const int64_t* targets, float scale, const
             if (grad_entropy) factor -= probability * grad_entropy[row] * (logprob + entropy[row]);
             return factor;
         };
-        each_vector(x, width, scale, -INFINITY, [&](vf v, int i, int n) {
+        each_vector(x, width, scale, [&](vf v, int i, int n) {
             const vf logprob = v - lse;
             store_some(to + i, slope(logprob > -87.0f ? logprob : splat(-87.0f), vexp(logprob)), n); // -inf times 0
         });
