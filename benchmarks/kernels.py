@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import as_in_jobs  # noqa: F401 (before torch)
 import cpu_only  # noqa: F401 (hides GPUs: these parts are computed on CPUs only)
 import torch
 from common import SHAPES, available_cores, default_precision, measure_gemm, print_table, spread, write_json

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import as_in_jobs  # noqa: F401 (before torch)
 import torch
 import torch.nn.functional as F
 from common import (
