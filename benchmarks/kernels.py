@@ -85,8 +85,7 @@ def main() -> None:
         name: measure_part(part, libraries, args.rounds)
         for name, part in make_parts(architecture, lengths, dtype, args.layers).items()
     }
-    scored = int(workload.batch.mask.sum())
-    found = measure_products(make_products(architecture, sum(lengths), scored, dtype, args.layers), dtype, args.rounds)
+    found = measure_products(make_products(architecture, sum(lengths), dtype, args.layers), dtype, args.rounds)
     report(parts, found, lengths, precision, args.threads)
     write_json(
         args.json,
@@ -224,10 +223,8 @@ def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 # ---- products of matrices -----------------------------------------------------------------------
 
 
-def make_products(
-    a: ModelArchitecture, tokens: int, scored: int, dtype: torch.dtype, layers: int
-) -> dict[str, Product]:
-    """The three of a linear layer, over a layer's four matrices one after the other, and of the output layer."""
+def make_products(a: ModelArchitecture, tokens: int, dtype: torch.dtype, layers: int) -> dict[str, Product]:
+    """The three of a linear layer, over a layer's four matrices one after the other, and of a chunk of logits."""
     query = a.num_attention_heads * a.kv_channels
     key = a.num_query_groups * a.kv_channels
     up = (2 if a.gated else 1) * a.ffn_hidden_size
@@ -236,20 +233,17 @@ def make_products(
     found: dict[str, Product] = {}
     for where, rows, matrices in (
         ("layer", tokens, shapes * layers),
-        ("output layer", scored, [(a.vocab_size, a.hidden_size)]),
+        ("output layer", CHUNK, [(a.vocab_size, a.hidden_size)]),
     ):
         sets = [
             (torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype), torch.randn(n, k).to(dtype))
             for n, k in matrices
         ]
         operations = sum(2 * rows * n * k for n, k in matrices) // len(matrices)
-        found[f"{where}: forward"] = Product(
-            lambda x, w: products.product(products.widened(x), products.widened(w).t()),
-            [(x, w) for x, _, w in sets],
-            operations,
-        )
+        factors = [(x, w) for x, _, w in sets]
+        forward = multiply_layer if where == "layer" else multiply_chunk
+        found[f"{where}: forward"] = Product(forward, factors, operations)
         if where == "layer":
-            factors = [(x, w) for x, _, w in sets]
             found["layer: forward, of frozen weights"] = Product(frozen_product(), factors, operations)
         found[f"{where}: gradient of its input"] = Product(
             lambda g, w: products.product(products.widened(g), products.widened(w)),
@@ -262,6 +256,18 @@ def make_products(
             operations,
         )
     return found
+
+
+def multiply_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As linear layers do."""
+    return products.product(products.widened(x), products.widened(weight).t())
+
+
+def multiply_chunk(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the output layer does, whose chunks of logits take the same memory in turn."""
+    rows, weight = products.widened(x), products.widened(weight)
+    out = logprobs._buffer((len(rows), len(weight)), rows.dtype, CPU)
+    return products.product(rows, weight.t(), out=out)
 
 
 def frozen_product() -> Callable[..., torch.Tensor]:
