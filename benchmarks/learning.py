@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
 import run_demo  # noqa: E402 (found by the line above)
 from stages import Demo  # noqa: E402
 
-from nemo_style_aligner.telemetry.logger import read_metrics  # noqa: E402
+from nemo_style_aligner.telemetry.metrics import read_metrics  # noqa: E402
 
 LAST = 3  # steps that the reward at the end is averaged over
 

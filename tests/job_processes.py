@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import TIMELINE_FILE
+from nemo_style_aligner.telemetry.metrics import TIMELINE_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"

@@ -43,7 +43,7 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.servers.ledger import TrainingLedger
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
+from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights
 

@@ -49,7 +49,7 @@ from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, open_work_queue
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
-from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights
 

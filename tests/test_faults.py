@@ -37,7 +37,7 @@ from cutting_proxy import CuttingProxy
 from job_processes import Job, ranks_of, script, stored_weights
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 ONLY = [kind.strip() for kind in os.environ.get("FAULT_KINDS", "").split(",") if kind.strip()]
 TRIALS = int(os.environ.get("FAULT_TRIALS", "0"))

@@ -37,7 +37,7 @@ from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
+from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

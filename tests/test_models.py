@@ -63,7 +63,7 @@ from nemo_style_aligner.models.supervised_losses import (
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
+from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")

@@ -20,7 +20,7 @@ from nemo_style_aligner.algorithms.place_checks import secret_problems
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.servers import secret
 from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
-from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "nemo_style_aligner.servers.secret"]

@@ -24,7 +24,7 @@ import requests
 from served_critic import CountingBackend, critic_client, get, infer_body, outputs, post, serve, tensor, train_body
 
 from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
-from nemo_style_aligner.telemetry.logging import JsonFormatter
+from nemo_style_aligner.telemetry.log_lines import JsonFormatter
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
 VALUES, REWARDS = [[1.0, 3.0], [4.0, 0.0]], [[6.0], [9.0]]

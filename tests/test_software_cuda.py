@@ -18,7 +18,7 @@ from conftest import Artefacts
 from job_processes import ROOT, critic_service, run, script
 from test_jobs import actor_flags, check_actor_log
 
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0
 # Every operation takes its time here: few graphs, few samples.

@@ -23,7 +23,7 @@ from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rollout import remote
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, pack_results, unpack_request, unpack_results
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -49,7 +49,7 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.servers.secret import find_secret
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics
+from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights
 
 TIMEOUT = 240.0

@@ -24,9 +24,9 @@ from job_processes import read_timeline
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.telemetry.logger import MetricsLogger, read_metrics, read_tables
-from nemo_style_aligner.telemetry.logging import configure_logging, with_fields
+from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
+from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer

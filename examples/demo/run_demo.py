@@ -20,7 +20,7 @@ from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, pr
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 
 MODEL = ["--num-layers", 2, "--hidden-size", 256, "--num-heads", 8, "--max-length", 48, "--tied-embeddings"]

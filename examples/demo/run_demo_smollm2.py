@@ -23,7 +23,7 @@ from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, pr
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 
 DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k",)

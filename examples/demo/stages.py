@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"

@@ -54,7 +54,7 @@ from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over, read_base_config
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.rollout.setup import sampling_params
-from nemo_style_aligner.telemetry.logger import wandb_settings
+from nemo_style_aligner.telemetry.metrics import wandb_settings
 
 logger = logging.getLogger(__name__)
 

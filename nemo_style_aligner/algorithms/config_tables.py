@@ -19,7 +19,7 @@ from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
-from nemo_style_aligner.telemetry.logging import LOG_FORMATS, LOG_LEVELS
+from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
-from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)

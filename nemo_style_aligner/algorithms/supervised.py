@@ -20,8 +20,8 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import train_step
 from nemo_style_aligner.models.supervised_losses import Objective
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.logger import MetricsLogger
 from nemo_style_aligner.telemetry.memory import peak_meter
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 

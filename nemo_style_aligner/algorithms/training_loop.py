@@ -17,7 +17,7 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublis
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.telemetry.logger import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 

@@ -53,7 +53,7 @@ from nemo_style_aligner.parallel.ending import (
 from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port, machine_cores, own_address
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
-from nemo_style_aligner.telemetry.logging import configure_logging
+from nemo_style_aligner.telemetry.log_lines import configure_logging
 
 _logger = logging.getLogger(__name__)
 

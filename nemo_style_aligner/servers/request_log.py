@@ -18,7 +18,7 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
-from nemo_style_aligner.telemetry.logging import with_fields
+from nemo_style_aligner.telemetry.log_lines import with_fields
 
 logger = logging.getLogger(__name__)
 

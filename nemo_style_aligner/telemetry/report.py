@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.telemetry.logger import read_metrics, read_tables
+from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
 
 Point = tuple[int, float]
 

@@ -23,7 +23,7 @@ from conftest import Artefacts
 from job_processes import ROOT, stored_weights
 from listeners import Listener, listeners
 
-from nemo_style_aligner.telemetry.logger import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 TIMEOUT = 600.0
 
