@@ -63,8 +63,8 @@ def _by_index(index: Any, values: Sequence[Any]) -> Any:
     return values[int(index)] if index in range(len(values)) else values[0]
 
 
-def prepare_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line as hydra shall see it.
+def prepare_overrides(arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """The command line as hydra shall see it, with ``more`` overrides.
 
     ``key=value`` becomes ``++key=value``, so that hydra takes keys that are not in the YAML file:
     `check_config` knows more about them. And hydra is told to write no files and leave the logging alone.
@@ -81,7 +81,7 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
         takes_value = argument in _FLAGS_WITH_VALUE
     # Overrides must stand together, hydra's parser says.
     at = len(prepared) if first_override is None else first_override
-    return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
+    return [*prepared[:at], *_QUIET_HYDRA, *more, *prepared[at:]]
 
 
 def _with_quoted_path(override: str) -> str:

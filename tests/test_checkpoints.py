@@ -26,13 +26,15 @@ import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.algorithms.ppo import InitialArchive, PPOTrainer
+from nemo_style_aligner.algorithms.critic_service import CriticService
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
+    ArchiveOfRun,
     archive_identity,
     load_nemo_config,
     load_nemo_tokenizer,
@@ -48,6 +50,7 @@ from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.prompts import PromptSource
+from nemo_style_aligner.servers.ledger import TrainingLedger
 
 ROOT = Path(__file__).parent.parent
 
@@ -175,7 +178,7 @@ def test_a_run_that_goes_on_with_another_initial_policy_says_so(caplog: pytest.L
         missing: Any = None
         critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
         actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
-        archive = None if identity is None else InitialArchive(Path("/models/sft.nemo"), identity)
+        archive = None if identity is None else ArchiveOfRun(Path("/models/sft.nemo"), identity, identity)
         return PPOTrainer(
             PPOSettings.from_config(cfg, 2), actor, missing, critic, PromptSource(prompts, 4, 7, True), missing,
             missing, missing, missing, missing, archive,
@@ -200,6 +203,30 @@ def test_a_run_that_goes_on_with_another_initial_policy_says_so(caplog: pytest.L
     older = {key: value for key, value in state.items() if key != "initial_archive"}
     state, warning = resumed(older, "second")
     assert not warning and state["initial_archive"] == "second"
+
+
+def test_a_critic_that_goes_on_with_another_reward_model_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    missing: Any = None
+    critic: Any = SimpleNamespace(optimizer=SimpleNamespace(step_count=3))
+    metrics: Any = SimpleNamespace(log_scope=None)
+
+    def resumed(state: dict[str, Any] | None, identity: str | None) -> tuple[dict[str, Any], str]:
+        caplog.clear()
+        archive = None if identity is None else ArchiveOfRun(Path("/models/rm.nemo"), identity, identity)
+        service = CriticService(critic, missing, TrainingLedger(), missing, metrics, missing, archive)
+        if state is not None:
+            service.load_state_dict(state)
+        return json.loads(json.dumps(service.state_dict())), caplog.text
+
+    first, _ = resumed(None, "first")
+    for _ in range(2):
+        state, warning = resumed(first, "second")
+        assert "/models/rm.nemo" in warning and "rewards are those of another reward model now" in warning
+        assert state["reward_archive"] == "first"
+    assert not resumed(first, "first")[1] and not resumed(first, None)[1]
+    older = {key: value for key, value in first.items() if key != "reward_archive"}
+    state, warning = resumed(older, "second")
+    assert not warning and state["reward_archive"] == "second"
 
 
 # ---- foreign files --------------------------------------------------------------------------

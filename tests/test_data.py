@@ -511,8 +511,12 @@ def test_omegaconf_data_prefix(tmp_path: Path) -> None:
     assert load_data_prefix(config).train == DataSource((a, a), (0.5, 0.5))
 
 
-def test_blend_keeps_its_proportions_everywhere(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    blend = BlendedDataset([[f"a{i}" for i in range(90)], [f"b{i}" for i in range(10)]], [1, 3])
+def test_blend_keeps_its_proportions_everywhere(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        blend = BlendedDataset([[f"a{i}" for i in range(90)], [f"b{i}" for i in range(10)]], [1, 3], ["a", "b"])
+    assert caplog.messages == ["blend: the first 25 of 90 samples of a are used"]
     assert len(blend) == 100
     names = [blend[i] for i in range(100)]
     for end in range(1, 101):

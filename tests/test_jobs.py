@@ -32,7 +32,15 @@ from job_processes import (
 )
 
 from nemo_style_aligner.algorithms import evaluation
-from nemo_style_aligner.algorithms.evaluation import EvaluatedResponse, evaluate
+from nemo_style_aligner.algorithms.evaluation import (
+    EvaluatedResponse,
+    Responses,
+    evaluate,
+    require_same_tokenizer,
+    score,
+)
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import single_process
@@ -383,6 +391,36 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     row = results["responses"][0]
     assert row["is_right"] == (row["response"].strip() == row["answer"])
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
+
+
+def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp_path: Path) -> None:
+    """A language model's archive in the place of the reward model's; another tokenizer's reward model."""
+    wrong, log_dir = str(artefacts.sft), tmp_path / "critic"
+    critic = script("serve_ppo_critic.py", f"pretrained_checkpoint.restore_from_path={wrong}", "trainer.ppo.port=0")
+    job = Job([*critic, f"exp_manager.explicit_log_dir={log_dir}", "model.encoder_seq_length=64"], tmp_path / "log")
+    try:
+        assert job.wait(TIMEOUT) not in (0, None), job.describe()
+    finally:
+        job.kill()
+    assert f"{wrong} has no reward head" in job.output() and "train_reward_model.py makes one" in job.output()
+    row = EvaluatedResponse("", "", [1, 2, 3], 1, True)
+    with single_process(1):
+        with pytest.raises(CheckpointMismatchError, match="has no reward head"):
+            score(Responses([row]), artefacts.sft, "32")
+        row.tokens = [1] * 10_000
+        with pytest.raises(ValueError, match=r"reads \d+ tokens at most; prompt and response have 10000"):
+            score(Responses([row]), artefacts.rm, "32")
+    require_same_tokenizer(artefacts.sft, artefacts.rm)
+    other = tmp_path / "other"
+    train_character_tokenizer("abc", other)
+    output = tmp_path / "none.json"
+    base, prompts = tmp_path / "other.nemo", str(artefacts.data("test_prompts"))
+    shape = ("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2", "--ffn-hidden-size", "64")
+    run(script("init_gpt.py", "--tokenizer", str(other), "--output", str(base), *shape), tmp_path / "init.log", TIMEOUT)
+    command = ("--model", wrong, "--reward-model", str(base), "--prompts", prompts, "--output", str(output))
+    evaluation = Job(script("evaluate_gpt.py", *command), tmp_path / "evaluate.log")
+    assert evaluation.wait(TIMEOUT) == 2 and "has another tokenizer than" in evaluation.output()
+    assert not output.exists()
 
 
 def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypatch: pytest.MonkeyPatch) -> None:

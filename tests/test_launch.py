@@ -614,6 +614,15 @@ def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
     assert "sum 3" not in result.stdout
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_says_what_the_script_is(script: Path, flag: str) -> None:
+    script.write_text('"""It\'s a job: {ranks}, a=b"""\n' + script.read_text())
+    result = run(script, "trainer.devices=2", flag)
+    assert result.returncode == 0 and "sum 3" not in result.stdout, result.stderr
+    assert result.stdout.startswith("It's a job: {ranks}, a=b\n\nAny key of the config can be set"), result.stdout
+    assert "max_queue_delay_microseconds: 2000" in result.stdout and "devices: 2" in result.stdout
+
+
 def _ranks_of(supervisor: int) -> list[int]:
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(supervisor)], text=True, capture_output=True, check=False

@@ -712,7 +712,7 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
     actor.update(policy_batch(tokens()))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = actor.update(policy_batch(tokens(), mask=0.0))
-    assert report["loss"] == 0.0 and report["grad_norm"] == 0.0 and report["ppo_ratio"] == 0.0
+    assert report.keys() == {"loss", "lr", "skipped_updates"} and report["loss"] == 0.0  # nothing is a mean of nothing
     assert actor.optimizer.step_count == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

@@ -17,7 +17,7 @@ _PPO_LENGTH = "model.ppo.length_params.max_length"
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
     samples, total = "model.ppo.num_rollout_samples", view.get(GLOBAL_BATCH)
-    if total and view.get(samples) % total:
+    if total and isinstance(view.get(samples), int) and view.get(samples) % total:
         yield f"{view.said(samples)} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
@@ -102,6 +103,11 @@ def evaluate(
     base = _open(model_path, precision)
     bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
     room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
+    if room < 1:
+        raise ValueError(
+            f"{model_path} has {base.architecture.max_position_embeddings} positions: no prompt has room beside "
+            f"responses of {sampling.max_new_tokens} tokens"
+        )
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     if not items:
@@ -142,11 +148,30 @@ def _before_end(text: str, end_strings: Sequence[str]) -> str:
     return text[: min((text.index(string) for string in end_strings if string in text), default=len(text))]
 
 
+def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
+    """Raise ValueError if the reward model would take the policy's tokens for other text."""
+    policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
+    if policy != reward_model:
+        raise ValueError(
+            f"{reward_model_path} has another tokenizer than {model_path}: it would read other text than was written. "
+            "Give a reward model that was trained from the policy's base model"
+        )
+
+
 def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
-    """Fill in every response's reward, in place. The reward model must share the policy's tokenizer."""
+    """Fill in every response's reward, in place. For the tokenizer see `require_same_tokenizer`.
+
+    Raises:
+        ValueError: the reward model has fewer positions than a response takes.
+        CheckpointMismatchError: it has no head.
+    """
     base = _open(reward_model_path, precision)
+    longest, positions = max(len(row.tokens) for row in responses.rows), base.architecture.max_position_embeddings
+    if longest > positions:
+        raise ValueError(f"{reward_model_path} reads {positions} tokens at most; prompt and response have {longest}")
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
-    reward_model = RewardModel(base.load(head=head, trainable=False), head, MicroBatching(num_rows=16))
+    model = base.load(head=head, trainable=False, needs_head=True)
+    reward_model = RewardModel(model, head, MicroBatching(num_rows=16))
     for start in range(0, len(responses.rows), _SCORING_BATCH):
         batch = responses.rows[start : start + _SCORING_BATCH]
         sequences = [row.tokens for row in batch]

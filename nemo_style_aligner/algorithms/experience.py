@@ -210,7 +210,7 @@ def _importance_metrics(
 ) -> dict[str, float]:
     """What `_importance` has given, over the tokens of the policy's loss."""
     metrics: dict[str, float] = {}
-    if settings.importance_weight_cap is not None:
+    if settings.importance_weight_cap is not None and policy_mask.any():
         is_cut = log_ratios >= math.log(settings.importance_weight_cap)  # exp may round to just below the cap
         metrics["importance_weights"] = masked_mean(weights, policy_mask).item()
         metrics["importance_truncated"] = masked_mean(is_cut.to(policy_mask.dtype), policy_mask).item()

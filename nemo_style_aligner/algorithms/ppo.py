@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraini
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.training_loop import TrainingLoop
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
+from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.pipeline import rows
@@ -35,14 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Metrics of two policies' log-probs: without a pass of the trained model there is one only.
 _OF_TWO_POLICIES = ("engine_", "importance_")
-
-
-@dataclasses.dataclass(frozen=True)
-class InitialArchive:
-    """The archive that holds the initial policy: where it is, and its `archive_identity`."""
-
-    path: Path
-    identity: str
 
 
 class PPOTrainer(TrainingLoop):
@@ -73,7 +64,7 @@ class PPOTrainer(TrainingLoop):
         metrics: MetricsLogger,
         run_control: RunControl,
         timer: ScopedTimer,
-        initial_archive: InitialArchive | None = None,
+        initial_archive: ArchiveOfRun | None = None,
     ) -> None:
         super().__init__(settings, actor.model, actor.optimizer, checkpoints, metrics, run_control, timer)
         self.actor = actor
@@ -93,8 +84,6 @@ class PPOTrainer(TrainingLoop):
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
         self._initial_archive = initial_archive
-        # The identity of the archive that the run began with, whichever is there now.
-        self._began_with = None if initial_archive is None else initial_archive.identity
 
     def make_step(self) -> None:
         """One PPO step, counted. Until the critic gets its batch it may be abandoned: nothing of it is in the state."""
@@ -306,7 +295,7 @@ class PPOTrainer(TrainingLoop):
             "critic": self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
-            "initial_archive": self._began_with,
+            "initial_archive": None if self._initial_archive is None else self._initial_archive.began_with,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -327,13 +316,14 @@ class PPOTrainer(TrainingLoop):
             self.val_prompts.load_state_dict(state["val_prompts"])
         generation = state.get("generation", {"rollouts": None})  # older checkpoints have none
         self.schedule.load_state_dict(generation, self.step, self.train_prompts, self.consumed_samples)
-        self._began_with = state.get("initial_archive") or self._began_with  # older checkpoints have none
+        if self._initial_archive is not None:  # older checkpoints have none
+            self._initial_archive.began_with = state.get("initial_archive") or self._initial_archive.began_with
         self._warn_of_another_initial_policy()
 
     def _warn_of_another_initial_policy(self) -> None:
         """Every start says so until the archive is put back: nothing else shows that the KL penalty has moved."""
         archive = self._initial_archive
-        if archive is None or archive.identity == self._began_with or self.settings.advantages.kl_coef <= 0:
+        if archive is None or not archive.is_another or self.settings.advantages.kl_coef <= 0:
             return
         logger.warning(
             "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the initial "

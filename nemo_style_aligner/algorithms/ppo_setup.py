@@ -6,10 +6,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
-from nemo_style_aligner.algorithms.ppo import InitialArchive, PPOTrainer
+from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
-from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
+from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -51,7 +51,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     scorer = build_scorer(cfg)  # before any weight is read: it may have no secret
     actor = build_actor(cfg, base, base.load(), settings)
-    initial_archive = InitialArchive(base.path, archive_identity(base.path)) if dist.get_rank() == 0 else None
+    initial_archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
     longest_response = int(cfg.model.ppo.length_params.max_length)
     longest_trained = train_prompts.longest + longest_response
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)

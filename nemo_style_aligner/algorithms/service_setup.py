@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
+from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun, load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -60,9 +61,11 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     Both start from the same weights: the reward model's.
     """
     head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
-    model = base.load(head=head)
-    reward_model, weights = None, None
-    if cfg.trainer.ppo.combine_rm_and_critic_server:
+    is_combined = bool(cfg.trainer.ppo.combine_rm_and_critic_server)
+    model = base.load(head=head, needs_head=is_combined)
+    reward_model, weights, archive = None, None, None
+    if is_combined:
+        archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
         # Frozen before a checkpoint is loaded: the reward model never changes.
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
         reward_model = RewardModel(weights, head, forward_batching(cfg.model))
@@ -96,7 +99,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         critic.optimizer = make_optimizer()
         set_random_states(initial_random_states)
 
-    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
+    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset, archive)
     run.resume(model, critic.optimizer, service)
     schedule.warn_if_nothing_decays()
     return service
@@ -105,7 +108,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
 def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     """A reward model that is never trained."""
     head = RewardHeadConfig.from_model_config(cfg.model)
-    model = base.load(head=head, trainable=False)
+    model = base.load(head=head, trainable=False, needs_head=True)
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
 
 

@@ -12,6 +12,7 @@ to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -246,7 +247,33 @@ def archive_identity(path: Path) -> str:
     return digest.hexdigest()
 
 
-def load_nemo_weights(path: Path, model: MegatronModel) -> None:
+@dataclasses.dataclass
+class ArchiveOfRun:
+    """The archive that a run began with, against what is in its place now.
+
+    Attributes:
+        path: where it is.
+        identity: `archive_identity` of what is there.
+        began_with: of what was there when the run began.
+    """
+
+    path: Path
+    identity: str
+    began_with: str
+
+    @classmethod
+    def at(cls, path: Path) -> ArchiveOfRun:
+        """Of a run that begins. For the errors see `archive_identity`."""
+        identity = archive_identity(path)
+        return cls(path, identity, identity)
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the run began with another one."""
+        return self.identity != self.began_with
+
+
+def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = False) -> None:
     """Load an archive's weights into a model of any tensor- and pipeline-parallel layout, in place. Collective.
 
     A model with a reward head takes a language model's archive too: its head keeps its values, and the
@@ -257,7 +284,8 @@ def load_nemo_weights(path: Path, model: MegatronModel) -> None:
         FileNotFoundError: no archive at ``path``.
         DamagedCheckpointError: its files are not what was written, as its checksums say.
         UnsupportedFormatError: its weights are in another format of NeMo's.
-        CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named.
+        CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named; no reward head, and
+            ``needs_head``.
     """
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
@@ -270,6 +298,11 @@ def load_nemo_weights(path: Path, model: MegatronModel) -> None:
             raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model {vocab_size} [vocab_size]")
         head = model.has_reward_head
         if head and not any(key.startswith(_HEAD) for key in stored):
+            if needs_head:
+                raise CheckpointMismatchError(
+                    f"{path} has no reward head: it is a language model's, and its rewards would be of a head that "
+                    "nobody has trained. Give a reward model (train_reward_model.py makes one)"
+                )
             logger.info("%s has no reward head: it starts from its initial values", path)
         optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
         load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)

@@ -263,7 +263,14 @@ class CheckpointManager:
 
     def _better_than_current(self) -> Path | None:
         """The best checkpoint that is whole, None where none ranks above what the model has."""
-        for path in on_first_rank(self._files.ranked):
+        ranked = on_first_rank(self._files.ranked)
+        if not ranked and dist.get_rank() == 0:
+            logger.warning(
+                "save_best_model=True, but no checkpoint has a value of monitor=%s (is nothing validated?): the "
+                "archive has the newest weights",
+                self.settings.monitor,
+            )
+        for path in ranked:
             if path == self._current:
                 return None
             if self.is_whole(path):

@@ -53,7 +53,7 @@ class DataSource:
         """The dataset of all files: ``make(paths)``, or a `BlendedDataset` of ``make([path])`` for each."""
         if self.weights is None:
             return make(self.paths)
-        return BlendedDataset([make([path]) for path in self.paths], self.weights)
+        return BlendedDataset([make([path]) for path in self.paths], self.weights, [str(path) for path in self.paths])
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,12 @@ def _as_number(entry: Any) -> float | None:
 class BlendedDataset(Generic[T]):
     """Samples of several datasets in fixed proportions, spread evenly.
 
-    As many samples as all parts together. At every prefix of the order each part's share is within
-    one sample of its weight; a part that is too small for its weight is gone through again.
+    As many samples as all parts together. At every prefix of the order each part's share is within two samples or so of
+    its weight; a part that is too small for its weight is gone through again, and of one that is too large the first
+    samples are taken alone. ``names`` are the parts', for the log, which says so.
     """
 
-    def __init__(self, parts: Sequence[Dataset[T]], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[Dataset[T]], weights: Sequence[float], names: Sequence[str]) -> None:
         self._parts = list(parts)
         shares = np.asarray(weights, dtype=np.float64) / sum(weights)
         size = sum(len(part) for part in parts)
@@ -170,6 +171,9 @@ class BlendedDataset(Generic[T]):
             part = int(np.argmax(shares * (position + 1) - taken))
             self._part[position], self._index[position] = part, taken[part] % len(parts[part])
             taken[part] += 1
+        for name, samples, count in zip(names, self._parts, taken.tolist(), strict=True):
+            if count < len(samples):
+                logger.info("blend: the first %d of %d samples of %s are used", count, len(samples), name)
 
     def __len__(self) -> int:
         return len(self._part)

@@ -44,8 +44,8 @@ class EpochSampler:
             )
         if num_samples < (global_batch_size if drop_last else 1):
             raise ValueError(
-                f"{num_samples} samples do not fill one global batch of {global_batch_size}: lower the "
-                f"global batch size, give more data or set drop_last to False"
+                f"{num_samples} samples do not fill one global batch of {global_batch_size}: lower the global batch "
+                "size (model.global_batch_size; SFT: model.data.train_ds.global_batch_size) or give more data"
             )
         self.num_samples = num_samples
         self.global_batch_size = global_batch_size

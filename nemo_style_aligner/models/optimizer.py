@@ -177,7 +177,7 @@ class Optimizer:
             num_items: what the loss is a mean of, over all ranks: tokens, or pairs.
 
         Returns:
-            ``grad_norm`` (before clipping; left out if skipped), ``lr``, and ``skipped_updates`` so far.
+            ``grad_norm`` (before clipping; left out if nothing was applied), ``lr``, and ``skipped_updates`` so far.
 
         Raises:
             NonFiniteError: loss or gradients hold NaN or Inf, and the run does not skip such updates, or too many in a
@@ -194,7 +194,7 @@ class Optimizer:
             self.skips.skip(f"update {self.step_count + 1}: loss {loss}, gradient norm {grad_norm}", origin)
             return {"lr": lr, "skipped_updates": float(self.skips.total)}
         if not num_items:
-            return {"grad_norm": 0.0, "lr": lr, "skipped_updates": float(self.skips.total)}
+            return {"lr": lr, "skipped_updates": float(self.skips.total)}
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         self._clip(grad_norm)

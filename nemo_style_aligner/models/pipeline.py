@@ -206,9 +206,10 @@ def train_step(
         kept_passes: what `forward` has computed of a whole batch with the same weights; it is emptied.
 
     Returns:
-        ``loss`` and each named sum, divided by the global number of items (all zero when there is none), ``num_items``,
-        ``padding_efficiency``: the share of the computed tokens that the loss depends on, and ``dp_balance``: mean over
-        largest number of floating-point operations of a data-parallel rank. The same on every rank.
+        ``loss`` and each named sum, divided by the global number of items, ``num_items``, ``padding_efficiency``: the
+        share of the computed tokens that the loss depends on, and ``dp_balance``: mean over largest number of
+        floating-point operations of a data-parallel rank. The same on every rank. Where there is no item: ``loss`` and
+        ``num_items``, both 0, alone.
     """
     wanted = wanted.cpu()
     used = used_lengths(wanted)
@@ -252,7 +253,10 @@ def train_step(
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     num_used, own_work = (sum(numbers[i] for i in mine) for numbers in (used, work))
-    return _global_means(totals) | _packing_metrics(model, num_used, num_computed, own_work)
+    means = _global_means(totals)
+    if not means["num_items"]:  # the mean over nothing is no number that a log should show
+        return {"loss": 0.0, "num_items": 0.0}
+    return means | _packing_metrics(model, num_used, num_computed, own_work)
 
 
 def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:

@@ -43,10 +43,15 @@ class BaseModel:
         """An uninitialised model of this shape (see `build_model`)."""
         return build_model(self.architecture, self.config, self.dtype, head=head, trainable=trainable)
 
-    def load(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
-        """The model with the checkpoint's weights. A head the checkpoint lacks keeps its initial values."""
+    def load(
+        self, *, head: RewardHeadConfig | None = None, trainable: bool = True, needs_head: bool = False
+    ) -> MegatronModel:
+        """The model with the checkpoint's weights. A head the checkpoint lacks keeps its initial values.
+
+        ``needs_head``: it must have one, since its rewards count. For the errors see `load_nemo_weights`.
+        """
         model = self.build(head=head, trainable=trainable)
-        load_nemo_weights(self.path, model)
+        load_nemo_weights(self.path, model, needs_head=needs_head)
         return model
 
 
@@ -63,7 +68,7 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
     """
     if not path:
         raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo")
-    location = Path(path).expanduser()
+    location = Path(str(path)).expanduser()  # a number is a name, too
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist")
     return location, load_nemo_config(location)

@@ -272,6 +272,14 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
     return info.local_rank
 
 
+_HELP = """
+
+Any key of the config can be set on the command line (trainer.devices=2). conf/ says what each means.
+
+$CONFIG"""
+"""Of ``--help``, below what the script says of itself; hydra puts the config in."""
+
+
 # ---- entry scripts ------------------------------------------------------------------------------
 
 
@@ -308,7 +316,7 @@ def job(
             install_excepthook()
             end_with_supervisor()
             try:
-                cfg = _compose(name)
+                cfg = _compose(name, sys.modules[main.__module__].__doc__ or "")
                 status = _run_job(name, check, main, cfg, is_service) if cfg is not None else 0
             except SystemExit as end:
                 if end.code not in (None, 0):
@@ -325,8 +333,11 @@ def job(
     return decorate
 
 
-def _compose(name: str) -> DictConfig | None:
-    """The config of this command line; ``None`` when it only asked hydra for something (``--help``, ``--cfg job``)."""
+def _compose(name: str, description: str) -> DictConfig | None:
+    """The config of this command line; ``None`` when it only asked hydra for something (``--help``, ``--cfg job``).
+
+    ``description``, the script's, is what ``--help`` begins with.
+    """
     composed: list[DictConfig] = []
 
     def take(cfg: DictConfig) -> None:
@@ -336,9 +347,17 @@ def _compose(name: str) -> DictConfig | None:
     config_file(name)  # hydra's complaint would not say what to do
     _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
-    sys.argv[1:] = prepare_overrides(sys.argv[1:])
+    wants_help = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
+    help_override = (f"hydra.help.template={_quoted(f'{description.strip()}{_HELP}')}",) if wants_help else ()
+    sys.argv[1:] = prepare_overrides(sys.argv[1:], help_override)
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
     return complete_config(composed[0], name) if composed else None
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a value that hydra's grammar takes for nothing but text."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return f"'{escaped}'"
 
 
 def _refuse_multirun(arguments: Sequence[str]) -> None:

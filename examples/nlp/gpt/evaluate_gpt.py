@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nemo_style_aligner.algorithms.evaluation import evaluate, score
+from nemo_style_aligner.algorithms.evaluation import evaluate, require_same_tokenizer, score
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--reward-model", type=Path, default=None)
-    parser.add_argument("--precision", default="bf16", help="bf16 or 32")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "32"))
     parser.add_argument("--limit", type=int, default=None, help="use the first prompts only")
     parser.add_argument("--greedy", action="store_true", help="most likely tokens instead of sampling")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -40,6 +40,9 @@ def main() -> None:
     for option, archive in (("--model", args.model), ("--reward-model", args.reward_model)):
         if archive is not None and not archive.exists():
             parser.error(f"{option} {archive} does not exist")
+    for option, number in (("--limit", args.limit), ("--max-length", args.max_length), ("--num-slots", args.num_slots)):
+        if number is not None and number < 1:
+            parser.error(f"{option} {number}: give at least 1")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +54,11 @@ def main() -> None:
         stop_strings=tuple(args.end_strings),
         seed=args.seed,
     )
+    if args.reward_model is not None:
+        try:
+            require_same_tokenizer(args.model, args.reward_model)
+        except ValueError as error:
+            parser.error(str(error))
     with single_process(args.seed):
         responses = evaluate(
             args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos
