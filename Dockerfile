@@ -20,7 +20,7 @@ FROM ${PYTHON_IMAGE} AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/nemo_style_aligner
 COPY . .
-RUN make install
+RUN make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 ENV PATH=/opt/nemo_style_aligner/.venv/bin:${PATH}
 CMD ["make", "test"]
 

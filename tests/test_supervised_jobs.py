@@ -461,6 +461,16 @@ def test_an_archive_that_a_killed_run_has_not_written_is_made_up_for(
     assert again.archived_step() == 6  # the only one that was saved with a validation
 
 
+def test_the_best_of_nothing_is_told(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert TinyRun(layout, tmp_path / "measured").fit() == 0 and "save_best_model" not in caplog.text
+    run = TinyRun(layout, tmp_path / "not")
+    run.trainer.settings = dataclasses.replace(run.trainer.settings, val_check_interval=0)
+    assert run.fit() == 0 and run.archive.exists()
+    assert "save_best_model=True, but no checkpoint has a value of monitor=val_loss" in caplog.text
+
+
 def test_a_stop_in_the_last_step_puts_off_the_archive(
     layout: ParallelLayout, tmp_path: Path, stop_handlers: None
 ) -> None:
