@@ -77,7 +77,12 @@ class DirectorySource(FileSource):
     def open(self, name: str) -> IO[bytes]:
         """See `FileSource.open`."""
         path = self.location / safe_name(name)
-        if path.is_symlink() or not path.is_file():
+        if path.is_symlink():
+            raise FileNotFoundError(
+                f"{path} is a symbolic link, which is not followed: copy the folder, `cp -rL {self.location} FOLDER`, "
+                "and give that one"
+            )
+        if not path.is_file():
             raise self._not_found(name)
         return path.open("rb")
 

@@ -1,8 +1,10 @@
 """Activations of forward passes, kept for the backward pass of the same weights.
 
 A PPO step that makes one update computes each sequence twice with the same trained weights: for its log-probs (or
-values), of which advantages are made, and once more in training. Where memory has room, what the first pass computed is
-kept, and training begins with its backward pass. The numbers are the same: only when they are computed differs.
+values), of which advantages are made, and once more in training. Where memory has room, what the first pass computed
+is kept, and training begins with its backward pass. The policy's numbers are the same, only when they are computed
+differs; the critic's differ by rounding, since its last layer gives values of prompts, too, which training does not
+ask for.
 """
 
 from __future__ import annotations

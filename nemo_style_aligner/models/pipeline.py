@@ -125,7 +125,9 @@ def _micro_batches(
             yield _MicroBatch(chosen, part.packed, part.prediction, output)
             continue
         packed = pack_row(chosen.tokens, where, multiple)
-        if not model.config.sequence_parallel:  # under which each rank has some of the places
+        # Under sequence parallelism each rank has some of the places. Where there is none, the token that fills the row
+        # goes on: kernels of the last layer need something to do.
+        if not model.config.sequence_parallel and len(packed.outputs):
             packed.sequences.outputs = packed.outputs
         prediction, ids = None, packed.tokens.flatten()
         if scoring is not None:
@@ -133,11 +135,12 @@ def _micro_batches(
             outputs = None if packed.sequences.outputs is not None else packed.outputs
             prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
             ids = torch.cat([ids, targets])  # the last of each sequence is no input
-        if (largest := int(ids.max())) >= model.architecture.vocab_size:
-            raise ValueError(
-                f"token {largest} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
-                "tokenizer do not belong together (were tokens added to it?)"
-            )
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < model.architecture.vocab_size:
+                raise ValueError(
+                    f"token {token} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
+                    "tokenizer do not belong together (were tokens added to it?)"
+                )
         yield to_device(_MicroBatch(chosen, packed, prediction), device())
 
 

@@ -120,9 +120,10 @@ def _packs_weights() -> bool:
     if not _has_bf16_arithmetic() or not torch.backends.mkldnn.is_available():
         return False
     draw = torch.Generator().manual_seed(1)
-    a, weight = (torch.randn(n, 40, generator=draw).bfloat16() for n in (7, 96))
+    weight, *factors = (torch.randn(n, 4100, generator=draw).bfloat16() for n in (96, 1, 33, 300))
     try:
-        return torch.equal(product_of_packed(a, _packed(weight)), a @ weight.t())
+        packed = _packed(weight)
+        return all(torch.equal(product_of_packed(a, packed), a @ weight.t()) for a in factors)
     except (AttributeError, RuntimeError):
         return False
 
