@@ -97,5 +97,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-smollm2 results/benchmarks build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

@@ -23,7 +23,18 @@ from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import torch
-from common import SHAPES, available_cores, long_tailed, print_table, spread, write_json
+from common import (
+    SHAPES,
+    Bounds,
+    available_cores,
+    exit_on_sigterm,
+    long_tailed,
+    positive_float,
+    positive_int,
+    print_table,
+    spread,
+    write_json,
+)
 from model_files import random_weights
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -40,16 +51,21 @@ MODES = ("work queue", "longest first", "static shards")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=max(2, available_cores()))
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--lengths", type=int, nargs=2, default=(8, 512), metavar=("LOW", "HIGH"))
+    parser.add_argument("--workers", type=positive_int, default=max(2, available_cores()))
+    parser.add_argument("--requests", type=positive_int, default=128)
+    parser.add_argument("--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"))
     parser.add_argument("--shape", choices=SHAPES, default="30m")
-    parser.add_argument("--slots", type=int, default=8, help="sequences that a worker generates at the same time")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--sleep", type=float, metavar="SECONDS", help="sleep so long for each token, generate nothing")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--slots", type=positive_int, default=8, help="sequences that a worker generates at the same time"
+    )
+    parser.add_argument("--prompt-tokens", type=positive_int, default=32)
+    parser.add_argument(
+        "--sleep", type=positive_float, metavar="SECONDS", help="sleep so long for each token, generate nothing"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    exit_on_sigterm()
     # Other lengths in every round, the same for both modes: one draw may happen to suit the shards.
     draws = [long_tailed(args.requests, args.lengths, random.Random(number)) for number in range(args.rounds + 1)]
     results = summarise(run_rounds(args, draws), draws)

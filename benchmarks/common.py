@@ -1,4 +1,4 @@
-"""What the benchmarks share: tables, JSON, shapes of models, and how fast this machine can be at best."""
+"""What the benchmarks share: shapes of models, arguments, tables, JSON, and how fast this machine can be at best."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -102,6 +104,59 @@ SHAPES = {
 }
 """Shapes by name. "smollm2-135m", "qwen2-0.5b" and "llama-1b" are those of SmolLM2, Qwen2 and Llama 3.2; "135m" and
 "360m" are SmolLM2's with an even number of heads, which tensor parallelism can split."""
+
+
+# ---- what goes in -------------------------------------------------------------------------------
+
+PRECISIONS = ("bf16", "32")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Type of an argument: a whole number that is not below ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{text}: give at least {minimum}")
+        return number
+
+    return whole_number
+
+
+positive_int = at_least(1)
+
+
+def positive_float(text: str) -> float:
+    """Type of an argument: a finite number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return number
+
+
+class Bounds(argparse.Action):
+    """Action of an argument of two positive numbers, the smallest and the largest: refused in the wrong order."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, nargs=2, type=positive_int, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        low, high = values
+        if low > high:
+            raise argparse.ArgumentError(self, f"{low} {high}: give the smaller number first")
+        setattr(namespace, self.dest, values)
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: or its processes and temporary files would stay behind."""
+
+    def leave(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop cleaning up
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 # ---- what comes out -----------------------------------------------------------------------------

@@ -6,6 +6,8 @@ For benchmarks that are of the host, and for `ppo_step.py`, whose contenders alo
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -15,3 +17,9 @@ def environment_with_gpus() -> dict[str, str]:
     """This process's environment as it would be had nothing been hidden."""
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     return environment if _visible is None else environment | {"CUDA_VISIBLE_DEVICES": _visible}
+
+
+def is_gpu_hidden() -> bool:
+    """Whether torch would see a GPU had nothing been hidden: asked in a process of its own."""
+    script = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", script], env=environment_with_gpus()).returncode == 0

@@ -28,13 +28,17 @@ from typing import Any
 import torch
 from common import (
     SHAPES,
+    Bounds,
     Floor,
     MachineRates,
     available_cores,
     best_rates,
+    exit_on_sigterm,
     generation_floor,
     long_tailed,
     measure_rates,
+    positive_float,
+    positive_int,
     print_table,
     spread,
     write_json,
@@ -52,6 +56,7 @@ START_SECONDS = 900.0
 
 def main() -> None:
     args = parse_arguments()
+    exit_on_sigterm()
     rates: MachineRates | None = None
     with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as folder:
         files = make_files(args, Path(folder))
@@ -59,9 +64,8 @@ def main() -> None:
         for name, reason in skipped.items():
             if reason:
                 print(f"skipped {name}: {reason}")
-        runners = [Runner(name, files, args, Path(folder)) for name, reason in skipped.items() if not reason]
-        for runner in runners:
-            runner.wait_until_loaded()
+        if all(skipped.values()):
+            raise SystemExit("no contender is left")
         report: dict[str, Any] = {
             "settings": {key: str(value) for key, value in vars(args).items()},
             "model": files.description,
@@ -69,7 +73,13 @@ def main() -> None:
             "contenders": {},
             "workloads": {},
         }
+        runners: list[Runner] = []
         try:
+            for name, reason in skipped.items():
+                if not reason:
+                    runners.append(Runner(name, files, args, Path(folder)))
+            for runner in runners:
+                runner.wait_until_loaded()
             for workload in make_workloads(args, files):
                 rates = measure_machine(args, rates)
                 figures = measure(runners, workload, args)
@@ -96,25 +106,39 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS, metavar="NAME")
-    parser.add_argument("--workloads", nargs="+", default=("1", "8", "32", "64", "ragged"), metavar="BATCH")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--ragged-requests", type=int, default=64)
-    parser.add_argument("--ragged-prompts", type=int, nargs=2, default=(16, 256), metavar=("LOW", "HIGH"))
-    parser.add_argument("--ragged-lengths", type=int, nargs=2, default=(8, 256), metavar=("LOW", "HIGH"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of each contender")
     parser.add_argument(
-        "--patience", type=float, default=120.0, help="who needs more seconds than this gets no further round"
+        "--workloads",
+        nargs="+",
+        type=workload_name,
+        default=("1", "8", "32", "64", "ragged"),
+        metavar="BATCH",
+        help='numbers of requests of the same lengths, or "ragged": of many lengths',
     )
-    parser.add_argument("--limit", type=float, default=1800.0, help="who needs more seconds than this is out")
-    parser.add_argument("--floor-megabytes", type=int, default=1024, help="read to measure the rate of the memory")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=128)
+    parser.add_argument("--new-tokens", type=positive_int, default=128)
+    parser.add_argument("--ragged-requests", type=positive_int, default=64)
+    parser.add_argument("--ragged-prompts", action=Bounds, default=(16, 256), metavar=("LOW", "HIGH"))
+    parser.add_argument("--ragged-lengths", action=Bounds, default=(8, 256), metavar=("LOW", "HIGH"))
+    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of each contender")
+    parser.add_argument(
+        "--patience", type=positive_float, default=120.0, help="who needs more seconds than this gets no further round"
+    )
+    parser.add_argument("--limit", type=positive_float, default=1800.0, help="who needs more seconds than this is out")
+    parser.add_argument(
+        "--floor-megabytes", type=positive_int, default=1024, help="read to measure the rate of the memory"
+    )
     parser.add_argument("--work-dir", type=Path, help="where the model's files go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     return args
+
+
+def workload_name(text: str) -> str:
+    """Type of an argument ``--workloads``."""
+    return text if text == "ragged" else str(positive_int(text))
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -222,6 +246,7 @@ class Runner:
         self.failure: str | None = None
         self.facts: dict[str, Any] = {}
         self._limit = args.limit
+        self._is_busy = True
         self._log = folder / f"{name}.log"
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -238,15 +263,16 @@ class Runner:
     def call(self, action: str, workload: Workload) -> Any:
         """The answer; None, from then on always, when the contender fails, dies or takes too long."""
         if self.failure is None:
+            self._is_busy = True
             self._connection.send((action, workload))
             return self._receive(self._limit)
         return None
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, at once if it is at work."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
-        self._process.join(10)
+        self._process.join(0 if self._is_busy else 10)
         self._process.kill()
         self._process.join()
 
@@ -257,6 +283,7 @@ class Runner:
                 self._process.kill()
                 return None
             outcome, answer = self._connection.recv()
+            self._is_busy = False
         except EOFError:
             self._process.join()
             self._fail(f"its process died with status {self._process.exitcode}: {self._last_words()}")

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import SHAPES, available_cores, plot_path, print_table, spread, write_json
+from common import SHAPES, available_cores, exit_on_sigterm, plot_path, positive_int, print_table, spread, write_json
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
@@ -57,7 +56,7 @@ class Measured:
 
 def main() -> None:
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the jobs would stay behind
+    exit_on_sigterm()
     series = {name: list(points) for name, points in make_series(args)}
     results: dict[Point, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
@@ -78,11 +77,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="where the other settings change")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"))
-    parser.add_argument("--rollouts", nargs="+", type=int, default=(8, 16, 32), help="the middle one is the base")
-    parser.add_argument("--lengths", nargs="+", type=int, default=(32, 64, 128), help="the middle one is the base")
-    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), help="the first one is the base")
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each setting, after two that do not count")
+    parser.add_argument(
+        "--rollouts", nargs="+", type=positive_int, default=(8, 16, 32), help="the middle one is the base"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive_int, default=(32, 64, 128), help="the middle one is the base"
+    )
+    parser.add_argument("--ranks", nargs="+", type=positive_int, default=(1, 2, 4), help="the first one is the base")
+    parser.add_argument("--micro-batch", type=positive_int, default=4)
+    parser.add_argument(
+        "--rounds", type=positive_int, default=5, help="steps of each setting, after two that do not count"
+    )
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
     parser.add_argument("--json", type=Path)

@@ -20,7 +20,16 @@ from typing import Any
 import as_in_jobs  # noqa: F401 (before torch)
 import cpu_only  # noqa: F401 (hides GPUs: these parts are computed on CPUs only)
 import torch
-from common import SHAPES, available_cores, default_precision, measure_gemm, print_table, spread, write_json
+from common import (
+    SHAPES,
+    available_cores,
+    default_precision,
+    measure_gemm,
+    positive_int,
+    print_table,
+    spread,
+    write_json,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from training_pass import add_workload_arguments, make_workload
@@ -70,9 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
     parser.set_defaults(sequences=8)
-    parser.add_argument("--layers", type=int, default=8, help="that are computed in turn")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--layers", type=positive_int, default=8, help="that are computed in turn")
+    parser.add_argument("--rounds", type=positive_int, default=9)
+    parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -137,7 +137,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path)
     run_demo.add_options(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    run_demo.check_options(parser, args)
+    return args
 
 
 def prepare(args: argparse.Namespace) -> tuple[Demo, Path, Path]:

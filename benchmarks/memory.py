@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import SHAPES, available_cores, default_precision, print_table, write_json
+from common import SHAPES, available_cores, default_precision, positive_int, print_table, write_json
 from training_pass import OPTIM, Workload, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.precision = args.precision or default_precision()

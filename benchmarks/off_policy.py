@@ -11,14 +11,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import SHAPES, available_cores, long_tailed, print_table, spread, write_json
+from common import (
+    SHAPES,
+    Bounds,
+    at_least,
+    available_cores,
+    exit_on_sigterm,
+    long_tailed,
+    positive_int,
+    print_table,
+    spread,
+    write_json,
+)
 from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
@@ -34,7 +44,7 @@ PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy
 
 def main() -> None:
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the jobs would stay behind
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
         folder = Path(name)
         models = make_models(args.model, folder / "policy")
@@ -60,14 +70,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="the policy's shape")
     parser.add_argument("--critic-model", choices=SHAPES, default="tiny", help="the critic's and reward model's shape")
-    parser.add_argument("--rollouts", type=int, default=16, help="per step: one update of each model")
-    parser.add_argument("--lengths", type=int, nargs=2, default=(8, 512), metavar=("LOW", "HIGH"), help="of responses")
-    parser.add_argument("--ranks", type=int, default=2, help="of the actor job")
-    parser.add_argument("--rollout-ranks", type=int, default=1, help="how many of them are set apart")
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each run that do not count")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each run, one after the other")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each arrangement, taking turns")
+    parser.add_argument("--rollouts", type=positive_int, default=16, help="per step: one update of each model")
+    parser.add_argument("--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"), help="of responses")
+    parser.add_argument("--ranks", type=positive_int, default=2, help="of the actor job")
+    parser.add_argument("--rollout-ranks", type=positive_int, default=1, help="how many of them are set apart")
+    parser.add_argument("--micro-batch", type=positive_int, default=4)
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="steps of each run that do not count")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="steps of each run, one after the other")
+    parser.add_argument("--repeats", type=positive_int, default=1, help="runs of each arrangement, taking turns")
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

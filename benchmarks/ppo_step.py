@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import os
 import secrets
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only
-from common import SHAPES, MachineRates, available_cores, best_rates, computes_in_bf16, write_json
+from common import (
+    SHAPES,
+    Bounds,
+    MachineRates,
+    at_least,
+    available_cores,
+    best_rates,
+    computes_in_bf16,
+    exit_on_sigterm,
+    positive_float,
+    positive_int,
+    write_json,
+)
 from machine_rates import rates_of
 from ppo_contenders import (
     STEP_SECONDS,
@@ -46,12 +57,14 @@ CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "tr
 
 def main() -> None:
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the contenders' processes would stay behind
+    exit_on_sigterm()
     kinds = [CONTENDERS[name] for name in args.contenders]
     obstacle = trl_obstacle(args.trl_python) if Trl in kinds else "not among the contenders"
     if obstacle:
         print(f"skipped trl: {obstacle}")
         kinds = [kind for kind in kinds if kind is not Trl]
+    if not kinds:
+        raise SystemExit("no contender is left")
     report: dict[str, Any] = {
         "settings": {key: str(value) for key, value in vars(args).items()},
         "dtype": args.dtype,
@@ -138,29 +151,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: no contender sees a GPU")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and lengths")
     parser.add_argument("--workloads", nargs="+", choices=("fixed", "ragged"), default=("fixed", "ragged"))
-    parser.add_argument("--rollouts", type=int, default=32, help="per step: one update of each model")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--ragged-prompts", type=int, nargs=2, default=(16, 128), metavar=("LOW", "HIGH"))
-    parser.add_argument("--ragged-lengths", type=int, nargs=2, default=(8, 256), metavar=("LOW", "HIGH"))
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each contender that do not count")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rollouts", type=positive_int, default=32, help="per step: one update of each model")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=64)
+    parser.add_argument("--new-tokens", type=positive_int, default=64)
+    parser.add_argument("--ragged-prompts", action=Bounds, default=(16, 128), metavar=("LOW", "HIGH"))
+    parser.add_argument("--ragged-lengths", action=Bounds, default=(8, 256), metavar=("LOW", "HIGH"))
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="steps of each contender that do not count")
+    parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--busy", action="store_true", help="then as many rounds beside a process that wants a core")
     parser.add_argument(
         "--one-at-a-time",
         nargs="?",
-        type=int,
+        type=positive_int,
         const=1,
         default=0,
         metavar="ROUNDS",
         help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes "
         "do not run meanwhile: where not all fit into memory",
     )
-    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS, help="who needs longer has failed")
+    parser.add_argument("--step-seconds", type=positive_float, default=STEP_SECONDS, help="who needs longer has failed")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the processor has it, and on a GPU"
     )
-    parser.add_argument("--micro-batch", type=int, default=8, help="of ours")
+    parser.add_argument("--micro-batch", type=positive_int, default=8, help="of ours")
     parser.add_argument("--actor", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the actor job")
     parser.add_argument("--critic", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the critic job")
     parser.add_argument("--no-trl", action="store_true", help="leave trl out of the contenders")
@@ -170,24 +183,31 @@ def parse_arguments() -> argparse.Namespace:
         help="first try TRL's wait policies and batches around those given, one step each, and go on with the fastest",
     )
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with trl==1.12.0")
-    parser.add_argument("--trl-micro-batch", type=int, default=8)
-    parser.add_argument("--trl-rollout-batch", type=int, help="in generation and scoring (default: all)")
+    parser.add_argument("--trl-micro-batch", type=positive_int, default=8)
+    parser.add_argument("--trl-rollout-batch", type=positive_int, help="in generation and scoring (default: all)")
     parser.add_argument(
         "--trl-wait-policy", choices=("PASSIVE", "ACTIVE"), help="OMP_WAIT_POLICY of TRL (default: unset)"
     )
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of TRL and of the floor")
-    parser.add_argument("--floor-megabytes", type=int, default=1024, help="read to measure the rate of the memory")
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of TRL and of the floor")
+    parser.add_argument(
+        "--floor-megabytes", type=positive_int, default=1024, help="read to measure the rate of the memory"
+    )
     parser.add_argument("--models", type=Path, help="keep the converted models here, and use them again if they are")
     parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.no_trl:
         args.contenders = [name for name in args.contenders if name != "trl"]
-    if args.rounds < 1 or args.one_at_a_time < 0:
-        parser.error("--rounds and the blocks of --one-at-a-time must be at least 1")
-    for size in (args.micro_batch, args.trl_micro_batch if "trl" in args.contenders else args.micro_batch):
+        if not args.contenders:
+            parser.error("--no-trl: leaves none of --contenders trl")
+    sizes = {"--micro-batch": args.micro_batch}
+    if "trl" in args.contenders:
+        sizes["--trl-micro-batch"] = args.trl_micro_batch
+    for option, size in sizes.items():
         if args.rollouts % size:
-            parser.error(f"--rollouts {args.rollouts} is not a multiple of the micro batch {size}")
+            parser.error(f"--rollouts {args.rollouts} is not a multiple of {option} {size}")
+    if args.device == "cuda" and not cpu_only.is_gpu_hidden():
+        parser.error("--device cuda: torch sees no GPU")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" or computes_in_bf16() else "float32")
     args.trl_rollout_batch = args.trl_rollout_batch or args.rollouts
     return args

@@ -28,7 +28,7 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import psutil
 import torch
 import torch.distributed as dist
-from common import SHAPES, available_cores, print_table, spread, write_json
+from common import PRECISIONS, SHAPES, available_cores, exit_on_sigterm, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -69,12 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"), metavar="SHAPE")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--bucket-megabytes", type=int, default=DEFAULT_BUCKET_BYTES // 2**20, help="of the stream")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of all ranks together")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument(
+        "--bucket-megabytes", type=positive_int, default=DEFAULT_BUCKET_BYTES // 2**20, help="of the stream"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=5)
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of all ranks together")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    exit_on_sigterm()
     results = []
     for shape in args.shapes:
         for case in CASES:
@@ -97,7 +100,9 @@ def run_case(shape: str, case: Case, args: argparse.Namespace) -> list[dict[str,
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="refit_") as folder:
         ranks = [
-            context.Process(target=run_rank, args=(rank, shape, case, args, f"file://{folder}/ranks", answers))
+            context.Process(
+                target=run_rank, args=(rank, shape, case, args, f"file://{folder}/ranks", answers), daemon=True
+            )
             for rank in range(case.num_ranks)
         ]
         # Ranks share the cores: threads that spin while they wait would keep them from one another.
@@ -116,6 +121,7 @@ def run_case(shape: str, case: Case, args: argparse.Namespace) -> list[dict[str,
             for process in ranks:
                 process.join(0 if len(found) < case.num_ranks else 30)
                 process.kill()
+                process.join()
     return [found[rank] for rank in range(case.num_ranks)]
 
 

@@ -26,7 +26,17 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import SHAPES, available_cores, print_table, write_json
+from common import (
+    PRECISIONS,
+    SHAPES,
+    at_least,
+    available_cores,
+    exit_on_sigterm,
+    positive_float,
+    positive_int,
+    print_table,
+    write_json,
+)
 
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
@@ -45,18 +55,19 @@ REQUEST_SECONDS = 300.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="+", default=(1, 8, 64))
+    parser.add_argument("--clients", type=positive_int, nargs="+", default=(1, 8, 64))
     parser.add_argument("--shape", choices=SHAPES, default="30m")
-    parser.add_argument("--precision", default="32")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--rows", type=int, default=1, help="sequences in a request")
-    parser.add_argument("--batch-rows", type=int, default=16, help="inference_micro_batch_size: a full batch")
-    parser.add_argument("--delay", type=int, default=2000, help="max_queue_delay_microseconds")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of clients")
+    parser.add_argument("--precision", choices=PRECISIONS, default="32")
+    parser.add_argument("--length", type=positive_int, default=128, help="tokens in a sequence")
+    parser.add_argument("--rows", type=positive_int, default=1, help="sequences in a request")
+    parser.add_argument("--batch-rows", type=positive_int, default=16, help="inference_micro_batch_size: a full batch")
+    parser.add_argument("--delay", type=at_least(0), default=2000, help="max_queue_delay_microseconds")
+    parser.add_argument("--seconds", type=positive_float, default=10.0, help="for each number of clients")
     parser.add_argument("--form", choices=("binary", "json"), default="binary", help="of tensors on the wire")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="that the model computes with")
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="that the model computes with")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    exit_on_sigterm()
     stages, server = run(args)
     results = [summarise(clients, stage, server, args) for clients, stage in zip(args.clients, stages, strict=True)]
     bare = {rows: statistics.median(seconds) for rows, seconds in server["bare"].items()}

@@ -22,11 +22,14 @@ import as_in_jobs  # noqa: F401 (before torch)
 import torch
 import torch.nn.functional as F
 from common import (
+    PRECISIONS,
     SHAPES,
+    Bounds,
     available_cores,
     default_precision,
     long_tailed,
     measure_gemm,
+    positive_int,
     print_table,
     spread,
     write_json,
@@ -71,8 +74,8 @@ class Workload:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--rounds", type=positive_int, default=2)
+    parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
     parser.add_argument("--torch-layers", action="store_true", help="packed rows without the compiled layers, too")
     parser.add_argument("--json", type=Path)
@@ -128,12 +131,12 @@ def main() -> None:
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, what `make_workload` reads, and how it is divided into micro batches."""
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--precision", default=None, help="bf16 or 32; bf16 where the processor has its arithmetic")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--prompts", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--responses", type=int, nargs=2, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a packed micro batch")
-    parser.add_argument("--padded-rows", type=int, default=4, help="of a padded micro batch")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 where the processor has its arithmetic")
+    parser.add_argument("--sequences", type=positive_int, default=16)
+    parser.add_argument("--prompts", action=Bounds, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--responses", action=Bounds, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
+    parser.add_argument("--max-tokens", type=positive_int, default=1024, help="of a packed micro batch")
+    parser.add_argument("--padded-rows", type=positive_int, default=4, help="of a padded micro batch")
 
 
 def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> Workload:

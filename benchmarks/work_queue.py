@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import print_table, spread, write_json
+from common import exit_on_sigterm, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -29,13 +29,16 @@ TOKEN = "benchmark"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=256)
-    parser.add_argument("--ids", type=int, default=16384, help="of a round")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="ids that a worker asks for at a time")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2, help="that the workers are divided over")
+    parser.add_argument("--workers", type=positive_int, default=256)
+    parser.add_argument("--ids", type=positive_int, default=16384, help="of a round")
+    parser.add_argument(
+        "--batches", type=positive_int, nargs="+", default=[1, 8], help="ids that a worker asks for at a time"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--processes", type=positive_int, default=2, help="that the workers are divided over")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    exit_on_sigterm()
     results = {
         str(batch): summarise([run_round(args.workers, args.ids, batch, args.processes) for _ in range(args.rounds)])
         for batch in args.batches

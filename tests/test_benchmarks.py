@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_processes import ROOT, Job, run
+from job_processes import ROOT, Job, environment, run
 
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 
@@ -69,6 +69,21 @@ ARGUMENTS = {
     ],
 }
 
+REFUSED = [  # an option with a bad value, after what makes it bad if it is not so by itself
+    "ppo_step.py --contenders trl --no-trl",
+    "ppo_step.py --micro-batch 0",
+    "ppo_step.py --warm-up -1",
+    "generation.py --workloads foo",
+    "generation.py --ragged-lengths 50 8",
+    "refit.py --precision 16",
+    "growth.py --rounds 0",
+    "memory.py --responses 9 2",
+    "service.py --seconds 0",
+    "work_queue.py --batches 0",
+    "balance.py --sleep nan",
+    "learning.py --sft-errors 2",
+]
+
 # They start jobs of their own, which takes minutes.
 WITH_JOBS = ("ppo_step.py", "growth.py", "off_policy.py", "learning.py")
 with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
@@ -97,6 +112,17 @@ def benchmark(name: str, folder: Path, arguments: list[str]) -> Report:
     content = json.loads(report.read_text())
     assert content["machine"]["cores"] >= 1 and content["machine"]["versions"]["torch"]
     return output, content
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_bad_value_ends_at_once(command: str) -> None:
+    name, *arguments = command.split()
+    option = [word for word in arguments if word.startswith("--")][-1]
+    values = " ".join(arguments[arguments.index(option) + 1 :])
+    words = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
+    last_line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and option in last_line and values in last_line, done.stderr
 
 
 def test_generation(reports: dict[str, Report]) -> None:

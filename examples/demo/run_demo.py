@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
     add_options(parser)
     args = parser.parse_args()
+    check_options(parser, args)
     demo = Demo(args.output.resolve(), num_stages=6)
     sft = train_sft(demo, args, make_base_model(demo, args))
     reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
@@ -60,6 +61,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ppo-steps", type=int, default=10)
 
 
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a message where an option of `add_options` makes no sense."""
+    require_at_least(parser, args, 1, "base_steps", "base_tries", "sft_steps", "rm_steps", "ppo_steps")
+    if not 0 <= args.min_operand <= args.max_operand:
+        parser.error(f"--min-operand {args.min_operand}: must be between 0 and --max-operand {args.max_operand}")
+    if not 0 <= args.sft_errors <= 1:
+        parser.error(f"--sft-errors {args.sft_errors}: must be between 0 and 1")
+
+
 def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
     """A model from scratch that knows sums: random weights, then training on right answers."""
     folder = demo.directory
@@ -73,7 +83,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
-        for seed in range(args.seed, args.seed + max(1, args.base_tries)):  # whether it understands is partly luck
+        for seed in range(args.seed, args.seed + args.base_tries):  # whether it understands is partly luck
             log_dir = folder / "base"
             shutil.rmtree(log_dir, ignore_errors=True)
             demo.run(
@@ -123,7 +133,7 @@ def train_reward_model(demo: Demo, args: argparse.Namespace, sft: Path) -> tuple
             data_prefix(data / "train_comparisons.jsonl", data / "test_comparisons.jsonl"),
             "model.data.append_eod=True", "model.force_head_dtype=float32",
             "++model.micro_batch_size=64", "++model.global_batch_size=64",
-            f"trainer.rm.max_steps={args.rm_steps}", f"trainer.rm.val_check_interval={args.rm_steps // 2}",
+            f"trainer.rm.max_steps={args.rm_steps}", f"trainer.rm.val_check_interval={max(1, args.rm_steps // 2)}",
             "trainer.rm.save_interval=0", "model.optim.lr=1e-3", "model.optim.sched.min_lr=1e-4",
             "model.optim.sched.constant_steps=0", f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
         )  # fmt: skip

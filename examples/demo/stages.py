@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -103,6 +104,13 @@ class Demo:
 
     def _log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
+
+
+def require_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:
+    """End with a message unless each of these options is at least so large."""
+    for name in names:
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least {least}")
 
 
 def python(script: str | Path) -> list[str]:

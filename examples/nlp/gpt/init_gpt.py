@@ -9,14 +9,24 @@ from pathlib import Path
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.data.tokenizer import load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import single_process
 
 
+def tokenizer(path: str) -> Tokenizer:
+    """Type of the argument ``--tokenizer``."""
+    try:
+        return load_tokenizer(path)
+    except TokenizerError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="Hugging Face tokenizer directory")
+    parser.add_argument(
+        "--tokenizer", type=tokenizer, required=True, metavar="DIR", help="Hugging Face tokenizer directory"
+    )
     parser.add_argument("--output", type=Path, required=True, help="the .nemo file to write")
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -28,14 +38,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
-    tokenizer = load_tokenizer(args.tokenizer)
     architecture = ModelArchitecture(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
         num_attention_heads=args.num_heads,
         num_query_groups=args.num_query_groups or args.num_heads,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=args.tokenizer.vocab_size,
         max_position_embeddings=args.max_length,
         tied_embeddings=args.tied_embeddings,
     )
@@ -44,7 +53,7 @@ def main() -> None:
     with single_process(args.seed):
         model = build_model(architecture, {}, parse_precision(32), trainable=False)
         with tempfile.TemporaryDirectory() as folder:  # the folder given may hold a whole model
-            tokenizer.save(Path(folder) / "tokenizer")
+            args.tokenizer.save(Path(folder) / "tokenizer")
             save_nemo(args.output, model, config, Path(folder) / "tokenizer")
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
 
