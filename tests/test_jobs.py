@@ -393,6 +393,15 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 
+@pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere"])
+def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: str) -> None:
+    train_character_tokenizer("abc", tmp_path / "tokenizer")
+    command = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "base.nemo"))
+    job = Job(script("init_gpt.py", *command, *mistake.split()), tmp_path / "log")
+    assert job.wait(TIMEOUT) == 2 and "init_gpt.py: error: " in job.output().splitlines()[-1], job.describe()
+    assert not (tmp_path / "base.nemo").exists()
+
+
 def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp_path: Path) -> None:
     """A language model's archive in the place of the reward model's; another tokenizer's reward model."""
     wrong, log_dir = str(artefacts.sft), tmp_path / "critic"

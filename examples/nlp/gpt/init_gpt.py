@@ -38,16 +38,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
 
-    architecture = ModelArchitecture(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
-        num_attention_heads=args.num_heads,
-        num_query_groups=args.num_query_groups or args.num_heads,
-        vocab_size=args.tokenizer.vocab_size,
-        max_position_embeddings=args.max_length,
-        tied_embeddings=args.tied_embeddings,
-    )
+    try:
+        architecture = ModelArchitecture(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
+            num_attention_heads=args.num_heads,
+            num_query_groups=args.num_query_groups or args.num_heads,
+            vocab_size=args.tokenizer.vocab_size,
+            max_position_embeddings=args.max_length,
+            tied_embeddings=args.tied_embeddings,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
