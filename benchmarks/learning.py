@@ -172,7 +172,7 @@ def run(demo: Demo, args: argparse.Namespace, name: str, seed: int, sft: Path, r
         run_demo.evaluate_model(demo, args, policy, reward_model, evaluation)
     summary = json.loads(evaluation.read_text())["summary"]
     curves = read_metrics(demo.directory / folder / "actor")
-    rewards = [value for _, value in curves["train_rollouts/rewards"]][-args.ppo_steps :]  # warm-up rounds come before
+    rewards = [value for _, value in curves["train_rollouts/rewards"]]
     outcome = Outcome(rewards, summary["accuracy"], curves["train_rollouts/init_policy_kl"][-1][1])
     print(
         f"{name}, seed {seed}: reward {rewards[0]:.2f} -> {outcome.reward:.2f}, accuracy {outcome.accuracy:.1%}",
