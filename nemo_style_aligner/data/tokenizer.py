@@ -7,6 +7,7 @@ network is never touched.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -293,6 +294,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     config = Path(path) / GENERATION_CONFIG
     tokenizer.generation_config = config.read_text(encoding="utf-8") if config.is_file() else None
     return tokenizer
+
+
+def tokenizer_argument(path: str) -> Tokenizer:
+    """`load_tokenizer` as the type of a script's argument: a mistake is an error of the command line."""
+    try:
+        return load_tokenizer(path)
+    except TokenizerError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _load(path: Path) -> Tokenizer:

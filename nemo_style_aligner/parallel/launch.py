@@ -272,15 +272,14 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
     return info.local_rank
 
 
+# ---- entry scripts ------------------------------------------------------------------------------
+
 _HELP = """
 
 Any key of the config can be set on the command line (trainer.devices=2). conf/ says what each means.
 
 $CONFIG"""
 """Of ``--help``, below what the script says of itself; hydra puts the config in."""
-
-
-# ---- entry scripts ------------------------------------------------------------------------------
 
 
 def job(

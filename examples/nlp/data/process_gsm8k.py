@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, tokenizer_argument
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # "3+4 = <<3+4=7>>7"
 FINAL_ANSWER = re.compile(r"\n(?:####|A:) *([^\n]*)\s*$")
@@ -128,19 +128,13 @@ def prompt_lines(style: Style, records: Sequence[Record]) -> Iterator[dict]:
         yield {"text": style.prompt(record.text("question")), "answer": final_answer(record)}
 
 
-def tokenizer(path: str) -> Tokenizer:
-    """Type of the argument ``--tokenizer``."""
-    try:
-        return load_tokenizer(path)
-    except TokenizerError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="folder with the GSM8K files")
     parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
-    parser.add_argument("--tokenizer", type=tokenizer, metavar="DIR", help="use this tokenizer's chat template")
+    parser.add_argument(
+        "--tokenizer", type=tokenizer_argument, metavar="DIR", help="use this tokenizer's chat template"
+    )
     parser.add_argument("--test-fraction", type=float, default=0.1, help="questions whose comparisons are for test")
     parser.add_argument("--max-pairs-per-question", type=int, help="default: all")
     parser.add_argument("--keep-calculator", action="store_true", help="keep annotations such as <<3+4=7>>")

@@ -9,23 +9,15 @@ from pathlib import Path
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import tokenizer_argument
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import single_process
-
-
-def tokenizer(path: str) -> Tokenizer:
-    """Type of the argument ``--tokenizer``."""
-    try:
-        return load_tokenizer(path)
-    except TokenizerError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokenizer", type=tokenizer, required=True, metavar="DIR", help="Hugging Face tokenizer directory"
+        "--tokenizer", type=tokenizer_argument, required=True, metavar="DIR", help="Hugging Face tokenizer directory"
     )
     parser.add_argument("--output", type=Path, required=True, help="the .nemo file to write")
     parser.add_argument("--num-layers", type=int, default=4)
