@@ -233,7 +233,7 @@ def _find_legacy(key: str) -> LegacyKey | None:
 
 def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: LegacyKey) -> str:
     value = OmegaConf.select(cfg, key)
-    if legacy.allowed and value not in legacy.allowed:
+    if legacy.allowed and not legacy.allows(value):
         raise ConfigError(f"{key}={value}: {legacy.note}; leave the key out")
     if legacy.allowed:
         return ""  # the key says what is so in any case
@@ -255,6 +255,17 @@ def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: Legac
 
 
 _ABSENT = object()
+
+
+def keys_without_effect(cfg: DictConfig, job: str) -> set[str]:
+    """The keys of a config that `check_config` has let pass, but that the job does not read whatever they say."""
+    known = set(_leaves(load_defaults(job)))
+    unread = set()
+    for key in _leaves(cfg):
+        legacy = None if _is_known(key, known) else _find_legacy(key)
+        if legacy is not None and legacy.moved_to is None and not legacy.allowed:
+            unread.add(key)
+    return unread
 
 
 def _job_section(defaults: DictConfig) -> str:

@@ -17,12 +17,18 @@ class LegacyKey:
         note: what it means here, in one line.
         moved_to: the key that takes its value; ``None`` when it has no effect.
         allowed: values under which the note is true; any other value is an error. Empty: all.
+        counts_are_others: an integer is not the share that equals it (Lightning's 1 batch and 1.0 of all).
     """
 
     pattern: str
     note: str
     moved_to: str | None = None
     allowed: tuple[Any, ...] = ()
+    counts_are_others: bool = False
+
+    def allows(self, value: object) -> bool:
+        """Whether the note is true of a value."""
+        return value in self.allowed and not (self.counts_are_others and type(value) is int)
 
 
 _NONE = (None, "none", "null")
@@ -74,7 +80,12 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     ),
     LegacyKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
     # The loops
-    LegacyKey("trainer.*.limit_train_batches", "not supported, see max_steps", allowed=(1.0, *_NONE)),
+    LegacyKey(
+        "trainer.*.limit_train_batches",
+        "not supported, see max_steps",
+        allowed=(1.0, *_NONE),
+        counts_are_others=True,
+    ),
     LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
     LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build

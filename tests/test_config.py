@@ -219,6 +219,14 @@ def test_legacy_values_that_would_mean_something_else_are_errors(override: str) 
         check_config(cfg, "gpt_ppo_actor")
 
 
+def test_a_count_of_batches_is_not_the_share_that_equals_it() -> None:
+    with pytest.raises(ConfigError, match=r"limit_train_batches=1: not supported, see max_steps"):
+        check_config(composed("gpt_sft", "+trainer.sft.limit_train_batches=1"), "gpt_sft")
+    with pytest.raises(ConfigError) as error:  # files are not given
+        check_config(composed("gpt_sft", "+trainer.sft.limit_train_batches=1.0"), "gpt_sft")
+    assert "limit_train_batches" not in str(error.value)
+
+
 def test_a_service_exports_no_best_model() -> None:
     key = "exp_manager.checkpoint_callback_params.save_best_model"
     assert check_config(composed("gpt_ppo_critic", f"++{key}=False"), "gpt_ppo_critic") == []

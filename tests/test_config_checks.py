@@ -119,6 +119,8 @@ def test_whole_numbers_may_be_typed_as_floats() -> None:
 
 def test_templates_are_unescaped_as_typed_on_a_command_line() -> None:
     assert _unescaped(r"Q: {input}\n\nA:\t\\n é") == "Q: {input}\n\nA:\t\\n é"
+    typed = r"\x00System\n\x11User\n{input}\n\u0011Assistant\21\n{output}"
+    assert _unescaped(typed) == "\x00System\n\x11User\n{input}\n\x11Assistant\x11\n{output}"
 
 
 def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:
@@ -199,6 +201,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "precision": ("gpt_sft", 1, "trainer.precision=16", ("trainer.precision=16: choose bf16 or 32",)),
     "schedule": (
         "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),
+    ),
+    "constant": (  # and no complaint of min_lr, which it does not read
+        "gpt_sft", 1, "model.optim.sched.name=constant model.optim.lr=1e-8 model.optim.eps=0",
+        ("model.optim.eps=0: must be",),
     ),
     "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
     "critic": (
@@ -746,3 +752,7 @@ def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str)
     notes = check_config(complete, job)
     assert len(theirs) > 20 and all("=" in note for note in notes)
     OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
+    refused = [
+        line for line in find_problems(job, complete, world_size=8) if ": must be " in line or ": choose " in line
+    ]
+    assert not refused

@@ -235,6 +235,9 @@ def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: To
     item = sft(tmp_path, tokenizer, row)[0]
     assert spell(tokenizer, item.token_ids) == "User: 6+10? 16$"
     assert learnt(tokenizer, item) == "___________ 16$"
+    spaced = {"input": " User: 6+10? ", "output": " 16  "}  # NeMo strips spaces, and nothing else
+    assert sft(tmp_path, tokenizer, spaced)[0] == item
+    assert spell(tokenizer, sft(tmp_path, tokenizer, row | {"output": "16\n"})[0].token_ids).endswith("16\n$")
     assert sum(sft(tmp_path, tokenizer, row, answer_only_loss=False)[0].targets) == 15
     assert spell(tokenizer, sft(tmp_path, tokenizer, row, add_eos=False)[0].token_ids) == "User: 6+10? 16"
     separated = sft(tmp_path, tokenizer, row, add_sep=True, sep_id=tokenizer.text_to_ids("#")[0])[0]

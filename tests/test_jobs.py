@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Artefacts
@@ -138,7 +139,13 @@ def test_supervised_jobs(artefacts: Artefacts) -> None:
     assert [step for step, _ in rm["train/loss"]] == [1, 2, 3]
     assert rm["train/loss"][0][1] == pytest.approx(0.69, abs=0.1)
     assert all(0.0 <= value <= 1.0 for _, value in rm["val/accuracy"])
-    assert "rewards_chosen_mean" in " ".join(rm) and "rewards_rejected_mean" in " ".join(rm)
+    for part in ("train", "val"):
+        chosen, rejected, mean, std = (
+            np.array([value for _, value in rm[f"{part}/rewards_{name}"]])
+            for name in ("chosen_mean", "rejected_mean", "all_mean", "all_std")
+        )
+        assert mean == pytest.approx((chosen + rejected) / 2, abs=1e-6)
+        assert (std >= abs(chosen - rejected) / 2 - 1e-6).all() and not any("square" in name for name in rm)
 
 
 # ---- the tutorial's commands --------------------------------------------------------------------

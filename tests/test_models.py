@@ -59,6 +59,7 @@ from nemo_style_aligner.models.supervised_losses import (
     PairBatch,
     attribute_regression_objective,
     ranking_objective,
+    with_deviations,
 )
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -1166,6 +1167,18 @@ def test_settings_of_a_job_do_not_come_with_the_model() -> None:
         "hidden_size": 64,
         "regression": {"attribute_weights": [1.0], "num_attributes": 2},
     }
+
+
+def test_rewards_of_pairs_have_their_mean_and_deviation() -> None:
+    head = RewardHeadConfig()
+    outputs, lengths = torch.randn(6, 5, 1), torch.tensor([5, 2, 3, 4, 1, 1])
+    batch = PairBatch(torch.zeros(6, 5, dtype=torch.long), lengths, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
+    _, count, sums = ranking_objective(head).loss(outputs, batch)
+    metrics = with_deviations({name: float(value / count) for name, value in sums.items()})
+    rewards = outputs[torch.arange(4), lengths[:4] - 1, 0]
+    assert metrics["rewards_all_mean"] == pytest.approx(rewards.mean().item())
+    assert metrics["rewards_all_std"] == pytest.approx(rewards.std(unbiased=False).item())
+    assert with_deviations({"loss": 1.0, "x_mean": math.nan, "x_mean_square": math.nan}).keys() == {"loss", "x_mean"}
 
 
 @pytest.mark.parametrize("job", ["gpt_ppo_critic", "inference_rm"])

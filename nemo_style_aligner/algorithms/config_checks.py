@@ -45,7 +45,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config import ConfigError, keys_without_effect
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -120,7 +120,10 @@ def _any_size_wrong(problems: list[str]) -> bool:
 
 
 def _out_of_range(view: JobView) -> Iterator[str]:
+    unread = keys_without_effect(view.cfg, view.name)  # NeMo's own files have values there that no reader would take
     for key, value in values(view.cfg):
+        if key in unread:
+            continue
         if isinstance(value, OmegaConfBaseException):
             yield f"{key}: cannot be computed from the values it refers to: {str(value).splitlines()[0]}"
             continue
@@ -251,6 +254,8 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
         if other is not None and size != other:
             yield f"{of_data}={other} has no effect: {key}={size} wins"
+    if OmegaConf.select(cfg, "model.answer_only_loss") is False:
+        yield "model.answer_only_loss=False: prompts are learnt, too; NeMo-Aligner's file says so, its job never does"
 
 
 # ---- layout -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import train_step
-from nemo_style_aligner.models.supervised_losses import Objective
+from nemo_style_aligner.models.supervised_losses import Objective, with_deviations
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
@@ -127,7 +127,7 @@ class SupervisedTrainer(TrainingLoop):
         metrics = self._run(batch, self.batching)
         num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
         metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return {name: value for name, value in with_deviations(metrics).items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:
         """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set.
@@ -150,7 +150,7 @@ class SupervisedTrainer(TrainingLoop):
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
         count = totals.pop("num_items", 0.0)
-        metrics = {name: total / count for name, total in totals.items()} if count else {}
+        metrics = with_deviations({name: total / count for name, total in totals.items()}) if count else {}
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
 

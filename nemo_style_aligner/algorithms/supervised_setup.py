@@ -118,12 +118,15 @@ def build_supervised_trainer(
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+_ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
 
 
 def _unescaped(template: str) -> str:
-    r"""``\n``, ``\t``, ``\r`` and ``\\`` as they are typed on a command line, which NeMo reads in this way, too."""
-    return re.sub(r"\\([nrt\\])", lambda match: _ESCAPES[match[1]], template)
+    r"""``\n``, ``\x11`` and the like as they are typed on a command line, which NeMo reads in this way, too.
+
+    Python's escapes for single characters but for those of bells and the like; other text stays as it is.
+    """
+    return _ESCAPED.sub(lambda match: match[0].encode("ascii").decode("unicode_escape"), template)
 
 
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:

@@ -140,7 +140,8 @@ class SFTDataset:
 
     def _encode_pair(self, record: Record) -> SFTItem:
         options, tokenizer = self._options, self._tokenizer
-        fields = {key: record.text(key) for key in options.template_keys}
+        # Spaces around a field are not the template's, as in NeMo: two in a row would be other tokens.
+        fields = {key: record.text(key).strip(" ") for key in options.template_keys}
         between = [options.sep_id] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
         room = options.max_seq_length - len(self._bos) - len(between) - len(after)

@@ -45,7 +45,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in ("CosineAnnealing", "constant"):
             raise ValueError(f"model.optim.sched.name={self.name!r}: choose CosineAnnealing or constant")
-        if self.min_lr > self.lr:
+        if self.name != "constant" and self.min_lr > self.lr:
             raise ValueError(f"model.optim.sched.min_lr={self.min_lr} is above model.optim.lr={self.lr}")
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,20 @@ class Objective:
     scoring: Scoring | None = None
 
 
+MEAN_SQUARE = "_mean_square"
+
+
+def with_deviations(metrics: dict[str, float]) -> dict[str, float]:
+    """Each mean of squares (of a population, with its mean beside it) as a standard deviation."""
+    squares = {name.removesuffix(MEAN_SQUARE) for name in metrics if name.endswith(MEAN_SQUARE)}
+    deviations = {
+        f"{name}_std": math.sqrt(max(0.0, metrics[name + MEAN_SQUARE] - metrics[f"{name}_mean"] ** 2))
+        for name in squares
+        if math.isfinite(metrics[name + MEAN_SQUARE])
+    }
+    return {name: value for name, value in metrics.items() if not name.endswith(MEAN_SQUARE)} | deviations
+
+
 def language_model_objective() -> Objective:
     """Cross-entropy of the tokens that count; items are tokens."""
     return Objective(_language_model_loss, lambda batch: batch.loss_mask != 0, Scoring())
@@ -67,7 +82,7 @@ def _language_model_loss(logprobs: torch.Tensor, batch: LanguageModelBatch) -> L
 
 
 def ranking_objective(head: RewardHeadConfig) -> Objective:
-    """Bradley-Terry loss; items are pairs. Reports ``accuracy`` and the two rewards, not standardised."""
+    """Bradley-Terry loss; items are pairs. Reports ``accuracy`` and the rewards, not standardised."""
     head = dataclasses.replace(head, std=None)
 
     def loss(outputs: torch.Tensor, batch: PairBatch) -> LossResult:
@@ -78,6 +93,8 @@ def ranking_objective(head: RewardHeadConfig) -> Objective:
             "accuracy": (correct * weights).sum(),
             "rewards_chosen_mean": (chosen * weights).sum(),
             "rewards_rejected_mean": (rejected * weights).sum(),
+            "rewards_all_mean": ((chosen + rejected) / 2 * weights).sum(),
+            f"rewards_all{MEAN_SQUARE}": ((chosen.square() + rejected.square()) / 2 * weights).sum(),
         }
         return (per_pair * weights).sum(), weights.sum(), sums
 
