@@ -21,6 +21,7 @@ from model_files import ModelFiles
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.step import WeightFormat
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, SamplingParams
+from nemo_style_aligner.parallel.groups import avoid_attention_plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Embedded(OwnEngine):
     weight_format: ClassVar[WeightFormat] = "dtype"
 
     def load(self) -> None:
-        """Weights come with the refit."""
+        """Weights come with the refit; attention is what jobs have."""
+        avoid_attention_plans()
 
     def make_engine(self, **options: int) -> GenerationEngine:
         return EmbeddedEngine(

@@ -164,10 +164,10 @@ def parse_arguments() -> argparse.Namespace:
         nargs="?",
         type=positive_int,
         const=1,
-        default=0,
         metavar="ROUNDS",
         help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes "
-        "do not run meanwhile: where not all fit into memory",
+        "do not run meanwhile: where not all fit into memory (default: all take part in each round; on a GPU, whose "
+        "memory each takes as it finds it, in one block each)",
     )
     parser.add_argument("--step-seconds", type=positive_float, default=STEP_SECONDS, help="who needs longer has failed")
     parser.add_argument(
@@ -208,6 +208,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--rollouts {args.rollouts} is not a multiple of {option} {size}")
     if args.device == "cuda" and not cpu_only.is_gpu_hidden():
         parser.error("--device cuda: torch sees no GPU")
+    if args.one_at_a_time is None:
+        args.one_at_a_time = args.rounds if args.device == "cuda" else 0
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" or computes_in_bf16() else "float32")
     args.trl_rollout_batch = args.trl_rollout_batch or args.rollouts
     return args

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import multiprocessing
 import os
 import queue
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-import psutil
 import torch
 import torch.distributed as dist
 from common import PRECISIONS, SHAPES, available_cores, exit_on_sigterm, positive_int, print_table, spread, write_json
+from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -183,36 +181,6 @@ def together(action: Callable[[], Any]) -> float:
     action()
     dist.barrier()
     return time.perf_counter() - started
-
-
-def peak_extra_bytes(action: Callable[[], None]) -> int:
-    """The most memory that this process holds during ``action`` beyond what it held before."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # or what the allocator kept from before would hide what is needed
-    dist.barrier()
-    with sampled_memory() as peak:
-        before = peak[0]
-        action()
-    return max(0, peak[0] - before)
-
-
-@contextlib.contextmanager
-def sampled_memory() -> Iterator[list[int]]:
-    """A list of one number, the highest resident memory seen since, which a thread updates every millisecond."""
-    process, done = psutil.Process(), threading.Event()
-    peak = [process.memory_info().rss]
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peak[0] = max(peak[0], process.memory_info().rss)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
 
 
 # ---- what is reported ---------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from common import (
     spread,
     write_json,
 )
-from refit import peak_extra_bytes
+from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.architecture import ModelArchitecture

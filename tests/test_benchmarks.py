@@ -338,3 +338,10 @@ def test_training_pass(reports: dict[str, Report]) -> None:
             assert result[kind]["seconds"].keys() == result[kind]["fraction_of_gemm_rate"].keys() == SPREAD
             assert result[kind]["tokens_per_second"] > 0
     assert report["head_memory_bytes"]["logits"] == 4 * report["scored_tokens"] * 512
+
+
+def test_benchmarks_of_passes_see_the_gpu() -> None:
+    """`cpu_only` hides it at once from whoever imports it, by whatever way."""
+    script = "import os, sys; import training_pass, memory; sys.exit('CUDA_VISIBLE_DEVICES' in os.environ)"
+    visible = {name: value for name, value in environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT / "benchmarks", env=visible).returncode == 0

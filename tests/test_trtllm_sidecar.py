@@ -429,6 +429,8 @@ def test_the_environment_hides_launcher_and_trainer() -> None:
         "VIRTUAL_ENV": "/trainer",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "RAY_ADDRESS": "other:6379",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "PATH": "/bin",
         "HOME": "/root",
     }

@@ -220,7 +220,17 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
 def initialize_single_process() -> None:
     """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    avoid_attention_plans()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def avoid_attention_plans() -> None:
+    """Leave cuDNN's attention alone, for the whole process; without a GPU this changes nothing.
+
+    It makes a plan for every new shape, which takes up to seconds, and keeps it for ever; packed rows and prompts'
+    chunks have a new shape each time. torch prefers it on newer GPUs.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextlib.contextmanager

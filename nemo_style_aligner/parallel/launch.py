@@ -110,6 +110,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     import torch.distributed as dist
 
     from nemo_style_aligner.parallel import worlds
+    from nemo_style_aligner.parallel.groups import avoid_attention_plans
     from nemo_style_aligner.parallel.meeting import meet
 
     if torch.cuda.is_available():
@@ -119,8 +120,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
         backend = "nccl"
         _use_trees_for_sums_only()
-        # cuDNN's attention makes a plan for every new shape, and packed rows have a new one each time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        avoid_attention_plans()
     else:
         backend = "gloo"
         keep_freed_memory()

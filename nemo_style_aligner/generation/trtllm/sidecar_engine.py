@@ -258,11 +258,15 @@ class SidecarEngine(EngineLifecycle):
         """All buckets, then the end of the refit. A bucket lives until every worker has read it."""
         uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
         for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
+            copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # another process reads it
-            handles = dict(self._group.gather((uuid, self._make_handles(bucket))))
+                torch.cuda.synchronize()  # another process reads them
+            handles = dict(self._group.gather((uuid, self._make_handles(copies))))
             self._call("weights", handles=handles)
+            del copies
         self._call("finish_weights")
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
         if self._cache_asleep:
             self._call("resume", what=["kv_cache"])
             self._cache_asleep = False

@@ -33,6 +33,9 @@ def ipc_handles(bucket: Bucket) -> str:
 
     That is base64 of a pickled list of (name, (function, arguments)); TensorRT-LLM's workers unpickle it with a
     restricted unpickler. The tensors must stay alive until they have been read there.
+
+    Give copies that are dropped then: torch wraps a tensor's storage once more each time that it is shared, and
+    gives the wrappers back with the storage alone, which of a model's parameters is never.
     """
     handles = [(name, reduce_tensor(tensor.detach())) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
