@@ -128,8 +128,7 @@ def make_experience(
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names.
     """
-    valid = rollouts.is_valid
-    mask = rollouts.response_mask() * valid[:, None]
+    mask = rollouts.response_mask() * rollouts.is_valid[:, None]
     policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
 
     if init_logprobs is None:
@@ -139,30 +138,19 @@ def make_experience(
     advantages, returns = functional.generalized_advantage_estimation(
         scores.values, rewards, mask, settings.gamma, settings.lam
     )
-    metrics = {
-        "rollout_size": len(rollouts),
-        "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
-        "response_lengths": rollouts.lengths.float().mean().item(),
-        "generation_length": (rollouts.lengths - rollouts.prompt_lengths).float().mean().item(),
-        "fraction_of_samples_properly_ended": rollouts.is_end.float().mean().item(),
-        "rewards": scores.rewards[valid].mean().item(),
-        "rewards_with_kl": masked_mean(rewards, mask, dim=-1)[valid].mean().item(),
-        "init_policy_kl": masked_mean(kl, mask, dim=-1)[valid].mean().item(),
-        "nonfinite_samples": float((~valid).sum()),
-    }
-    for name, values in (("advantages", advantages), ("returns", returns), ("values", scores.values)):
-        mean = masked_mean(values, mask)
-        metrics[f"{name}_mean"] = mean.item()
-        metrics[f"{name}_std"] = masked_mean((values - mean).square(), mask).sqrt().item()
-    metrics |= engine_gap(logprobs, rollouts.engine_logprobs, mask)
-    staleness = version - rollouts.weight_versions
-    metrics |= {"staleness_mean": staleness.float().mean().item(), "staleness_max": float(staleness.max())}
     importance_weights, trusted = _importance(logprobs, rollouts.engine_logprobs, mask, settings)
     policy_mask = policy_mask * trusted[:, None]
-    metrics |= _importance_metrics(
-        importance_weights, trusted, logprobs - rollouts.engine_logprobs, policy_mask, settings
-    )
-
+    staleness = version - rollouts.weight_versions
+    metrics = {
+        **_rollout_metrics(rollouts, scores, kl, rewards, mask),
+        **_moments("advantages", advantages, mask),
+        **_moments("returns", returns, mask),
+        **_moments("values", scores.values, mask),
+        **engine_gap(logprobs, rollouts.engine_logprobs, mask),
+        "staleness_mean": staleness.float().mean().item(),
+        "staleness_max": float(staleness.max()),
+        **_importance_metrics(importance_weights, trusted, logprobs - rollouts.engine_logprobs, policy_mask, settings),
+    }
     if settings.normalize:
         # Every rank holds all samples, so this is the whitening over all data-parallel ranks.
         advantages = functional.whiten(advantages, policy_mask, settings.unbiased)
@@ -179,6 +167,31 @@ def make_experience(
         staleness=staleness,
     )
     return experience, metrics
+
+
+def _rollout_metrics(
+    rollouts: RolloutBatch, scores: Scores, kl: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """Lengths and ends of the responses, what they got and paid; ``kl``, ``rewards``, ``mask`` fp32 [n, s-1]."""
+    valid = rollouts.is_valid
+    return {
+        "rollout_size": len(rollouts),
+        "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
+        "response_lengths": rollouts.lengths.float().mean().item(),
+        "generation_length": (rollouts.lengths - rollouts.prompt_lengths).float().mean().item(),
+        "fraction_of_samples_properly_ended": rollouts.is_end.float().mean().item(),
+        "rewards": scores.rewards[valid].mean().item(),
+        "rewards_with_kl": masked_mean(rewards, mask, dim=-1)[valid].mean().item(),
+        "init_policy_kl": masked_mean(kl, mask, dim=-1)[valid].mean().item(),
+        "nonfinite_samples": float((~valid).sum()),
+    }
+
+
+def _moments(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Mean and standard deviation over the tokens of ``mask``."""
+    mean = masked_mean(values, mask)
+    deviation = masked_mean((values - mean).square(), mask).sqrt()
+    return {f"{name}_mean": mean.item(), f"{name}_std": deviation.item()}
 
 
 def _importance(
