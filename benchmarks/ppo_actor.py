@@ -47,9 +47,9 @@ class ForcedLengths:
 
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
         """As the engine's own; RuntimeError when a response has another length than forced."""
-        forced = (dataclasses.replace(r, max_new_tokens=self._lengths[tuple(r.prompt_ids)]) for r in requests)
+        forced = (dataclasses.replace(r, max_new_tokens=self._lengths[tuple(r.prompt_token_ids)]) for r in requests)
         for result in self._engine.generate(forced, dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)):
-            if len(result.token_ids) != self._lengths[tuple(result.prompt_ids)]:
+            if len(result.token_ids) != self._lengths[tuple(result.prompt_token_ids)]:
                 raise RuntimeError(f"sample {result.request_id} has {len(result.token_ids)} tokens, not those forced")
             yield result
 

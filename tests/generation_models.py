@@ -123,7 +123,7 @@ def ragged_requests(count: int, longest: int = 60, seed: int = 0) -> list[Genera
 
 
 @torch.no_grad()
-def hf_logits(model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+def hf_logits(model: PreTrainedModel, prompt_token_ids: list[int], token_ids: list[int]) -> torch.Tensor:
     """Float32 logits [len(token_ids), vocab] that predict each response token, without any cache."""
-    logits = model(torch.tensor([prompt_ids + token_ids]), use_cache=False).logits
-    return logits[0, len(prompt_ids) - 1 : -1].float()
+    logits = model(torch.tensor([prompt_token_ids + token_ids]), use_cache=False).logits
+    return logits[0, len(prompt_token_ids) - 1 : -1].float()

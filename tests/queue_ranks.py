@@ -69,7 +69,9 @@ class Engine:
                 made.append(tokens[len(made)])
                 if len(made) == len(tokens):
                     running.remove(entry)
-                    yield GenerationResult(request.request_id, request.prompt_ids, made, [-1.0] * len(made), "stop", 0)
+                    yield GenerationResult(
+                        request.request_id, request.prompt_token_ids, made, [-1.0] * len(made), "stop", 0
+                    )
 
     def close(self) -> None:
         self.closed = True

@@ -40,8 +40,8 @@ def test_greedy_equals_argmax_of_hugging_face(family: str) -> None:
     results = list(engine.generate(iter(requests), GREEDY))
     assert sorted(result.request_id for result in results) == list(range(18))
     for result in results:
-        assert result.prompt_ids == requests[result.request_id].prompt_ids
-        logits = hf_logits(model, result.prompt_ids, result.token_ids)
+        assert result.prompt_token_ids == requests[result.request_id].prompt_token_ids
+        logits = hf_logits(model, result.prompt_token_ids, result.token_ids)
         assert logits.argmax(-1).tolist() == result.token_ids
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=2e-5, rtol=0)
@@ -55,7 +55,7 @@ def test_long_sequences_cross_attention_buckets() -> None:
     engine = engine_for(model=model, num_slots=2, max_sequence_length=300, prefill_chunk_tokens=50)
     params = SamplingParams(max_new_tokens=150, min_new_tokens=150, use_greedy=True)
     for result in engine.generate(ragged_requests(3, longest=140, seed=3), params):
-        logits = hf_logits(model, result.prompt_ids, result.token_ids)
+        logits = hf_logits(model, result.prompt_token_ids, result.token_ids)
         logits[:, EOS] = -torch.inf
         assert logits.argmax(-1).tolist() == result.token_ids
 
@@ -96,7 +96,7 @@ def test_logprobs_are_of_the_tempered_unfiltered_distribution() -> None:
     model = hf_model()
     params = SamplingParams(max_new_tokens=25, temperature=1.7, top_k=20, top_p=0.9, repetition_penalty=1.2)
     for result in engine_for(model=model).generate(ragged_requests(6), params):
-        expected = (hf_logits(model, result.prompt_ids, result.token_ids) / 1.7).log_softmax(-1)
+        expected = (hf_logits(model, result.prompt_token_ids, result.token_ids) / 1.7).log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=2e-5, rtol=0)
 
@@ -109,14 +109,14 @@ def test_constraints_equal_hugging_face_generate(penalty: float, minimum: int) -
     params = SamplingParams(max_new_tokens=30, min_new_tokens=minimum, use_greedy=True, repetition_penalty=penalty)
     for result in engine_for(model=model).generate(ragged_requests(8), params):
         output = model.generate(
-            torch.tensor([result.prompt_ids]),
-            attention_mask=torch.ones(1, len(result.prompt_ids), dtype=torch.long),
+            torch.tensor([result.prompt_token_ids]),
+            attention_mask=torch.ones(1, len(result.prompt_token_ids), dtype=torch.long),
             do_sample=False,
             max_new_tokens=30,
             min_new_tokens=minimum or None,
             repetition_penalty=penalty,
         )
-        assert output[0, len(result.prompt_ids) :].tolist() == result.token_ids
+        assert output[0, len(result.prompt_token_ids) :].tolist() == result.token_ids
 
 
 def test_ids_above_the_tokenizer_are_never_sampled_but_count_in_logprobs() -> None:
@@ -125,7 +125,7 @@ def test_ids_above_the_tokenizer_are_never_sampled_but_count_in_logprobs() -> No
     for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, top_k=5), GREEDY):
         for result in engine.generate(ragged_requests(6), params):
             assert max(result.token_ids) < 10
-            expected = hf_logits(model, result.prompt_ids, result.token_ids).log_softmax(-1)
+            expected = hf_logits(model, result.prompt_token_ids, result.token_ids).log_softmax(-1)
             expected = expected.gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
             torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=2e-5, rtol=0)
 
@@ -154,7 +154,7 @@ def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = engine.statistics
     assert passes == list(range(statistics.steps))  # the watchdog hears of each
     assert statistics.generated_tokens == sum(len(result.token_ids) for result in results)
-    assert statistics.prefill_tokens == sum(len(request.prompt_ids) for request in requests)
+    assert statistics.prefill_tokens == sum(len(request.prompt_token_ids) for request in requests)
     assert 0 < statistics.steps <= statistics.active_slot_steps <= 4 * statistics.steps
     assert list(engine.generate([], GREEDY)) == []
     assert engine.statistics.active_slot_steps == engine.statistics.steps == 0
@@ -169,8 +169,10 @@ def test_bfloat16_stays_close_to_float32() -> None:
     ours, theirs = [], []
     for result in results:
         chosen = torch.tensor(result.token_ids)[:, None]
-        exact = hf_logits(model, result.prompt_ids, result.token_ids).log_softmax(-1).gather(-1, chosen)[:, 0]
-        rounded = hf_logits(low_precision, result.prompt_ids, result.token_ids).log_softmax(-1).gather(-1, chosen)[:, 0]
+        exact = hf_logits(model, result.prompt_token_ids, result.token_ids).log_softmax(-1).gather(-1, chosen)[:, 0]
+        rounded = (
+            hf_logits(low_precision, result.prompt_token_ids, result.token_ids).log_softmax(-1).gather(-1, chosen)[:, 0]
+        )
         ours.append((torch.tensor(result.logprobs) - exact).abs())
         theirs.append((rounded - exact).abs())
     assert torch.cat(ours).mean() < 1.5 * torch.cat(theirs).mean()
@@ -252,7 +254,7 @@ def test_requests_may_have_limits_of_their_own() -> None:
     engine = engine_for(model=model)
     lengths = [1, 7, None, 30, 2, 90]
     requests = [
-        GenerationRequest(i, request.prompt_ids, i, max_new_tokens=length)
+        GenerationRequest(i, request.prompt_token_ids, i, max_new_tokens=length)
         for i, (request, length) in enumerate(zip(ragged_requests(6), lengths, strict=True))
     ]
     results = list(engine.generate(requests, params))

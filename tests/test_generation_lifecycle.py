@@ -39,7 +39,7 @@ def test_refit_changes_weights_and_version() -> None:
         assert engine.weight_version == version
         for result in _generate(engine):
             assert result.weight_version == version
-            assert hf_logits(model, result.prompt_ids, result.token_ids).argmax(-1).tolist() == result.token_ids
+            assert hf_logits(model, result.prompt_token_ids, result.token_ids).argmax(-1).tolist() == result.token_ids
     assert engine.num_compilations == 1
 
 

@@ -163,7 +163,7 @@ def expected_tokens(request: GenerationRequest, params: SamplingParams) -> list[
     key = torch.tensor([request_key(params.seed, request.seed)])
     while len(tokens) < params.max_new_tokens and tokens[-1:] != [EOS]:
         rows = SamplingRows(key, torch.tensor([len(tokens)]))
-        token, _ = sample(hashed_logits(request.prompt_ids + tokens)[None], params, rows)
+        token, _ = sample(hashed_logits(request.prompt_token_ids + tokens)[None], params, rows)
         tokens.append(int(token))
     return tokens
 
@@ -222,7 +222,7 @@ def test_no_schedule_shows_in_the_responses(remembering: Any, seed: int) -> None
         statistics = engine.statistics
         assert engine._blocks.in_use == 0
         assert 0 < statistics.peak_pages <= statistics.num_pages == step.shape.num_pages
-        prompts = sum(len(request.prompt_ids) for request in requests)
+        prompts = sum(len(request.prompt_token_ids) for request in requests)
         computed = statistics.prefill_tokens + statistics.shared_prefix_tokens
         assert computed == prompts if statistics.preemptions == 0 else computed > prompts
 
@@ -258,7 +258,7 @@ def test_prefill_share_bounds_the_passes_that_carry_chunks(remembering: Any, sha
     assert all(sum(both[:end]) <= share * end + 1 for end in range(1, len(both)))
     assert max(prompt for decode, prompt in step.passes if decode) == 8
     assert sum(both) > 0.4 * share * len(both)
-    assert step.passes[0] == (0, min(4 * 8 + 4, sum(len(request.prompt_ids) for request in requests[:4])))
+    assert step.passes[0] == (0, min(4 * 8 + 4, sum(len(request.prompt_token_ids) for request in requests[:4])))
 
 
 def test_an_abandoned_generation_leaves_no_pages(remembering: Any) -> None:

@@ -82,8 +82,8 @@ class Reference:
     @torch.no_grad()
     def logits(self, result: GenerationResult) -> torch.Tensor:
         """fp32 [response tokens, vocabulary]: what predicts each token of the response."""
-        ids = torch.tensor([result.prompt_ids + result.token_ids])
-        return self.model(ids, use_cache=False).logits[0, len(result.prompt_ids) - 1 : -1]
+        ids = torch.tensor([result.prompt_token_ids + result.token_ids])
+        return self.model(ids, use_cache=False).logits[0, len(result.prompt_token_ids) - 1 : -1]
 
 
 @pytest.fixture(scope="module")

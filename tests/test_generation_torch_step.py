@@ -124,7 +124,7 @@ def test_int8_is_the_model_with_rounded_weights(family: str) -> None:
                 assert (integers * scale[:, None] - parameter).abs().max() <= 0.51 * scale.max()
                 parameter.copy_(integers * scale[:, None])
     for result in engine.generate(ragged_requests(8), GREEDY):
-        logits = hf_logits(rounded, result.prompt_ids, result.token_ids)
+        logits = hf_logits(rounded, result.prompt_token_ids, result.token_ids)
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=5e-5, rtol=0)
         assert logits.argmax(-1).tolist() == result.token_ids
@@ -154,7 +154,7 @@ def test_int8_engine_in_bfloat16_stays_close() -> None:
     model = hf_model()
     engine = engine_for(model=model, dtype=torch.bfloat16, weight_format="int8", step="torch")
     for result in engine.generate(ragged_requests(6), SamplingParams(max_new_tokens=20)):
-        exact = hf_logits(model, result.prompt_ids, result.token_ids).log_softmax(-1)
+        exact = hf_logits(model, result.prompt_token_ids, result.token_ids).log_softmax(-1)
         exact = exact.gather(-1, torch.tensor(result.token_ids)[:, None]).squeeze(-1)
         assert (torch.tensor(result.logprobs) - exact).abs().mean() < 0.2
 

@@ -1306,8 +1306,8 @@ def test_engines_agree_with_each_other_and_with_the_trainer(name: str, sampling:
         other: GenerationResult = baseline[request_id]
         assert result.token_ids == other.token_ids and result.finish_reason == other.finish_reason
         torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
-        ids = torch.tensor([result.prompt_ids + result.token_ids])
-        trainers = logprobs(model, ids, params.logprob_temperature)[0, len(result.prompt_ids) - 1 :]
+        ids = torch.tensor([result.prompt_token_ids + result.token_ids])
+        trainers = logprobs(model, ids, params.logprob_temperature)[0, len(result.prompt_token_ids) - 1 :]
         torch.testing.assert_close(torch.tensor(result.logprobs), trainers, atol=1e-5, rtol=0)
         assert max(result.token_ids) < VOCAB - 2
 
@@ -1323,7 +1323,7 @@ def test_the_baseline_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> Non
         engine.generate([], SamplingParams(max_new_tokens=1))
     generate(engine, model, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_strings=("<|new|>",)))
     counted = engine.statistics
-    assert counted.prefill_tokens == sum(len(request.prompt_ids) for request in prompts())
+    assert counted.prefill_tokens == sum(len(request.prompt_token_ids) for request in prompts())
     assert counted.generated_tokens == 5 * 9 and counted.steps >= 3 * 5  # batches of four, four and one
     assert len(passes) == counted.steps
     with torch.no_grad():
@@ -1341,6 +1341,6 @@ def test_bf16_engine_stays_near_the_bf16_trainer() -> None:
     engine = EmbeddedEngine(ARCHITECTURES["llama"], dtype=torch.bfloat16, **options)
     gaps = []
     for result in generate(engine, model, SamplingParams(max_new_tokens=24)).values():
-        ids = torch.tensor([result.prompt_ids + result.token_ids])
-        gaps.append((torch.tensor(result.logprobs) - logprobs(model, ids)[0, len(result.prompt_ids) - 1 :]).abs())
+        ids = torch.tensor([result.prompt_token_ids + result.token_ids])
+        gaps.append((torch.tensor(result.logprobs) - logprobs(model, ids)[0, len(result.prompt_token_ids) - 1 :]).abs())
     assert torch.cat(gaps).mean() < 0.03

@@ -71,7 +71,7 @@ def _check(engine: GenerationEngine, steps: int = 3) -> None:
         model = hf_model(seed=version)
         engine.refit(_cuda_weights(version).items(), version)
         for result in engine.generate(ragged_requests(8, longest=40), greedy):
-            logits = hf_logits(model, result.prompt_ids, result.token_ids)
+            logits = hf_logits(model, result.prompt_token_ids, result.token_ids)
             chosen = torch.tensor(result.token_ids)
             gap = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0]
             assert gap.max() < 0.25  # a near tie may fall the other way in bf16
@@ -82,7 +82,7 @@ def _check(engine: GenerationEngine, steps: int = 3) -> None:
     hot = SamplingParams(max_new_tokens=12, temperature=1.3, min_new_tokens=2)
     model = hf_model(seed=steps - 1)
     for result in engine.generate(ragged_requests(8, longest=40), hot):
-        logits = hf_logits(model, result.prompt_ids, result.token_ids) / 1.3
+        logits = hf_logits(model, result.prompt_token_ids, result.token_ids) / 1.3
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
         assert torch.tensor(result.logprobs) == pytest.approx(expected, abs=0.15)
         assert EOS not in result.token_ids[:2]

@@ -353,7 +353,7 @@ def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path)
         sidecar = Sidecar(sys.executable, json.loads(sys.argv[1]), ping_seconds=20)
         sidecar.call("start", 60, model="", dtype="bfloat16", tensor_parallel_size=1, max_batch_size=1, max_seq_len=9,
                      vocab_size=96, vocab_limit=96, kv_cache_memory_fraction=0.1, sleep=False)
-        sidecar.send("generate", prompt_ids=[90], max_new_tokens=1, min_new_tokens=0, stop_ids=[1],
+        sidecar.send("generate", prompt_token_ids=[90], max_new_tokens=1, min_new_tokens=0, stop_ids=[1],
                      greedy=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=0)
         time.sleep(0.5)
         print(sidecar.pid, flush=True)

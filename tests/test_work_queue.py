@@ -418,7 +418,7 @@ class Sink:
 
 
 def respond(request: GenerationRequest) -> GenerationResult:
-    return GenerationResult(request.request_id, request.prompt_ids, [3], [0.0], "stop", 0)
+    return GenerationResult(request.request_id, request.prompt_token_ids, [3], [0.0], "stop", 0)
 
 
 def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() -> None:

@@ -134,7 +134,7 @@ def evaluate(
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
                 response=_before_end(base.tokenizer.ids_to_text(result.token_ids), sampling.stop_strings),
-                tokens=result.prompt_ids + result.token_ids,
+                tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
                 answer=None if answer is None else str(answer),

@@ -124,7 +124,7 @@ class GenerationSchedule:
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(base64.b64decode(part))]
-        if len(results) != len(batch) or any(r.prompt_ids != batch[r.request_id].token_ids for r in results):
+        if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
             logger.warning("the rollouts kept for step %d are left out: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])

@@ -184,8 +184,8 @@ class SFTDataset:
         prompt_template = template.rstrip(" ")
         prompt = prompt_template.format_map(fields)
         response = template[len(prompt_template) :] + fields[self._options.label_key]
-        prompt_ids, response_ids = self._tokenizer.parts_to_ids([prompt, response])
-        return prompt_ids, response_ids
+        prompt_token_ids, response_ids = self._tokenizer.parts_to_ids([prompt, response])
+        return prompt_token_ids, response_ids
 
     # ---- chats ----
 

@@ -65,11 +65,11 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt. The same ``prompt_ids``, ``seed``, weights and sampling parameters give the same
+    """One prompt. The same ``prompt_token_ids``, ``seed``, weights and sampling parameters give the same
     response, whatever else is in the batch and whichever rank serves it (up to float rounding)."""
 
     request_id: int
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     seed: int = 0
     max_new_tokens: int | None = None  # of this response; None: the sampling parameters'
 
@@ -79,7 +79,7 @@ class GenerationRequest:
 
     def check(self, sampling: SamplingParams, max_sequence_length: int, vocab_size: int) -> None:
         """Raise ValueError naming this request if an engine of these limits cannot serve it."""
-        if not self.prompt_ids:
+        if not self.prompt_token_ids:
             raise ValueError(f"request {self.request_id}: the prompt is empty; give it at least one token")
         max_new_tokens = self.limit(sampling)
         if not max(1, sampling.min_new_tokens) <= max_new_tokens:
@@ -87,14 +87,14 @@ class GenerationRequest:
                 f"request {self.request_id}: max_new_tokens={max_new_tokens} must be at least 1 and at least "
                 f"min_new_tokens={sampling.min_new_tokens}"
             )
-        total = len(self.prompt_ids) + max_new_tokens
+        total = len(self.prompt_token_ids) + max_new_tokens
         if total > max_sequence_length:
             raise ValueError(
-                f"request {self.request_id}: prompt of {len(self.prompt_ids)} tokens plus max_new_tokens="
+                f"request {self.request_id}: prompt of {len(self.prompt_token_ids)} tokens plus max_new_tokens="
                 f"{max_new_tokens} is {total}, above the engine's max_sequence_length={max_sequence_length}; "
                 "drop or shorten the prompt, lower length_params.max_length or build a longer engine"
             )
-        low, high = min(self.prompt_ids), max(self.prompt_ids)
+        low, high = min(self.prompt_token_ids), max(self.prompt_token_ids)
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"request {self.request_id}: prompt holds token id {low if low < 0 else high}, outside the model's "
@@ -115,7 +115,7 @@ class GenerationResult:
     """
 
     request_id: int
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason

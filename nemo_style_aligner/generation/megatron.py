@@ -71,13 +71,13 @@ class MegatronEngine(EngineLifecycle):
     ) -> Iterator[GenerationResult]:
         """Step through positions together: a prompt's own tokens are forced, everything after is sampled."""
         where, statistics = device(), self._statistics
-        prompt_lengths = [len(r.prompt_ids) for r in batch]
+        prompt_lengths = [len(r.prompt_token_ids) for r in batch]
         shortest, longest = min(prompt_lengths), max(prompt_lengths)
         tokens = torch.zeros(
             len(batch), longest + max(r.limit(sampling) for r in batch), dtype=torch.int64, device=where
         )
         for row, request in enumerate(batch):
-            tokens[row, : prompt_lengths[row]] = torch.tensor(request.prompt_ids, device=where)
+            tokens[row, : prompt_lengths[row]] = torch.tensor(request.prompt_token_ids, device=where)
         context = StaticInferenceContext(len(batch), tokens.shape[1])
         keys = torch.tensor([request_key(sampling.seed, r.seed) for r in batch], dtype=torch.int64, device=where)
         stop_ids = torch.tensor(stop.stop_ids, dtype=torch.int64, device=where)
@@ -108,7 +108,12 @@ class MegatronEngine(EngineLifecycle):
                 if reason := stop.check(response, request.max_new_tokens):
                     alive.discard(row)
                     yield GenerationResult(
-                        request.request_id, request.prompt_ids, response, logprobs[row], reason, self._weight_version
+                        request.request_id,
+                        request.prompt_token_ids,
+                        response,
+                        logprobs[row],
+                        reason,
+                        self._weight_version,
                     )
             start, end = end, end + 1
 

@@ -85,12 +85,12 @@ class RolloutCollector:
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
         """All ranks' results on every rank, in the order of the samples."""
         where = device()
-        sequences = [r.prompt_ids + r.token_ids for r in results]
+        sequences = [r.prompt_token_ids + r.token_ids for r in results]
         width = torch.tensor([max(map(len, sequences), default=0)], device=where)
         dist.all_reduce(width, dist.ReduceOp.MAX)
         s = int(width)
         # Log-probs belong to the response only: zeros stand at the prompt's positions.
-        logprobs = [[0.0] * (len(r.prompt_ids) - 1) + r.logprobs for r in results]
+        logprobs = [[0.0] * (len(r.prompt_token_ids) - 1) + r.logprobs for r in results]
 
         def column(values: list[int]) -> torch.Tensor:
             return all_gather_rows(torch.tensor(values, dtype=torch.int64, device=where)).cpu()
@@ -106,7 +106,7 @@ class RolloutCollector:
             sample_ids=sample_ids[order],
             prompt_ids=torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
             tokens=all_gather_rows(pad_rows(sequences, 0, s).to(where)).cpu()[order],
-            prompt_lengths=column([len(r.prompt_ids) for r in results])[order],
+            prompt_lengths=column([len(r.prompt_token_ids) for r in results])[order],
             lengths=column([len(sequence) for sequence in sequences])[order],
             is_end=column([int(r.finish_reason == "stop") for r in results])[order].bool(),
             engine_logprobs=all_gather_rows(pad_rows(logprobs, 0, s - 1, torch.float32).to(where)).cpu()[order],

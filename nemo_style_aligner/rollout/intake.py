@@ -89,7 +89,7 @@ class ScoredResponses:
             return
         batch = self.results[-self._unsent :]
         self._unsent = 0
-        sequences = [result.prompt_ids + result.token_ids for result in batch]
+        sequences = [result.prompt_token_ids + result.token_ids for result in batch]
         scores = self._scorer.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
         self._requests.append(([r.request_id for r in batch], scores))
         self._last_heard = time.monotonic()

@@ -23,13 +23,13 @@ class RoundRequest:
 def pack_results(results: Sequence[GenerationResult]) -> bytes:
     """Any number of responses; log-probs keep fp32, which is what engines compute."""
     facts = [
-        [r.request_id, int(r.finish_reason == "stop"), r.weight_version, len(r.prompt_ids), len(r.token_ids)]
+        [r.request_id, int(r.finish_reason == "stop"), r.weight_version, len(r.prompt_token_ids), len(r.token_ids)]
         for r in results
     ]
     return safetensors.torch.save(
         {
             "facts": torch.tensor(facts, dtype=torch.int64).view(len(facts), 5),
-            "tokens": _flat([r.prompt_ids + r.token_ids for r in results], torch.int32),
+            "tokens": _flat([r.prompt_token_ids + r.token_ids for r in results], torch.int32),
             "logprobs": _flat([r.logprobs for r in results], torch.float32),
         }
     )
@@ -46,7 +46,7 @@ def unpack_results(content: bytes) -> list[GenerationResult]:
         results.append(
             GenerationResult(
                 request_id=request_id,
-                prompt_ids=tokens[start : start + prompt_length],
+                prompt_token_ids=tokens[start : start + prompt_length],
                 token_ids=tokens[start + prompt_length : end],
                 logprobs=logprobs[response : response + length],
                 finish_reason="stop" if is_stop else "length",

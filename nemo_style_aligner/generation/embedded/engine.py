@@ -181,7 +181,7 @@ class EmbeddedEngine(EngineLifecycle):
                         scheduler.finish(sequence)
                         yield GenerationResult(
                             request_id=sequence.request.request_id,
-                            prompt_ids=sequence.request.prompt_ids,
+                            prompt_token_ids=sequence.request.prompt_token_ids,
                             token_ids=sequence.token_ids,
                             logprobs=sequence.logprobs,
                             finish_reason=reason,

@@ -175,7 +175,7 @@ class Scheduler:
         if request is None:
             return False
         key = self._admit(request)
-        self._waiting.append(Sequence(request, self._num_pulled, key, request.prompt_ids))
+        self._waiting.append(Sequence(request, self._num_pulled, key, request.prompt_token_ids))
         self._num_pulled += 1
         return True
 
@@ -187,7 +187,7 @@ class Scheduler:
         held.append(-(-len(newcomer.prefill_ids) // PAGE_TOKENS))
         # The last token of a response is never computed.
         longest = (
-            len(sequence.request.prompt_ids) + sequence.request.limit(self._limits.sampling) - 1
+            len(sequence.request.prompt_token_ids) + sequence.request.limit(self._limits.sampling) - 1
             for sequence in sequences
         )
         return sum(pages * PAGE_TOKENS < length for pages, length in zip(held, longest, strict=True))
@@ -205,7 +205,7 @@ class Scheduler:
         if not sequence.is_decoding:
             self._prefilling.remove(sequence)
         self._leave(sequence)
-        sequence.prefill_ids = sequence.request.prompt_ids + sequence.token_ids
+        sequence.prefill_ids = sequence.request.prompt_token_ids + sequence.token_ids
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)  # the youngest of all that were in slots, older than all that wait
         self.num_preemptions += 1

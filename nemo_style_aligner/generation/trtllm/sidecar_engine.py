@@ -209,9 +209,14 @@ class SidecarEngine(EngineLifecycle):
         if not all(map(math.isfinite, logprobs[:length])):
             raise FloatingPointError(f"request {request.request_id}: TensorRT-LLM gave log-probs that are not finite")
         self._statistics.generated_tokens += length
-        self._statistics.prefill_tokens += len(request.prompt_ids)
+        self._statistics.prefill_tokens += len(request.prompt_token_ids)
         return GenerationResult(
-            request.request_id, request.prompt_ids, tokens[:length], logprobs[:length], reason, self._weight_version
+            request.request_id,
+            request.prompt_token_ids,
+            tokens[:length],
+            logprobs[:length],
+            reason,
+            self._weight_version,
         )
 
     # ---- the sidecar ------------------------------------------------------------------------
@@ -335,7 +340,7 @@ class SidecarEngine(EngineLifecycle):
 
 def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:
     return {
-        "prompt_ids": request.prompt_ids,
+        "prompt_token_ids": request.prompt_token_ids,
         "max_new_tokens": request.limit(sampling),
         "min_new_tokens": sampling.min_new_tokens,
         "stop_ids": list(stop.stop_ids),

@@ -99,7 +99,12 @@ class StepSampler:
                 )
             found.append(
                 GenerationResult(
-                    request.request_id, request.prompt_ids, tokens, logprobs, reason, weight_version=weight_version
+                    request.request_id,
+                    request.prompt_token_ids,
+                    tokens,
+                    logprobs,
+                    reason,
+                    weight_version=weight_version,
                 )
             )
         return found
@@ -139,5 +144,5 @@ class StepSampler:
         if self._seen is None:
             self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
             for row, request in enumerate(self._requests):
-                self._seen[row, torch.tensor(request.prompt_ids, device=logits.device)] = True
+                self._seen[row, torch.tensor(request.prompt_token_ids, device=logits.device)] = True
         return self._seen

@@ -165,9 +165,9 @@ class TensorRTEngine(EngineLifecycle):
         while batch := list(itertools.islice(requests, self._num_slots)):
             for request in batch:
                 self._check(request, sampling)
-                if len(request.prompt_ids) > self._max_input_length:
+                if len(request.prompt_token_ids) > self._max_input_length:
                     raise ValueError(
-                        f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens, above the "
+                        f"request {request.request_id}: prompt of {len(request.prompt_token_ids)} tokens, above the "
                         f"trainer.ppo.trt_llm.max_input_len={self._max_input_length} the engine was built for"
                     )
             for part in self._fitting(batch, sampling):
@@ -178,7 +178,7 @@ class TensorRTEngine(EngineLifecycle):
         part: list[GenerationRequest] = []
         for request in batch:
             grown = [*part, request]
-            room = max(len(r.prompt_ids) for r in grown) + max(r.limit(sampling) for r in grown)
+            room = max(len(r.prompt_token_ids) for r in grown) + max(r.limit(sampling) for r in grown)
             if part and room > self._max_sequence_length:
                 yield part
                 grown = [request]
@@ -197,7 +197,7 @@ class TensorRTEngine(EngineLifecycle):
             statistics=self._statistics,
             agree=self._group.agree,
         )
-        prompts = [request.prompt_ids for request in batch]
+        prompts = [request.prompt_token_ids for request in batch]
         ids = self._library.decode(
             self._runner,
             prompts,
@@ -208,7 +208,7 @@ class TensorRTEngine(EngineLifecycle):
         self._statistics.prefill_tokens += sum(map(len, prompts))
         results = sampler.results(self._weight_version)
         for row, result in enumerate(results):
-            start = len(result.prompt_ids)
+            start = len(result.prompt_token_ids)
             decoded = ids[row, start : start + len(result.token_ids)].tolist()
             if decoded != result.token_ids:
                 raise RuntimeError(

@@ -141,7 +141,7 @@ class Service:
     async def generate(
         self,
         *,
-        prompt_ids: list[int],
+        prompt_token_ids: list[int],
         max_new_tokens: int,
         min_new_tokens: int,
         stop_ids: list[int],
@@ -181,7 +181,7 @@ class Service:
                 embedding_bias=self._bias(stop_ids if hold_back else []),
                 logprobs=1,
             )
-            output = await self._llm.generate_async(inputs=prompt_ids + tokens, sampling_params=sampling)
+            output = await self._llm.generate_async(inputs=prompt_token_ids + tokens, sampling_params=sampling)
             completion = output.outputs[0]
             if completion.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"TensorRT-LLM ended a response with finish_reason={completion.finish_reason!r}")
