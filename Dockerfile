@@ -27,6 +27,8 @@ CMD ["make", "test"]
 # ---- gpu ------------------------------------------------------------------------------------------
 FROM ${PYTORCH_IMAGE} AS gpu
 ARG MEGATRON_CORE_VERSION
+# The image allows TF32 in place of fp32, in tools and scripts, too, that do not set this themselves.
+ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 WORKDIR /opt/nemo_style_aligner
 COPY . .
 # The image's torch, Transformer Engine and numpy stay: pip would replace pre-release versions that it thinks too old.
@@ -53,6 +55,7 @@ RUN python3 -m venv /opt/trtllm \
 # ---- trtllm-engine: TensorRT engines inside the trainer's processes -------------------------------
 FROM ${TRTLLM_ENGINE_IMAGE} AS trtllm-engine
 ARG MEGATRON_CORE_VERSION
+ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 WORKDIR /opt/nemo_style_aligner
 COPY . .
 # TensorRT-LLM 1.2.1 pins torch, numpy<2 and transformers 4.57: they stay, and this project runs with them. Convert

@@ -21,7 +21,7 @@ from model_files import ModelFiles
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.step import WeightFormat
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, SamplingParams
-from nemo_style_aligner.parallel.groups import avoid_attention_plans
+from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Embedded(OwnEngine):
 
     def load(self) -> None:
         """Weights come with the refit; attention is what jobs have."""
-        avoid_attention_plans()
+        set_up_cuda_arithmetic()
 
     def make_engine(self, **options: int) -> GenerationEngine:
         return EmbeddedEngine(

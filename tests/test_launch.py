@@ -174,6 +174,19 @@ def test_threads_of_a_rank(
     assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
+def test_products_of_fp32_are_computed_in_fp32() -> None:
+    """In NVIDIA's images, too; and torch has no word to say about the names that this goes by."""
+    code = (
+        "import torch; before = torch.backends.cuda.matmul.fp32_precision\n"
+        "from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic\n"
+        "import warnings; warnings.simplefilter('error'); set_up_cuda_arithmetic()\n"
+        "print(before, torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())"
+    )
+    env = CLEAN | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, text=True, stdout=subprocess.PIPE, check=True)
+    assert run.stdout.split() == ["tf32", "ieee", "highest"]
+
+
 def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
     other = detect_launch(STEP | {"SLURM_JOB_ID": "101"})
     assert other.master_port != SLURM_INFO.master_port
@@ -509,6 +522,22 @@ def run(
 
 
 LAUNCHERS = ["python", "torchrun", pytest.param("mpirun", marks=needs_mpi)]
+
+
+@pytest.mark.parametrize(("tp_size", "given", "expected"), [(2, None, "1"), (2, "8", "8"), (1, None, None)])
+def test_cuda_is_told_of_tensor_parallelism_before_anything_imports_torch(
+    script: Path, tp_size: int, given: str | None, expected: str | None
+) -> None:
+    script.write_text(SCRIPT.replace("check=None", 'check="seen.check"'))
+    (script.parent / "seen.py").write_text(
+        "import os, sys\n"
+        "def check(*_):\n"
+        "    print('seen', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'), 'torch' in sys.modules, flush=True)\n"
+        "    sys.exit(3)\n"
+    )
+    env = CLEAN if given is None else CLEAN | {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    result = run(script, f"model.tensor_model_parallel_size={tp_size}", "trainer.devices=1", env=env)
+    assert result.stdout.split() == ["seen", str(expected), "False"] and result.returncode == 3, result.stderr
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)

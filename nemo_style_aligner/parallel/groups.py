@@ -220,16 +220,20 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
 def initialize_single_process() -> None:
     """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    avoid_attention_plans()
+    set_up_cuda_arithmetic()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def avoid_attention_plans() -> None:
-    """Leave cuDNN's attention alone, for the whole process; without a GPU this changes nothing.
+def set_up_cuda_arithmetic() -> None:
+    """How GPUs multiply and attend, for the whole process; without a GPU this changes nothing.
 
-    It makes a plan for every new shape, which takes up to seconds, and keeps it for ever; packed rows and prompts'
-    chunks have a new shape each time. torch prefers it on newer GPUs.
+    fp32 is not rounded to TF32 in products: reward and value heads, and ``trainer.precision=32``, count on its digits,
+    and NVIDIA's images allow it by a variable of the environment.
+
+    cuDNN's attention is left alone: it makes a plan for every new shape, which takes up to seconds, and keeps it for
+    ever; packed rows and prompts' chunks have a new shape each time. torch prefers it on newer GPUs.
     """
+    torch.backends.cuda.matmul.allow_tf32 = False  # sets what newer names read, too; those alone would contradict it
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -110,17 +110,14 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     import torch.distributed as dist
 
     from nemo_style_aligner.parallel import worlds
-    from nemo_style_aligner.parallel.groups import avoid_attention_plans
+    from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
     from nemo_style_aligner.parallel.meeting import meet
 
     if torch.cuda.is_available():
-        # megatron-core's overlap of tensor-parallel exchanges with products counts on one queue, before CUDA starts.
-        if int(OmegaConf.select(cfg, "model.tensor_model_parallel_size") or 1) > 1:
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
         backend = "nccl"
         _use_trees_for_sums_only()
-        avoid_attention_plans()
+        set_up_cuda_arithmetic()
     else:
         backend = "gloo"
         keep_freed_memory()
@@ -237,6 +234,13 @@ def _share_cores(info: LaunchInfo) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def _use_one_queue(cfg: DictConfig) -> None:
+    """What megatron-core's overlap of tensor-parallel exchanges with products counts on. CUDA reads it as it starts."""
+    tp_size = OmegaConf.select(cfg, "model.tensor_model_parallel_size")
+    if isinstance(tp_size, int) and tp_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _use_trees_for_sums_only() -> None:
@@ -394,6 +398,7 @@ def _run_job(
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = check_config(cfg, name)
+    _use_one_queue(cfg)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
