@@ -13,10 +13,10 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice, choose_step
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Offer
-from nemo_style_aligner.generation.embedded.packing import StepPacker
 from nemo_style_aligner.generation.embedded.sampler import SlotSampler
-from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from nemo_style_aligner.generation.embedded.scheduler import ScheduledSequence, Scheduler, SchedulerLimits, StepPlan
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, WeightFormat
+from nemo_style_aligner.generation.embedded.step_packing import StepPacker
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.engine import (
     GenerationRequest,
@@ -192,7 +192,7 @@ class EmbeddedEngine(EngineLifecycle):
                 self._blocks.reset()
                 self._step.clear_pages()  # NaN would outlive even pages of zero weight
 
-    def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[Sequence]:
+    def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
         """One forward pass; adds a token to each sequence it returns."""
         logits = self._step.forward(self._packer.pack(plan, scheduler))
         sequences, slots = plan.sampled()

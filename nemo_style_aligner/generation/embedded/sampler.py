@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nemo_style_aligner.generation.embedded.scheduler import Sequence
+from nemo_style_aligner.generation.embedded.scheduler import ScheduledSequence
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
@@ -37,7 +37,7 @@ class SlotSampler:
             size = (shape.num_slots, shape.architecture.vocab_size)
             self._seen = torch.zeros(size, dtype=torch.bool, device=device)
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: ScheduledSequence) -> None:
         """Note a sequence that is new to its slot."""
         self._keys[sequence.slot] = sequence.key
         self._lengths[sequence.slot] = len(sequence.token_ids)

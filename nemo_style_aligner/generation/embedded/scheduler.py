@@ -22,7 +22,7 @@ _WAITING = -1
 
 
 @dataclasses.dataclass
-class Sequence:
+class ScheduledSequence:
     """A request and its response so far, in a slot or waiting for one."""
 
     request: GenerationRequest
@@ -44,7 +44,7 @@ class Sequence:
 class PrefillChunk:
     """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on."""
 
-    sequence: Sequence
+    sequence: ScheduledSequence
     start: int
     length: int
 
@@ -58,11 +58,11 @@ class PrefillChunk:
 class StepPlan:
     """One forward pass: a token of each of ``decode``, then the chunks."""
 
-    decode: list[Sequence]
+    decode: list[ScheduledSequence]
     decode_slots: np.ndarray  # int32, theirs, ascending
     prefill: list[PrefillChunk]
 
-    def sampled(self) -> tuple[list[Sequence], np.ndarray]:
+    def sampled(self) -> tuple[list[ScheduledSequence], np.ndarray]:
         """The sequences that get a token from this pass, in the order of the logits' rows, and their slots."""
         completed = [chunk.sequence for chunk in self.prefill if chunk.completes_prompt]
         if not completed:
@@ -121,10 +121,10 @@ class Scheduler:
         self._limits = limits
         self._admit = admit
         self._free_slots = list(range(num_slots))  # a heap: low slots first
-        self._active: dict[int, Sequence] = {}  # by slot
-        self._waiting: collections.deque[Sequence] = collections.deque()  # for memory; the oldest first
-        self._prefilling: collections.deque[Sequence] = collections.deque()  # the oldest first
-        self._decoding: tuple[list[Sequence], np.ndarray] | None = None  # None: not known any more
+        self._active: dict[int, ScheduledSequence] = {}  # by slot
+        self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
+        self._prefilling: collections.deque[ScheduledSequence] = collections.deque()  # the oldest first
+        self._decoding: tuple[list[ScheduledSequence], np.ndarray] | None = None  # None: not known any more
         self._prefill_credit = 0.0
         self._num_pulled = 0
 
@@ -133,9 +133,9 @@ class Scheduler:
         """Occupied slots."""
         return len(self._active)
 
-    def refill(self) -> list[Sequence]:
+    def refill(self) -> list[ScheduledSequence]:
         """Pull a request for every free slot, as far as there are any and memory allows; returns the newcomers."""
-        newcomers: list[Sequence] = []
+        newcomers: list[ScheduledSequence] = []
         while self._free_slots:
             if not self._waiting and not self._pull():
                 break
@@ -157,7 +157,9 @@ class Scheduler:
         decode, slots = self._decode_rows()
         return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
 
-    def record(self, sequences: list[Sequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]) -> None:
+    def record(
+        self, sequences: list[ScheduledSequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]
+    ) -> None:
         """Add the sampled token to each of ``sequences``, which sit in ``slots``."""
         self.newest[slots] = tokens
         self.positions[slots] += 1
@@ -165,7 +167,7 @@ class Scheduler:
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: ScheduledSequence) -> None:
         """Free the slot and the pages of ``sequence``."""
         self._leave(sequence)
 
@@ -175,11 +177,11 @@ class Scheduler:
         if request is None:
             return False
         key = self._admit(request)
-        self._waiting.append(Sequence(request, self._num_pulled, key, request.prompt_token_ids))
+        self._waiting.append(ScheduledSequence(request, self._num_pulled, key, request.prompt_token_ids))
         self._num_pulled += 1
         return True
 
-    def _watermark(self, newcomer: Sequence) -> int:
+    def _watermark(self, newcomer: ScheduledSequence) -> int:
         """Pages to leave when ``newcomer`` enters: one for each sequence that may still grow, or it would have to
         leave again soon."""
         sequences = [*self._active.values(), newcomer]
@@ -200,7 +202,7 @@ class Scheduler:
             while sequence.slot != _WAITING and not self._blocks.grow(sequence.slot):
                 self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: ScheduledSequence) -> None:
         """Take the memory of ``sequence``; it will compute prompt and response again, and go on as if nothing was."""
         if not sequence.is_decoding:
             self._prefilling.remove(sequence)
@@ -210,14 +212,14 @@ class Scheduler:
         self._waiting.appendleft(sequence)  # the youngest of all that were in slots, older than all that wait
         self.num_preemptions += 1
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: ScheduledSequence) -> None:
         self._blocks.release(sequence.slot, sequence.prefilled)
         del self._active[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = _WAITING
         self._decoding = None
 
-    def _decode_rows(self) -> tuple[list[Sequence], np.ndarray]:
+    def _decode_rows(self) -> tuple[list[ScheduledSequence], np.ndarray]:
         """The decoding sequences and their slots, ascending."""
         if self._decoding is None:
             slots = sorted(slot for slot, sequence in self._active.items() if sequence.is_decoding)
