@@ -167,8 +167,9 @@ end_component() {
 kill_component() {
     is_running "$2" || return 0
     say "ending the $1"
-    kill -TERM "$2" # srun kills its step
-    wait_until_ended "$2" 60 || kill -KILL "$2"
+    # It may have ended just now, which is no reason for the script to. On SIGTERM srun kills its step.
+    kill -TERM "$2" 2>/dev/null || true
+    wait_until_ended "$2" 60 || kill -KILL "$2" 2>/dev/null || true
 }
 
 # is_ready HOST PORT: whether the service there answers 200 on /v2/health/ready.
