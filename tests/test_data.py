@@ -599,12 +599,11 @@ def test_another_batch_size_goes_on_at_the_same_place(
     second = EpochSampler(100, then, 7, shuffle=False, drop_last=True)
     second.load_state_dict(first.state_dict())
     assert second.epoch == epoch and next(iter(second)) == [*follow]
-    older = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
-    older.load_state_dict({"consumed_samples": first.consumed_samples})
     assert not caplog.text
-    older.load_state_dict(first.state_dict() | {"num_samples": 3})
+    third = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
+    third.load_state_dict(first.state_dict() | {"num_samples": 3})
     assert "a run on 3 samples, and there are" in caplog.text
-    assert older.consumed_samples == first.consumed_samples == batch * batches
+    assert third.consumed_samples == first.consumed_samples == batch * batches
 
 
 def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_its_epochs() -> None:

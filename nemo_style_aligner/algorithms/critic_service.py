@@ -186,7 +186,8 @@ class CriticService:
         archive = self._reward_archive
         if archive is None:
             return
-        archive.began_with = state.get("reward_archive") or archive.began_with  # older checkpoints have none
+        # The first start of a run with a reward model may be from the checkpoint of one without.
+        archive.began_with = state["reward_archive"] or archive.began_with
         if archive.is_another:  # said at every start: nothing else shows it
             logger.warning(
                 "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the critic "

@@ -314,10 +314,9 @@ class PPOTrainer(TrainingLoop):
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])
-        generation = state.get("generation", {"rollouts": None})  # older checkpoints have none
-        self.schedule.load_state_dict(generation, self.step, self.train_prompts, self.consumed_samples)
-        if self._initial_archive is not None:  # older checkpoints have none
-            self._initial_archive.began_with = state.get("initial_archive") or self._initial_archive.began_with
+        self.schedule.load_state_dict(state["generation"], self.step, self.train_prompts, self.consumed_samples)
+        if self._initial_archive is not None:  # as it is on rank 0 alone
+            self._initial_archive.began_with = state["initial_archive"]
         self._warn_of_another_initial_policy()
 
     def _warn_of_another_initial_policy(self) -> None:

@@ -255,7 +255,7 @@ class TrainingLoop(abc.ABC):
         """Continue where `state_dict` was taken."""
         self.step = int(state["step"])
         self._is_validation_due = bool(state["is_validation_due"])
-        self._last_metrics = dict(state.get("metrics", {}))  # older checkpoints have none
+        self._last_metrics = dict(state["metrics"])
         self._is_saved = True
 
     def bound_steps(self, steps_left: int, updates_made: int, updates_per_step: int) -> None:

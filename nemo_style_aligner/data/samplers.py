@@ -82,16 +82,14 @@ class EpochSampler:
         With another batch size, which may leave out another number of samples at an epoch's end, ``consumed_samples``
         becomes what it would be had all epochs been of the present length.
         """
-        if (before := int(state.get("num_samples", self.num_samples))) != self.num_samples:
+        if (before := int(state["num_samples"])) != self.num_samples:
             logger.warning(
                 "the checkpoint is of a run on %d samples, and there are %d now: the order is another one, so that "
                 "samples of this epoch come again, or not at all",
                 before,
                 self.num_samples,
             )
-        # Older checkpoints do not say how long their epochs were.
-        samples_per_epoch = int(state.get("samples_per_epoch", self.samples_per_epoch))
-        epoch, position = divmod(int(state["consumed_samples"]), samples_per_epoch)
+        epoch, position = divmod(int(state["consumed_samples"]), int(state["samples_per_epoch"]))
         self.consumed_samples = epoch * self.samples_per_epoch + min(position, self.samples_per_epoch)
 
     def order(self, epoch: int) -> np.ndarray:
