@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo
 from nemo_style_aligner.parallel.machine import LOOPBACK
+from nemo_style_aligner.wording import some_of
 
 _logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ def check_backends(places: Sequence[tuple[str, ...]]) -> None:
     if len({backend for backend, _ in places}) > 1:
         without = [f"{rank} ({host})" for rank, (backend, host) in enumerate(places) if backend != "nccl"]
         raise LaunchError(
-            f"of {len(places)} ranks these have no GPU that torch can use: {_some(without)}; check the driver there "
-            f"(nvidia-smi), and CUDA_VISIBLE_DEVICES"
+            f"of {len(places)} ranks these have no GPU that torch can use: {some_of(without, _NAMED)}; check the "
+            f"driver there (nvidia-smi), and CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -113,7 +114,8 @@ def _await_others(store: Store, info: LaunchInfo, timeout: datetime.timedelta) -
     missing = [str(rank) for rank in range(info.world_size)]
     while missing := [rank for rank in missing if not store.check([_place(rank)])]:
         now = time.monotonic()
-        status = f"{info.world_size - len(missing)} of {info.world_size} ranks are there; missing: {_some(missing)}"
+        there = f"{info.world_size - len(missing)} of {info.world_size} ranks are there"
+        status = f"{there}; missing: {some_of(missing, _NAMED)}"
         if now - started > timeout.total_seconds():
             raise LaunchError(
                 f"not all ranks have come to {_address(info)} within {timeout} "
@@ -127,11 +129,6 @@ def _await_others(store: Store, info: LaunchInfo, timeout: datetime.timedelta) -
 
 def _place(rank: int | str) -> str:
     return f"place/{rank}"
-
-
-def _some(ranks: Sequence[str]) -> str:
-    """The first of these ranks."""
-    return ", ".join(ranks[:_NAMED]) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
 
 
 def _address(info: LaunchInfo) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from nemo_style_aligner.wording import some_of
+
 
 def checked(
     weights: Iterable[tuple[str, torch.Tensor]],
@@ -38,5 +40,4 @@ def checked(
         yield name, tensor
     missing = [name for name in shapes if name not in seen]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"the weight stream lacks {', '.join(missing[:5])}{more}")
+        raise ValueError(f"the weight stream lacks {some_of(missing)}")

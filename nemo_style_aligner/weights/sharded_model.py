@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import LayoutEntry, weight_layout
+from nemo_style_aligner.wording import some_of
 
 _HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LISTED = 5  # names in a message
 
 
 class ShardedModel(Protocol):
@@ -71,7 +71,7 @@ def local_parameters(model: ShardedModel, entries: tuple[LayoutEntry, ...]) -> d
         found[entry] = parameter
     named = {name: p for name, p in named.items() if not name.startswith("rm_head.")}
     if named:
-        raise ValueError(f"the layout table has no entry for the model's {listing(list(named))}")
+        raise ValueError(f"the layout table has no entry for the model's {some_of(sorted(named))}")
     return found
 
 
@@ -91,9 +91,3 @@ def _head_facts(model: ShardedModel) -> tuple[int, torch.dtype]:
         dist.broadcast(facts, src=dist.get_global_rank(group, model.layout.pp_size - 1), group=group)
     attributes, dtype = facts.tolist()
     return attributes, _HEAD_DTYPES[dtype]
-
-
-def listing(names: list[str]) -> str:
-    """Some of ``names`` for a message, and how many more there are."""
-    shown = ", ".join(sorted(names)[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

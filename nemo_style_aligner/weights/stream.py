@@ -19,8 +19,9 @@ from megatron.core import parallel_state
 
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import PADDING, HFTensor, LayoutEntry, Piece, hf_tensors
-from nemo_style_aligner.weights.sharded_model import ShardedModel, is_head, layout_table, listing, local_parameters
+from nemo_style_aligner.weights.sharded_model import ShardedModel, is_head, layout_table, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
+from nemo_style_aligner.wording import some_of
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes, of tensors in shared memory
@@ -283,7 +284,7 @@ class _ImportTarget:
         """Compare with the table, whatever stage a tensor belongs to: every rank finds the same fault."""
         missing = [name for name in self.expected if name not in shapes and name not in self.optional]
         if missing:
-            raise ValueError(f"the weights lack {listing(missing)}: not a checkpoint of this architecture")
+            raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
         for name, shape in shapes.items():
             self.check_tensor(name, shape)
 
