@@ -113,7 +113,10 @@ def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:
 
 
 def test_whole_numbers_may_be_typed_as_floats() -> None:
-    settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"save_top_k": 2.0, "save_last_n": 1e1}})
+    key = "exp_manager.checkpoint_callback_params"
+    cfg = composed("gpt_ppo_critic", f"{key}.save_top_k=2.0", f"{key}.save_last_n=1e1")
+    check_config(cfg, "gpt_ppo_critic")
+    settings = CheckpointSettings.from_config(cfg.exp_manager)
     assert [(type(value), value) for value in (settings.save_top_k, settings.save_last_n)] == [(int, 2), (int, 10)]
 
 

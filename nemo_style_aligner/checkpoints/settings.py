@@ -69,7 +69,4 @@ class CheckpointSettings:
         keys["nemo_name"] = exp_manager.get("name")
         if keys.get("monitor") is not None:
             keys["monitor"] = monitored_name(keys["monitor"])
-        for key in ("save_top_k", "save_last_n"):
-            if key in keys and keys[key] is not None:
-                keys[key] = int(keys[key])  # 2.0 and 1e1 are whole numbers as well
         return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})

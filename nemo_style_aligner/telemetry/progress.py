@@ -23,7 +23,7 @@ class ProgressBar:
                 progress.update(1, {"reward": 0.3})
 
     Args:
-        total: number of units; ``None`` when it is not known.
+        total: number of units.
         description: what is going on, in one or two words.
         rank: this process's rank.
         initial: units done before this run (after resuming).
@@ -33,7 +33,7 @@ class ProgressBar:
 
     def __init__(
         self,
-        total: int | None,
+        total: int,
         description: str,
         rank: int = 0,
         *,
@@ -94,10 +94,9 @@ class ProgressBar:
         self._last_line = now
         self._shown_done = self._done
         elapsed = now - self._started
-        count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
         done_here = self._done - self._initial
         rate = f", {elapsed / done_here:.3g} s each" if done_here > 0 else ""
         metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
-        line = f"{self._description}: {count} after {elapsed:.0f} s{rate}{metrics}"
+        line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)

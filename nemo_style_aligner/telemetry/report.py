@@ -133,11 +133,9 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """At most ``count`` of ``items``, evenly spread, the first and the last among them."""
+    """At most ``count`` (2 or more) of ``items``, evenly spread, the first and the last among them."""
     if len(items) <= count:
         return items
-    if count == 1:
-        return [items[-1]]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
