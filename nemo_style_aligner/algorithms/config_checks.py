@@ -1,6 +1,6 @@
 """Settings that cannot work together, found before a job loads anything, and all of them at once.
 
-`check_job` is what ``@job`` calls unless told otherwise. It reads the checkpoint's own config (not its weights), so it
+`check_job` is what the entry scripts have ``@job`` call. It reads the checkpoint's own config (not its weights), so it
 knows the model's shape, and runs every check that concerns the job. A check is a function over a `JobView` that yields
 one line per problem: key=value, why it cannot be, what to do.
 """

@@ -57,7 +57,6 @@ from nemo_style_aligner.telemetry.log_lines import configure_logging
 
 _logger = logging.getLogger(__name__)
 
-_CHECK = "nemo_style_aligner.algorithms.config_checks.check_job"
 _LOCKED_SECONDS = 30.0  # more than the limit for ranks that meet over MPI: they end without a word then
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
@@ -287,11 +286,11 @@ $CONFIG"""
 
 
 def job(
-    name: str, *, check: str | None = _CHECK, is_service: bool = False
+    name: str, *, check: str | None, is_service: bool = False
 ) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
-        @job("gpt_ppo_critic")
+        @job("gpt_ppo_critic", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
         def main(cfg: DictConfig) -> None:
             ...
 
@@ -308,8 +307,8 @@ def job(
     Args:
         name: of the config.
         check: dotted name of a function of (``name``, config, number of ranks) that raises `ConfigError` for settings
-            that cannot work; None for no checks. Ranks call it before they look for each other. A name, because what it
-            imports is theirs.
+            that cannot work; None for no checks. Ranks call it before they look for each other. A name, because it
+            imports what takes seconds to load, and the process that only starts ranks needs nothing of it.
         is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
     """
 

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("gpt_ppo_critic", is_service=True)
+@job("gpt_ppo_critic", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("gpt_ppo_actor")
+@job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
 
-@job("training_rm")
+@job("training_rm", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run
