@@ -261,7 +261,7 @@ class ModelArchitecture:
         Args:
             tp_size: ranks that share each layer.
             pp_size: pipeline stages.
-            tp_key: the config's key that says ``tp_size``.
+            tp_key: what says ``tp_size``, for messages.
         """
         tp, pp = f"{tp_key}={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
         heads, groups = self.num_attention_heads, self.num_query_groups

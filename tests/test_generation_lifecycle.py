@@ -261,7 +261,6 @@ def test_what_an_abandoned_generation_computed_with_diverged_weights_is_gone() -
         {"prefill_chunk_tokens": 0},
         {"eos_id": 96},
         {"vocab_limit": 97},
-        {"refit_check": "some"},
     ],
 )
 def test_senseless_engines_are_refused(options: dict) -> None:

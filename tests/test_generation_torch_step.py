@@ -215,22 +215,21 @@ def test_memory_is_touched_as_far_as_it_is_used(step: Any) -> None:
         {"prefill_chunk_tokens": 0},
         {"prefill_share": 0.0},
         {"prefill_share": 1.5},
-        {"weight_format": "int4"},
         {"kv_cache_tokens": 16},
-        {"step": "fast"},
     ],
 )
 def test_senseless_options_are_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
+    """By the engine's own names: it knows nothing of the trainer's keys."""
+    with pytest.raises(ValueError, match=f"^{next(iter(options))}="):
         engine_for(**options)
 
 
-def test_what_cannot_be_divided_names_the_key() -> None:
+def test_what_cannot_be_divided_names_the_parameter() -> None:
     from nemo_style_aligner.generation.shard import TensorParallel
 
     a = dataclasses.replace(architecture(), num_query_groups=3)
     for size in (4, 2):
-        with pytest.raises(ValueError, match="tensor_parallel_size"):
+        with pytest.raises(ValueError, match=r"^tensor_parallel\.size="):
             EmbeddedEngine(
                 a,
                 dtype=torch.float32,

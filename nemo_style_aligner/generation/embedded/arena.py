@@ -32,7 +32,7 @@ class Arena:
         except OSError as error:
             raise MemoryError(
                 f"no room for {size / 2**30:.1f} GiB of the generation engine ({error}); "
-                "trainer.ppo.generation.kv_cache_tokens bounds what keys and values take"
+                "kv_cache_tokens bounds what keys and values take"
             ) from error
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)  # gigabytes read front to back: fewer page table walks

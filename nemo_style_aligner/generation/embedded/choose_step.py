@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -26,13 +26,11 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, le
     Collective over the tensor-parallel ranks.
 
     Raises:
-        ValueError: there is no such step, or not on this device.
+        ValueError: there is no such step on this device.
         NativeUnavailable: the native step was asked for and cannot be had; the message says why.
     """
-    if choice not in get_args(StepChoice):
-        raise ValueError(f"trainer.ppo.generation.step={choice!r}: choose {' or '.join(get_args(StepChoice))}")
     if choice == "native" and device.type != "cpu":
-        raise ValueError(f"trainer.ppo.generation.step=native runs on the CPU, not on {device}; choose auto or torch")
+        raise ValueError(f"step=native runs on the CPU, not on {device}; choose auto or torch")
     if choice != "torch" and device.type == "cpu":
         native, error = _try_native(shape, lent)
         # Ranks that share a model must compute alike: one that cannot decides for all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -86,15 +86,9 @@ class EmbeddedEngine(EngineLifecycle):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the embedded engine runs in float32 or bfloat16, not {dtype}")
         if prefill_chunk_tokens < 1:
-            raise ValueError(f"trainer.ppo.generation.prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
+            raise ValueError(f"prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
         if not 0 < prefill_share <= 1:
-            raise ValueError(f"trainer.ppo.generation.prefill_share={prefill_share} must lie in (0, 1]")
-        for name, value, choices in (
-            ("refit_check", refit_check, get_args(RefitCheck)),
-            ("weight_format", weight_format, get_args(WeightFormat)),
-        ):
-            if value not in choices:
-                raise ValueError(f"trainer.ppo.generation.{name}={value!r}: choose {' or '.join(choices)}")
+            raise ValueError(f"prefill_share={prefill_share} must lie in (0, 1]")
         self._shape = EngineShape(
             architecture=architecture,
             dtype=dtype,
@@ -228,7 +222,7 @@ def _num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length:
         return num_slots * per_sequence
     if kv_cache_tokens // PAGE_TOKENS < per_sequence:
         raise ValueError(
-            f"trainer.ppo.generation.kv_cache_tokens={kv_cache_tokens} cannot hold one sequence of "
-            f"{max_sequence_length} tokens; set it to {per_sequence * PAGE_TOKENS} or more"
+            f"kv_cache_tokens={kv_cache_tokens} cannot hold one sequence of {max_sequence_length} tokens; set it to "
+            f"{per_sequence * PAGE_TOKENS} or more"
         )
     return kv_cache_tokens // PAGE_TOKENS
