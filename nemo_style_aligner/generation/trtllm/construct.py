@@ -55,7 +55,7 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **o
         cfg: the actor's config.
         model: the policy.
         group: the tensor-parallel group.
-        options: those of every engine (see `MegatronEngine`).
+        options: those of every engine, see `EngineLifecycle`.
 
     Raises:
         TensorRTLLMUnavailable, TensorRTLLMMismatch: see `find_trtllm`.
