@@ -261,7 +261,7 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
 @pytest.mark.parametrize(("error", "hint"), [(errno.EOPNOTSUPP, "Linux 5.16"), (errno.ENOSPC, "signal stack")])
 def test_why_the_system_refuses_instructions(error: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = SimpleNamespace(step_prepare=lambda: error)
-    monkeypatch.setattr(library, "find_or_compile", lambda *_: (refusing, False))
+    monkeypatch.setattr(library, "find_or_compile", lambda *_: refusing)
     with pytest.raises(NativeUnavailable, match=hint):
         load_library(SHAPE, "avx2")
 
@@ -318,10 +318,14 @@ CHANGES: list[dict[str, Any]] = [{}, {"weight_format": "int8"}, {"dtype": torch.
 
 def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    assert load_library(SHAPE, "avx2")[1]
-    assert not load_library(SHAPE, "avx2")[1]
-    assert not load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")[1]
-    assert load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")[1]
+    load_library(SHAPE, "avx2")
+    (made,) = (tmp_path / "nemo_style_aligner" / "native").glob("*.so")
+    written = made.stat().st_mtime_ns
+    load_library(SHAPE, "avx2")
+    load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")
+    assert list(made.parent.glob("*.so")) == [made] and made.stat().st_mtime_ns == written
+    load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")
+    assert len(list(made.parent.glob("*.so"))) == 2
     shapes = [dataclasses.replace(SHAPE, **change) for change in CHANGES]
     assert len({tuple(compile_command(["g++"], shape, "avx2")) for shape in shapes}) == 3
 
@@ -339,14 +343,17 @@ def test_a_cached_library_that_cannot_be_loaded_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Cut short. What the compiler makes is a library that was made before, to save time."""
-    made = Path(load_library(SHAPE, "avx2")[0]._name)
+    made = Path(load_library(SHAPE, "avx2")._name)
     folder = tmp_path / "nemo_style_aligner" / "native"
     folder.mkdir(parents=True, mode=0o700)
     (folder / made.name).write_bytes(made.read_bytes()[:100])
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: shutil.copy(made, path))
-    assert load_library(SHAPE, "avx2")[1] and "compiled again" in caplog.text
-    assert not load_library(SHAPE, "avx2")[1]
+    load_library(SHAPE, "avx2")
+    assert "compiled again" in caplog.text and (folder / made.name).read_bytes() == made.read_bytes()
+    caplog.clear()
+    load_library(SHAPE, "avx2")
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("trouble", ["noexec", "no locks", "read-only"])

@@ -243,7 +243,7 @@ def load(kernel: str) -> LayerKernels:
         NativeUnavailable: they cannot be compiled, or compute something else than torch.
     """
     command = [*find_compiler(), *compiler_flags(kernel), "-O3"]
-    kernels = LayerKernels(find_or_compile(command, _SOURCES)[0], kernel)
+    kernels = LayerKernels(find_or_compile(command, _SOURCES), kernel)
     for dtype, tolerance in _TOLERANCES.items():
         error = _largest_error(kernels, dtype)
         if not error < tolerance:

@@ -120,8 +120,8 @@ def compiler_flags(kernel: str) -> list[str]:
 
 def find_or_compile(
     command: list[str], sources: Sequence[Path], check: Callable[[Path], None] | None = None
-) -> tuple[ctypes.CDLL, bool]:
-    """The library that ``command`` makes of the first source, and whether it had to be compiled (else it was on disk).
+) -> ctypes.CDLL:
+    """The library that ``command`` makes of the first source: from disk, where it was compiled before.
 
     Args:
         command: compiler and flags, without source and output.
@@ -142,18 +142,16 @@ def find_or_compile(
         ) from error
 
 
-def _find_or_compile(
-    command: list[str], source: Path, path: Path, check: Callable[[Path], None] | None
-) -> tuple[ctypes.CDLL, bool]:
+def _find_or_compile(command: list[str], source: Path, path: Path, check: Callable[[Path], None] | None) -> ctypes.CDLL:
     """What lies at ``path``, or what is put there now because there is nothing, or nothing that can be loaded."""
     library = _open(path)
     if library is not None:
-        return library, False
+        return library
     with open(path.with_suffix(".lock"), "w") as lock:
         _wait_for(lock)  # of several ranks one compiles
         library = _open(path)
         if library is not None:
-            return library, False
+            return library
         if path.exists():
             logger.warning("%s is damaged, or may not be executed: it is compiled again", path)
         started = time.monotonic()
@@ -165,7 +163,7 @@ def _find_or_compile(
             with contextlib.suppress(NativeUnavailable):
                 compile_to([*command, "-static-libstdc++", "-static-libgcc"], source, path)
         logger.info("compiled %s in %.1f s: %s", source.name, time.monotonic() - started, path)
-    return ctypes.CDLL(str(path)), True
+    return ctypes.CDLL(str(path))
 
 
 def _open(path: Path) -> ctypes.CDLL | None:

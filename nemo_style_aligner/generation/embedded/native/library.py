@@ -45,8 +45,8 @@ class CheckFailed(NativeUnavailable):
     """The compiled kernels compute wrong numbers, die of what they execute or are refused: it will be so again."""
 
 
-def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
-    """The compiled step for ``shape``, and whether it had to be compiled (else it was found on disk).
+def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
+    """The compiled step for ``shape``: from disk, where it was compiled before.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, what it made does not compute what it should, or there is no
@@ -59,12 +59,12 @@ def load_library(shape: EngineShape, kernel: str) -> tuple[ctypes.CDLL, bool]:
         _require_check(compiler, shape, kernel, folder)
 
     check_first = require_check if KERNELS[kernel].checked else None
-    library, compiled = find_or_compile(command, _SOURCES, check_first)
+    library = find_or_compile(command, _SOURCES, check_first)
     if error := library.step_prepare():
         too_small = "a thread's alternate signal stack is too small for their registers"
         hint = too_small if error == errno.ENOSPC else "Linux 5.16 or newer has them"
         raise NativeUnavailable(f"the system refused the {kernel} instructions ({os.strerror(error)}): {hint}")
-    return library, compiled
+    return library
 
 
 def compile_command(compiler: Sequence[str], shape: EngineShape, kernel: str) -> list[str]:

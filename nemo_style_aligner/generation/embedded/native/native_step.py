@@ -94,7 +94,7 @@ class NativeStep(ModelStep):
         while True:
             self._kernel = self._kernels[0]
             try:
-                self._library, _ = load_library(self._shape, self._kernel)
+                self._library = load_library(self._shape, self._kernel)
                 return
             except NativeUnavailable as error:
                 self._kernels = self._kernels[1:]
