@@ -14,14 +14,14 @@ class LegacyKey:
 
     Attributes:
         pattern: dotted key, with ``*`` for any text.
-        note: what it means here, in one line.
+        note: what it means here, in one line; moved keys have none, their target says it.
         moved_to: the key that takes its value; ``None`` when it has no effect.
         allowed: values under which the note is true; any other value is an error. Empty: all.
         counts_are_others: an integer is not the share that equals it (Lightning's 1 batch and 1.0 of all).
     """
 
     pattern: str
-    note: str
+    note: str = ""
     moved_to: str | None = None
     allowed: tuple[Any, ...] = ()
     counts_are_others: bool = False
@@ -35,29 +35,19 @@ _NONE = (None, "none", "null")
 
 LEGACY_KEYS: tuple[LegacyKey, ...] = (
     # Moved
-    LegacyKey("trainer.trt_llm.*", "is trainer.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
-    LegacyKey("model.ppo.trt_llm.*", "is trainer.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
+    LegacyKey("trainer.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
+    LegacyKey("model.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
     LegacyKey("model.ppo.trt_llm", "is trainer.ppo.trt_llm"),
-    LegacyKey("trainer.flask_server.enable", "is batch_iterator.use_flask", "trainer.ppo.batch_iterator.use_flask"),
-    LegacyKey("trainer.flask_server.port", "is batch_iterator.port", "trainer.ppo.batch_iterator.port"),
-    LegacyKey("trainer.ppo.flask_server.enable", "is batch_iterator.use_flask", "trainer.ppo.batch_iterator.use_flask"),
-    LegacyKey("trainer.ppo.flask_server.port", "is batch_iterator.port", "trainer.ppo.batch_iterator.port"),
-    LegacyKey(
-        "model.ppo.combine_rm_and_critic_server",
-        "is remote_critic_rm.combine_rm_and_critic_server",
-        moved_to="remote_critic_rm.combine_rm_and_critic_server",
-    ),
-    LegacyKey("trainer.max_time", "is exp_manager.max_time_per_run", moved_to="exp_manager.max_time_per_run"),
-    LegacyKey("trainer.max_steps", "is max_steps of the job's own section", moved_to="trainer.{section}.max_steps"),
-    LegacyKey("trainer.max_epochs", "is max_epochs of the job's own section", moved_to="trainer.{section}.max_epochs"),
-    LegacyKey(
-        "model.resume_from_checkpoint", "is exp_manager.resume_from_checkpoint", "exp_manager.resume_from_checkpoint"
-    ),
-    LegacyKey(
-        "model.save_nemo_on_validation_end",
-        "is exp_manager.checkpoint_callback_params.always_save_nemo",
-        moved_to="exp_manager.checkpoint_callback_params.always_save_nemo",
-    ),
+    LegacyKey("trainer.flask_server.enable", moved_to="trainer.ppo.batch_iterator.use_flask"),
+    LegacyKey("trainer.flask_server.port", moved_to="trainer.ppo.batch_iterator.port"),
+    LegacyKey("trainer.ppo.flask_server.enable", moved_to="trainer.ppo.batch_iterator.use_flask"),
+    LegacyKey("trainer.ppo.flask_server.port", moved_to="trainer.ppo.batch_iterator.port"),
+    LegacyKey("model.ppo.combine_rm_and_critic_server", moved_to="remote_critic_rm.combine_rm_and_critic_server"),
+    LegacyKey("trainer.max_time", moved_to="exp_manager.max_time_per_run"),
+    LegacyKey("trainer.max_steps", moved_to="trainer.{section}.max_steps"),
+    LegacyKey("trainer.max_epochs", moved_to="trainer.{section}.max_epochs"),
+    LegacyKey("model.resume_from_checkpoint", moved_to="exp_manager.resume_from_checkpoint"),
+    LegacyKey("model.save_nemo_on_validation_end", moved_to="exp_manager.checkpoint_callback_params.always_save_nemo"),
     # Lightning
     LegacyKey("trainer.accelerator", "has no effect: GPUs are used where there are any, otherwise CPUs"),
     LegacyKey("trainer.logger", "has no effect: exp_manager decides what is logged"),
