@@ -205,7 +205,7 @@ def sft_format(**changes: Any) -> SFTFormat:
     options: dict[str, Any] = {
         "max_seq_length": 64, "min_seq_length": 1, "prompt_template": "{input} {output}", "label_key": "output",
         "truncation_field": "input", "truncation_method": "right", "add_bos": False, "add_eos": True,
-        "add_sep": False, "answer_only_loss": True,
+        "add_sep": False, "answer_only_loss": True, "chats_only": False,
     }  # fmt: skip
     return SFTFormat(**(options | changes))
 
@@ -240,8 +240,8 @@ def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: To
     assert spell(tokenizer, sft(tmp_path, tokenizer, row | {"output": "16\n"})[0].token_ids).endswith("16\n$")
     assert sum(sft(tmp_path, tokenizer, row, answer_only_loss=False)[0].targets) == 15
     assert spell(tokenizer, sft(tmp_path, tokenizer, row, add_eos=False)[0].token_ids) == "User: 6+10? 16"
-    separated = sft(tmp_path, tokenizer, row, add_sep=True, sep_id=tokenizer.text_to_ids("#")[0])[0]
-    assert learnt(tokenizer, separated) == "____________ 16$" and spell(tokenizer, separated.token_ids)[11] == "#"
+    separated = sft(tmp_path, tokenizer, row, add_sep=True)[0]
+    assert learnt(tokenizer, separated) == "____________ 16$" and separated.token_ids[11] == 0
     with pytest.raises(TokenizerError, match=r"model.data.\*.add_bos=True"):
         sft(tmp_path, tokenizer, row, add_bos=True)
 
@@ -450,8 +450,7 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
             "'label' holds half of a surrogate pair",
         ),
         ({"conversations": [{"from": "User"}]}, {}, "key 'value' is missing"),
-        ({"input": "a", "output": "b"}, {"chat": True}, "data.chat is on"),
-        (MESSAGES, {"chat": False}, "data.chat is off"),
+        ({"input": "a", "output": "b"}, {"chats_only": True}, "data.chat is on"),
     ],
 )
 def test_bad_chats_are_named(

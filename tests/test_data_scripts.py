@@ -51,7 +51,7 @@ def check_datasets_can_read(folder: Path, tokenizer: Tokenizer) -> None:
     options = SFTFormat(
         max_seq_length=600, min_seq_length=1, prompt_template="{input} {output}", label_key="output",
         truncation_field="input", truncation_method="right", add_bos=False, add_eos=True, add_sep=False,
-        answer_only_loss=True,
+        answer_only_loss=True, chats_only=False,
     )  # fmt: skip
     for split in ("train", "test"):
         assert len(PromptDataset([folder / f"{split}_prompts.jsonl"], tokenizer, 500)) > 0

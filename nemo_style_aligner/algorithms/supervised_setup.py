@@ -146,7 +146,7 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
             add_eos=bool(section.add_eos),
             add_sep=bool(section.add_sep),
             answer_only_loss=bool(cfg.model.answer_only_loss),
-            chat=True if data.chat else None,
+            chats_only=bool(data.chat),
             chat_prompt_tokens=None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens),
         )
         source = data_source(section.file_path, f"model.data.{part}.file_path")

@@ -21,6 +21,8 @@ from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
 
+_SEPARATOR = 0  # NeMo-Aligner's, whichever token that is
+
 
 @dataclass(frozen=True)
 class ChatPromptTokens:
@@ -48,10 +50,9 @@ class SFTFormat:
     truncation_method: Literal["left", "right"]  # the end that is cut off
     add_bos: bool
     add_eos: bool
-    add_sep: bool  # put ``sep_id`` between prompt and response
+    add_sep: bool  # put token `_SEPARATOR` between prompt and response
     answer_only_loss: bool  # False: loss on prompts too
-    sep_id: int = 0
-    chat: bool | None = None  # True: only chats are expected, False: only pairs, None: either
+    chats_only: bool  # False: pairs, too
     chat_prompt_tokens: ChatPromptTokens | None = None  # None: the tokenizer's chat template renders chats
 
     def __post_init__(self) -> None:
@@ -125,11 +126,9 @@ class SFTDataset:
 
     def _encode(self, record: Record) -> SFTItem:
         is_chat = "messages" in record.fields or "conversations" in record.fields
-        if self._options.chat is not None and self._options.chat != is_chat:
+        if self._options.chats_only and not is_chat:
             record.fail(
                 "this is a prompt and response pair, but data.chat is on; chats have 'messages' or 'conversations'"
-                if self._options.chat
-                else "this is a chat, but data.chat is off"
             )
         item = self._encode_chat(record) if is_chat else self._encode_pair(record)
         limit = self._options.max_seq_length
@@ -142,7 +141,7 @@ class SFTDataset:
         options, tokenizer = self._options, self._tokenizer
         # Spaces around a field are not the template's, as in NeMo: two in a row would be other tokens.
         fields = {key: record.text(key).strip(" ") for key in options.template_keys}
-        between = [options.sep_id] if options.add_sep else []
+        between = [_SEPARATOR] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
         room = options.max_seq_length - len(self._bos) - len(between) - len(after)
         prompt, response, is_lost = self._fit(fields, room)
