@@ -169,7 +169,7 @@ def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) 
 
 
 def test_a_run_that_goes_on_with_another_initial_policy_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    prompts = [PromptItem([i], "", {}, "") for i in range(8)]
+    prompts = [PromptItem([i], "", {}) for i in range(8)]
 
     def trainer(identity: str | None, penalty: float = 0.1) -> PPOTrainer:
         cfg = load_defaults("gpt_ppo_actor")
@@ -631,8 +631,8 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0, 0.0))
-    manager = CheckpointManager(tmp_path, CheckpointSettings())
     with single_process():
+        manager = CheckpointManager(tmp_path, CheckpointSettings())
         Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
         opened = Path.open
         monkeypatch.setattr(Path, "open", open_in_trouble)

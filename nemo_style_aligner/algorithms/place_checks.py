@@ -33,7 +33,7 @@ from nemo_style_aligner.servers.secret import (
 def data_prefix_problems(data_prefix: object) -> Iterator[str]:
     """Of ``model.data.data_prefix``, which must name training data."""
     try:
-        _ = load_data_prefix(data_prefix).training
+        load_data_prefix(data_prefix)
     except DataError as error:
         yield str(error)
 

@@ -196,7 +196,7 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
             return ComparisonDataset(paths, tokenizer, length, append_eod)
 
     return SupervisedTask(
-        prefix.training.build(make),
+        prefix.train.build(make),
         prefix.validation.build(make) if prefix.validation is not None else None,
         batcher,
         rows,

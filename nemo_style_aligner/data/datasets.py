@@ -58,22 +58,10 @@ class DataSource:
 
 @dataclass(frozen=True)
 class DataPrefix:
-    """``model.data.data_prefix``, read and checked. A split that was not given is None."""
+    """``model.data.data_prefix``, read and checked."""
 
-    train: DataSource | None
-    validation: DataSource | None
-    test: DataSource | None
-
-    @property
-    def training(self) -> DataSource:
-        """The training data.
-
-        Raises:
-            DataError: there are none.
-        """
-        if self.train is None:
-            raise DataError(f"{_PREFIX_KEY} names no training data: give {{train: [FILE], validation: [FILE]}}")
-        return self.train
+    train: DataSource
+    validation: DataSource | None  # None: not given
 
 
 _PREFIX_KEY = "model.data.data_prefix"
@@ -82,28 +70,27 @@ _PREFIX_KEY = "model.data.data_prefix"
 def load_data_prefix(data_prefix: Any) -> DataPrefix:
     """Read ``model.data.data_prefix``: ``{train: [...], validation: [...], test: [...]}``, each a file or a list.
 
-    No file is opened.
+    No file is opened, and ``test`` is not looked at.
 
     A list is either files, ``[a, b]``, which are read one after the other, or weights and files in
     turn, ``[0.3, a, 0.7, b]``, which are blended.
 
     Raises:
-        DataError: another shape, an unknown split, or a file that is not there.
+        DataError: another shape, an unknown split, no training data, or a file that is not there.
     """
     expected = f"{_PREFIX_KEY} should be {{train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}}"
     if not isinstance(data_prefix, Mapping):
         raise DataError(f"{expected}, not {data_prefix!r}")
-    splits = ("train", "validation", "test")
-    unknown = [key for key in data_prefix if key not in splits]
+    unknown = [key for key in data_prefix if key not in ("train", "validation", "test")]
     if unknown:
         raise DataError(f"{expected}; it has the unknown split {unknown[0]!r}")
-    given = {split: data_prefix.get(split) for split in splits}
-    return DataPrefix(
-        **{
-            split: None if entry is None else data_source(entry, f"{_PREFIX_KEY}.{split}")
-            for split, entry in given.items()
-        }
+    train, validation = (
+        None if data_prefix.get(split) is None else data_source(data_prefix[split], f"{_PREFIX_KEY}.{split}")
+        for split in ("train", "validation")
     )
+    if train is None:
+        raise DataError(f"{_PREFIX_KEY} names no training data: give {{train: [FILE], validation: [FILE]}}")
+    return DataPrefix(train, validation)
 
 
 def data_source(entry: Any, key: str) -> DataSource:
@@ -257,7 +244,6 @@ class PromptItem:
     token_ids: list[int]
     text: str
     extra: Mapping[str, Any]  # the line's other fields, such as the right answer
-    origin: str  # "file:line"
 
 
 class PromptDataset:
@@ -283,7 +269,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptItem:
         token_ids, record = self._tokens[index], self._records[index]
         extra = {key: value for key, value in record.fields.items() if key != "text"}
-        return PromptItem(token_ids, record.fields["text"], extra, f"{record.path}:{record.line}")
+        return PromptItem(token_ids, record.fields["text"], extra)
 
 
 # ---- comparisons ------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
         return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
 
-    train = prefix.training.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit))
     validation = None
     if prefix.validation is not None:
         prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit))
