@@ -157,7 +157,7 @@ class LogProbs(torch.autograd.Function):
 
 
 def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `attention.TorchSelfAttention` does between its products, with compiled kernels and without."""
+    """What `attention.LocalSelfAttention` does between its products, with compiled kernels and without."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=a.hidden_size,

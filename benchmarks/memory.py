@@ -30,6 +30,7 @@ from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.kept_passes import activation_bytes
 from nemo_style_aligner.models.layer_kernels import best_kernels
+from nemo_style_aligner.models.layers import uses_transformer_engine
 from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
@@ -56,8 +57,10 @@ class Model:
     def activations(self, tokens: int, case: str) -> int:
         """Kept for the backward pass of a micro batch."""
         a, itemsize = self.architecture, self.dtype.itemsize
-        per_token = activation_bytes(a, itemsize, case if case in ("selective", "full") else None)
-        if case == "full":  # and one layer's
+        is_te = uses_transformer_engine(self.dtype)
+        granularity = case if case in ("selective", "full") else None
+        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te)
+        if case == "full" or (case == "selective" and is_te):  # and one layer's
             per_token += activation_bytes(a, itemsize) // a.num_layers
         if best_kernels() is None:  # torch's attention: rotated copies, and the linear layer's input once more
             copied = a.num_attention_heads + (a.num_query_groups if case == "padded" else 0)

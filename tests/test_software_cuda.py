@@ -64,6 +64,11 @@ def test_gradients_are_added_whatever_torch_can(tmp_path: Path) -> None:
     assert "added" in run([sys.executable, str(SOFTWARE / "gradients.py")], tmp_path / "gradients.log")
 
 
+def test_grouped_queries_in_fp32_have_a_kernel(tmp_path: Path) -> None:
+    """Which of torch's it is, a GPU alone can show."""
+    assert "reached" in run([sys.executable, str(SOFTWARE / "attention.py")], tmp_path / "attention.log")
+
+
 def test_micro_batches_wait_for_nothing(tmp_path: Path) -> None:
     """Batches are packed on the CPU and moved without waiting: the GPU has work while the next one is packed."""
     assert "never" in run([sys.executable, str(SOFTWARE / "waits.py")], tmp_path / "waits.log")

@@ -1,4 +1,4 @@
-"""Self-attention in plain torch, of padded batches and of packed rows."""
+"""Our own self-attention, of padded batches and of packed rows: compiled kernels on CPUs, else torch's functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
 
 
-class TorchSelfAttention(SelfAttention):
+class LocalSelfAttention(SelfAttention):
     """megatron-core's, with rotary positions of packed rows computed once for all layers."""
 
     def forward(  # type: ignore[override]
@@ -123,6 +123,12 @@ class CausalAttention(MegatronModule):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         s, b, heads, _ = query.shape
+        has_groups = heads != key.shape[2]
+        if has_groups and query.device.type == "cuda" and query.dtype == torch.float32:
+            # Flash attention takes no fp32, and the memory-efficient kernel of most torch versions takes no groups:
+            # what is left for both together stores all scores.
+            key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+            has_groups = False
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -130,7 +136,7 @@ class CausalAttention(MegatronModule):
             is_causal=s > 1,  # a single new token sees all that went before
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
-            enable_gqa=heads != key.shape[2],
+            enable_gqa=has_groups,
         )
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_style_aligner.models.layer_kernels import kernels_for
-from nemo_style_aligner.models.recompute import computed_again
+from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
 
 
 class RMSNorm(torch.autograd.Function):
@@ -53,7 +53,7 @@ class SwiGLU(MegatronModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What `MLP` calls between its two linear layers."""
         out = _SwiGLU.apply(x)
-        if self.config.recompute_granularity == "selective" and out.requires_grad:
+        if recomputes_inputs(self.config) and out.requires_grad:
             kept = x.detach()
             computed_again(out, lambda: _swiglu(kept))
         return out

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
 from nemo_style_aligner.models.layer_kernels import best_kernels
-from nemo_style_aligner.models.layers import block_spec, has_transformer_engine
+from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.main_grads import add_in_place
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
@@ -126,6 +126,7 @@ def transformer_config(
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
     granularity = model_cfg.get("activations_checkpoint_granularity")
+    is_te = uses_transformer_engine(dtype)
     recompute: dict[str, Any] = {}
     if granularity == "full":
         recompute = {
@@ -134,9 +135,8 @@ def transformer_config(
             "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
         }
     elif granularity == "selective":
-        # Without Transformer Engine, layers recompute what pays with their attention: see `models.recompute`.
-        modules = ["core_attn"] if has_transformer_engine() else []
-        recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+        # Our own layers recompute what pays without megatron-core: see `models.recompute`.
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"] if is_te else []}
     bf16 = dtype == torch.bfloat16
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -175,7 +175,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=has_transformer_engine(),  # unfused, packed rows make the CPU wait for the GPU in every layer
+        apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length. megatron-core wants this dispatcher with them, experts or not.
         variable_seq_lengths=layout.pp_size > 1,

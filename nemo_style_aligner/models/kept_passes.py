@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models import recompute
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.logprobs import Prediction
@@ -40,7 +41,11 @@ _RESERVED_PER_PARAMETER = 16
 
 
 def activation_bytes(
-    architecture: ModelArchitecture, itemsize: int, granularity: str | None = None, tp_size: int = 1
+    architecture: ModelArchitecture,
+    itemsize: int,
+    granularity: str | None = None,
+    tp_size: int = 1,
+    recomputes_mlp: bool = False,
 ) -> int:
     """What a packed token keeps for the backward pass, bytes; docs/performance.md has the formula.
 
@@ -48,13 +53,16 @@ def activation_bytes(
         itemsize: bytes of a number.
         granularity: of recomputation: None, ``selective`` or ``full``.
         tp_size: ranks that share each layer. Without sequence parallelism each has all of the hidden states.
+        recomputes_mlp: ``selective`` means the whole MLP, as with Transformer Engine's layers.
     """
     a = architecture
     h, f = a.hidden_size, a.ffn_hidden_size // tp_size
     if granularity == "full":
         return itemsize * a.num_layers * h
     channels = (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tp_size
-    layer = 2 * h + 2 * channels + 2 * f if granularity == "selective" else 4 * h + 2 * channels + 3 * f
+    layer = 4 * h + 2 * channels + 3 * f
+    if granularity == "selective":
+        layer -= h + 3 * f if recomputes_mlp else 2 * h + f
     return itemsize * a.num_layers * layer
 
 
@@ -239,8 +247,10 @@ class KeptPasses:
 
     def _bytes_per_token(self) -> int:
         config, layout = self._model.config, self._model.layout
-        itemsize = config.params_dtype.itemsize
-        return activation_bytes(self._model.architecture, itemsize, config.recompute_granularity, layout.tp_size)
+        itemsize, granularity = config.params_dtype.itemsize, config.recompute_granularity
+        return activation_bytes(
+            self._model.architecture, itemsize, granularity, layout.tp_size, recompute.recomputes_mlp(config)
+        )
 
     def _free_bytes(self) -> float:
         """Of this rank's memory, beyond what is reserved."""

@@ -1,5 +1,6 @@
-"""The transformer layer: Transformer Engine's where it is installed, plain torch's where it is not.
+"""The transformer layer: Transformer Engine's where it can be used, else our own ("local" in megatron-core's terms).
 
+Ours compute with compiled C++ kernels on CPUs (`layer_kernels`) where they can be had, else with torch's functions.
 Both have the same parameters. Transformer Engine fuses the norm into the linear layer that follows it
 (``linear_qkv.layer_norm_weight``); megatron-core's key map stores ours under the same names, so that
 checkpoints are interchangeable between the two.
@@ -7,7 +8,9 @@ checkpoints are interchangeable between the two.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -22,16 +25,42 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from nemo_style_aligner.models.attention import CausalAttention, TorchSelfAttention
+from nemo_style_aligner.models.attention import CausalAttention, LocalSelfAttention
 from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
-from nemo_style_aligner.models.recompute import computed_again
+from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
+
+logger = logging.getLogger(__name__)
 
 
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers can be used: it is installed and there is a GPU."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+@functools.cache
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether the layers of a model of ``dtype`` are Transformer Engine's; asked when this process has its device.
+
+    Where it is installed and they are not, the log says why.
+    """
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return False
+    reason = _why_own_layers(dtype)
+    if reason is not None:
+        logger.info("layers are this project's own, not Transformer Engine's: %s", reason)
+    return reason is None
+
+
+def _why_own_layers(dtype: torch.dtype) -> str | None:
+    """Why Transformer Engine, which is installed, cannot compute a model of ``dtype``; None: it can."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if not gpt_layer_specs.HAVE_TE:
+        return "it cannot be imported (python -c 'import transformer_engine.pytorch' says why)"
+    if dtype != torch.bfloat16:
+        return "in fp32 it has no attention for packed rows, and multiplies in TF32"
+    major, minor = torch.cuda.get_device_capability()
+    # What it brings along is cuDNN's attention, which takes packed rows on these GPUs alone.
+    if major not in (9, 10) and importlib.util.find_spec("flash_attn") is None:
+        return f"on a GPU of compute capability {major}.{minor} it needs flash-attn, which is not installed"
+    return None
 
 
 class Norm(torch.nn.Module):
@@ -44,7 +73,7 @@ class Norm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.is_recomputed = config.recompute_granularity == "selective"
+        self.is_recomputed = recomputes_inputs(config)
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.bias = None
@@ -89,7 +118,7 @@ class Layer(TransformerLayer):
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The specification of one transformer block for megatron-core's `GPTModel`."""
-    if has_transformer_engine():
+    if uses_transformer_engine(config.params_dtype):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -104,7 +133,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
-                module=TorchSelfAttention,
+                module=LocalSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnLinear,

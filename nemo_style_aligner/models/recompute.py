@@ -3,6 +3,9 @@
 megatron-core's ``core_attn`` recomputes attention for the sake of its scores, which `scaled_dot_product_attention`
 never stores. What is large and cheap here are the inputs of linear layers that come straight out of a norm or a gated
 activation: those two keep what they were computed from anyway.
+
+Transformer Engine's linear layers know nothing of this. Its norms are parts of them, its attention stores no scores
+either: megatron-core's ``mlp`` is what saves memory there, at the price of the MLP's products.
 """
 
 from __future__ import annotations
@@ -12,8 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _AGAIN = "_compute_again"
+
+
+def recomputes_inputs(config: TransformerConfig) -> bool:
+    """Whether inputs of linear layers are computed again, rather than modules of megatron-core's choice."""
+    return config.recompute_granularity == "selective" and not config.recompute_modules
+
+
+def recomputes_mlp(config: TransformerConfig) -> bool:
+    """Whether megatron-core computes the whole MLP of a layer again, of which nothing but its input is kept."""
+    return config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
 
 
 def computed_again(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
