@@ -29,7 +29,7 @@ class Library(Protocol):
         """Compile a refittable engine and save this rank's part of it in ``engine_dir``.
 
         Args:
-            weights: all that `EngineWeights.shapes` has, of the engine's dtype, contiguous, on the CPU.
+            weights: this rank's parts of all `EngineWeights.shapes`, of the engine's dtype, contiguous, on the CPU.
             engine_dir: exists; the same on every rank of the group.
 
         Raises:
@@ -51,13 +51,14 @@ class Library(Protocol):
         """Replace all weights of a loaded engine. ``weights`` is read to its end before the engine is touched.
 
         Args:
+            runner: from `load`.
             weights: what `EngineWeights.convert` yields, on any device.
             engine_dir: where `build` saved the engine.
             optional: names that it may lack.
 
         Raises:
             ValueError: the engine has a weight that is not given, or lacks one that is and is not optional.
-            RuntimeError: a tensor, or the refit, was refused.
+            RuntimeError: a tensor, or the refit, was refused, or the engine cannot be refitted.
         """
         ...
 
@@ -73,6 +74,7 @@ class Library(Protocol):
         """Decode one batch greedily over what ``logits_processor`` makes of the logits.
 
         Args:
+            runner: from `load`.
             prompts: one for each row of the batch.
             max_new_tokens: of the longest response.
             stop_ids: a row that has got one of them is done; decoding ends early when all are.

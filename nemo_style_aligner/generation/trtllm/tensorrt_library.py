@@ -52,7 +52,7 @@ class BuildShape:
 
 
 class TensorRTLibrary:
-    """TensorRT-LLM's TensorRT engines, for one rank.
+    """TensorRT-LLM's TensorRT engines, for one rank: what `tensorrt_engine.Library` says.
 
     At most one per process: it splits TensorRT-LLM's MPI communicators by tensor-parallel group.
     """
@@ -78,12 +78,7 @@ class TensorRTLibrary:
         self._split_communicators(world_size)
 
     def build(self, weights: Mapping[str, torch.Tensor], engine_dir: Path) -> None:
-        """Compile a refittable engine and save this rank's part of it in ``engine_dir``.
-
-        Args:
-            weights: this rank's tensors under TensorRT-LLM's names, on the CPU.
-            engine_dir: every rank of the group gives the same one.
-        """
+        """See `Library.build`."""
         from tensorrt_llm.builder import BuildConfig, build
         from tensorrt_llm.plugin import PluginConfig
 
@@ -116,7 +111,7 @@ class TensorRTLibrary:
         (engine_dir / _CONSTANTS_FILE.format(rank=shape.tp_rank)).write_text(json.dumps(constants))
 
     def load(self, engine_dir: Path) -> Any:
-        """A ``ModelRunner`` of the engine that `build` saved, on the current device."""
+        """See `Library.load`: a ``ModelRunner``, on the current device."""
         from tensorrt_llm.builder import Engine
         from tensorrt_llm.runtime import ModelRunner
 
@@ -143,20 +138,7 @@ class TensorRTLibrary:
         engine_dir: Path,
         optional: frozenset[str] = frozenset(),
     ) -> None:
-        """Replace all weights of a loaded engine.
-
-        The tensors are collected on the CPU first: TensorRT reads them when the last one is there.
-
-        Args:
-            runner: from `load`.
-            weights: (TensorRT-LLM's name, this rank's contiguous tensor).
-            engine_dir: where `build` saved it.
-            optional: names that the engine may lack.
-
-        Raises:
-            ValueError: the engine has a weight that is not given, or lacks one that is.
-            RuntimeError: TensorRT refused a tensor or the refit, or the engine cannot be refitted.
-        """
+        """See `Library.refit`. Tensors are collected on the CPU: TensorRT reads them when the last one is there."""
         from tensorrt_llm.logger import logger
 
         trt = self._trt
@@ -199,15 +181,9 @@ class TensorRTLibrary:
         stop_ids: tuple[int, ...],
         logits_processor: LogitsProcessor,
     ) -> torch.Tensor:
-        """Decode one batch greedily over what ``logits_processor`` makes of the logits.
+        """See `Library.decode`.
 
         The end id is disabled and the stop tokens are stop words: only so does TensorRT-LLM count the stop token.
-
-        Returns:
-            ids int32 [batch, prompt and response]: row i's response starts at ``len(prompts[i])``.
-
-        Raises:
-            RuntimeError: the library gave no ids.
         """
         from tensorrt_llm.runtime import SamplingConfig
 
@@ -233,7 +209,7 @@ class TensorRTLibrary:
 
     @staticmethod
     def free() -> None:
-        """Give back the memory of what is no longer referenced."""
+        """See `Library.free`."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
