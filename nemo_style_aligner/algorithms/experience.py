@@ -164,7 +164,6 @@ def make_experience(
         advantages=advantages,
         returns=returns,
         importance_weights=importance_weights,
-        staleness=staleness,
     )
     return experience, metrics
 

@@ -57,7 +57,6 @@ class Experience:
         logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
-        staleness: int64 [n], policy updates made since the weights that each response was made with.
     """
 
     prompt_ids: torch.Tensor
@@ -69,7 +68,6 @@ class Experience:
     advantages: torch.Tensor
     returns: torch.Tensor
     importance_weights: torch.Tensor
-    staleness: torch.Tensor
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
