@@ -224,12 +224,12 @@ def test_senseless_options_are_refused(options: dict) -> None:
         engine_for(**options)
 
 
-def test_what_cannot_be_divided_names_the_parameter() -> None:
+def test_what_cannot_be_divided_says_by_how_many() -> None:
     from nemo_style_aligner.generation.shard import TensorParallel
 
     a = dataclasses.replace(architecture(), num_query_groups=3)
     for size in (4, 2):
-        with pytest.raises(ValueError, match=r"^tensor_parallel\.size="):
+        with pytest.raises(ValueError, match="^tensor_parallel_size="):
             EmbeddedEngine(
                 a,
                 dtype=torch.float32,
