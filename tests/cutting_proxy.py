@@ -11,16 +11,20 @@ import time
 
 
 class CuttingProxy:
-    """Forwards 127.0.0.1:`port` to ``target``; connections are refused while nobody listens there.
+    """Forwards `HOST`:``target`` to 127.0.0.1:``target``; connections are closed while nobody listens there.
+
+    The port is the same, for services prove that they know the secret only to who connects to the port they listen on.
 
     Args:
-        target: port on 127.0.0.1.
+        target: the port.
         seed: of delays and of where answers are truncated.
 
     Attributes:
         counts: faults that met data: ``cut`` connections, ``delayed`` chunks, ``truncated`` answers, and answers whose
             head was whole and whose ``body`` was not.
     """
+
+    HOST = "127.0.0.2"
 
     def __init__(self, target: int, seed: int) -> None:
         self._target = target
@@ -30,8 +34,7 @@ class CuttingProxy:
         self._to_truncate = {"truncated": 0, "body": 0}  # by the name of the count
         self._delay_until = 0.0
         self.counts = {"cut": 0, "delayed": 0, "truncated": 0, "body": 0}
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port = self._listener.getsockname()[1]
+        self._listener = socket.create_server((self.HOST, target), backlog=64)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:

@@ -60,7 +60,7 @@ def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None,
     )
     server = ModelServer(
         endpoints,
-        HttpSettings(port=0, **(http or {})),
+        HttpSettings(**({"port": 0} | (http or {}))),
         DispatchSettings(preferred, delay_us, **dispatch),
     )
     server.outcome = None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from conftest import Artefacts
 from served_critic import CountingBackend, critic_client, infer_body, serve, train_body
 
+from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -69,6 +71,23 @@ def as_stranger(folder: Path, **asked: list) -> dict[str, str | int]:
     return json.loads(done.stdout)
 
 
+# Becomes the other user, listens where a service was, and says what it was sent.
+IMPOSTOR = """
+import os, socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+os.setgroups([])
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+for _ in range(3):
+    connection, _ = listener.accept()
+    print(repr(connection.recv(65536)), flush=True)
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+    connection.settimeout(5)
+    print(repr(connection.recv(65536)), flush=True)
+    connection.close()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder that everybody may enter, and the umask of most systems."""
@@ -119,6 +138,24 @@ def test_the_services_of_a_run_are_closed(folder: Path) -> None:
     assert found.pop("read secret") == found.pop("write secret") == "PermissionError"
     assert set(found.values()) == {401} and len(found) == 3 * 10, found
     assert secret.value not in json.dumps(found)
+
+
+def test_who_takes_the_port_of_a_critic_that_is_away_learns_nothing(folder: Path) -> None:
+    """Neither the secret nor what is asked; and the run goes on as soon as its critic is there."""
+    secret, port = make_secret(folder / "secret").value, free_port()
+    command = [sys.executable, "-I", "-c", IMPOSTOR, str(NOBODY), str(port)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as impostor,
+        critic_client(port, token=secret) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(client.wait_until_ready, 60)
+        assert impostor.stdout is not None
+        heard = impostor.stdout.read()
+        assert impostor.wait(20) == 0
+        with serve(CountingBackend(), http={"token": secret, "port": port}):
+            waiting.result(60)
+    assert heard.count("X-Challenge") == 3 and secret not in heard and "Authorization" not in heard
 
 
 def test_the_journal_is_closed(folder: Path) -> None:

@@ -23,7 +23,15 @@ import pytest
 import requests
 from served_critic import CountingBackend, critic_client, get, infer_body, outputs, post, serve, tensor, train_body
 
-from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, ServerUnavailableError
+from nemo_style_aligner.rollout.work_queue import WorkQueue
+from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.servers.proof import prove
 from nemo_style_aligner.telemetry.log_lines import JsonFormatter
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
@@ -228,7 +236,9 @@ def test_a_failure_of_the_model_names_the_requests(caplog: pytest.LogCaptureFixt
 
 
 @contextlib.contextmanager
-def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[HttpClient, list[socket.socket]]]:
+def listening(
+    answer: Callable[[socket.socket], None], token: str | None = None
+) -> Iterator[tuple[HttpClient, list[socket.socket]]]:
     """A client of a server that does ``answer`` with each connection; the connections that it got."""
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -241,7 +251,7 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[HttpCli
                     answer(connections[-1])
 
         threading.Thread(target=accept, daemon=True).start()
-        client = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}", token=token)
         try:
             yield client, connections
         finally:
@@ -300,3 +310,165 @@ def test_readiness_is_asked_for_now_and_then_and_not_of_strangers() -> None:
         ):
             client.wait_until_ready(60)
         assert len(connections) == 1
+
+
+# ------------------------------------------------------------------ our own client, and who does not know the secret
+
+BRIEF = ClientLimits(connect_s=5.0, read_s=5.0, total_s=20.0, away_s=0.5, first_backoff_s=0.05, max_backoff_s=0.1)
+NO_PROOF = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n%s\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"220 mail\r\n\r\n", NO_PROOF % b"", NO_PROOF % b"X-Proof: 1 yes\r\n", b"x" * 20000]
+)
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_secret_is_not_sent_to_who_does_not_know_it(answer: bytes, is_early: bool) -> None:
+    """The client says so, and asks again: it may be there only until the service starts."""
+    received: list[bytes] = []
+
+    def pose(connection: socket.socket) -> None:
+        if (
+            is_early
+        ):  # not even looking at what is asked, as a client might take it for the answer to what it sends next
+            connection.sendall(answer)
+        else:
+            received.append(connection.recv(2**16))
+            connection.sendall(answer)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while data := connection.recv(2**16):
+                received.append(data)
+        connection.close()
+
+    with listening(pose, token="s3cret") as (client, connections):
+        with pytest.raises(ServerUnavailableError, match="does not prove that it knows the secret, which is not sent"):
+            client.request("GET", "/v2/health/ready", limits=BRIEF, body=b"prompts")
+        assert len(connections) > 1
+    everything = b"".join(received)
+    assert everything.startswith(b"HEAD /v2/health/live") and b"X-Challenge" in everything
+    assert b"s3cret" not in everything and b"prompts" not in everything and b"Authorization" not in everything
+
+
+def test_who_only_listens_gets_no_secret() -> None:
+    received: list[bytes] = []
+    with listening(lambda connection: received.append(connection.recv(2**16)), token="s3cret") as (client, _):
+        limits = ClientLimits(read_s=0.2, total_s=1.0, first_backoff_s=0.01)
+        with pytest.raises(ServerUnavailableError, match="silent for too long"):
+            client.request("GET", "/v2/health/ready", limits=limits)
+    assert received and not any(b"s3cret" in data for data in received)
+
+
+def test_a_proof_cannot_be_had_from_a_service_on_another_port() -> None:
+    server = WorkQueueServer(WorkQueue(600), token="s3cret")
+    received: list[bytes] = []
+
+    def relay(connection: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", server.port)) as target:
+            received.append(connection.recv(2**16))
+            target.sendall(received[-1])
+            connection.sendall(target.recv(2**16))
+
+    try:
+        with listening(relay, token="s3cret") as (client, connections):
+            with pytest.raises(RequestRefusedError, match=rf"listens on port {server.port}: connect to that one"):
+                client.request("GET", "/health", limits=BRIEF)
+            assert len(connections) == 1
+    finally:
+        server.stop()
+    assert received and not any(b"s3cret" in data for data in received)
+
+
+@pytest.mark.parametrize(("theirs", "message"), [(None, "has no secret"), ("other", "has another secret")])
+def test_a_service_with_another_secret_is_an_error_at_once(theirs: str | None, message: str) -> None:
+    with (
+        serve(CountingBackend(), http={"token": theirs}) as server,
+        critic_client(server.number, token="mine") as client,
+        pytest.raises(ValueError, match=rf"does not accept this run's token .*{message}.*share no home directory"),
+    ):
+        client.wait_until_ready(60)
+
+
+def test_once_the_secret_is_known_to_be_right_a_wrong_proof_is_waited_out() -> None:
+    """Else whoever takes the port of a critic that is started again could end the actor's job with one answer."""
+    limits = ClientLimits(total_s=20.0, away_s=20.0, first_backoff_s=0.05, max_backoff_s=0.1)
+    server = WorkQueueServer(WorkQueue(600), token="s3cret")
+    client = HttpClient(f"http://127.0.0.1:{server.port}", token="s3cret")
+    assert client.request("GET", "/status", limits=limits).status_code == 200
+    server.stop()
+    impostor = WorkQueueServer(WorkQueue(600), port=server.port, token="guess")
+    answers: list[int] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(client.request("GET", "/status", limits=limits).status_code)
+    )
+    asking.start()
+    asking.join(0.5)
+    assert asking.is_alive()
+    impostor.stop()
+    server = WorkQueueServer(WorkQueue(600), port=server.port, token="s3cret")
+    asking.join(20)
+    client.close()
+    server.stop()
+    assert answers == [200]
+
+
+def test_each_connection_is_proven_and_then_kept() -> None:
+    """In every state of a service, on every route, to challenges that a client may send."""
+    challenge = {"X-Challenge": "a" * 128}
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        wanted = prove("s3cret", challenge["X-Challenge"], server.number)
+        assert wanted is not None and re.fullmatch(rf"{server.number} [0-9a-f]{{64}}", wanted)
+        for path, status in (
+            ("/v2/health/live", 200),
+            ("/metrics", 401),
+            ("/nothing", 401),
+            ("/v2/models/x/ready", 404),
+        ):
+            answer = get(server, path, headers=challenge)
+            assert (answer.status_code, answer.headers["X-Proof"]) == (status, wanted)
+            assert "X-Proof" not in get(server, path).headers
+        for unusable in ("a" * 129, "", "a|5556", "a b"):
+            assert "X-Proof" not in get(server, "/v2/health/live", headers={"X-Challenge": unusable}).headers
+        assert len({prove(*other) for other in (("a", "b", 1), ("b", "b", 1), ("a", "c", 1), ("a", "b", 2))}) == 4
+        with critic_client(server.number, token="s3cret") as client:
+            client.wait_until_ready(20)
+            connections = client._critic._peer._sockets
+            assert len([s for s in connections if s.fileno() >= 0]) == 1
+
+
+def test_localhost_is_where_the_services_are() -> None:
+    """It stands for ::1 as well, where another user could listen and have the service's own proof passed on."""
+    server = WorkQueueServer(WorkQueue(600), host="localhost", token="s3cret")
+    client = HttpClient(f"http://localhost:{server.port}", token="s3cret")
+    try:
+        with contextlib.ExitStack() as stack:
+            if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+                stack.enter_context(socket.create_server(("::1", server.port), family=socket.AF_INET6))
+            assert client.request("GET", "/status", limits=BRIEF).status_code == 200
+    finally:
+        client.close()
+        server.stop()
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+def test_closing_a_client_ends_requests_that_wait_for_an_answer(token: str | None) -> None:
+    """Within a moment: at the end of a job Python waits for the threads that have sent them."""
+    limits = ClientLimits(read_s=60.0, total_s=60.0)
+    ended: list[str] = []
+
+    def ask(client: HttpClient) -> None:
+        with pytest.raises(ServerUnavailableError) as error:
+            client.request("POST", "/x", limits=limits, body=b"x")
+        ended.append(str(error.value))
+
+    with listening(lambda connection: None, token) as (client, connections):
+        asking = [threading.Thread(target=ask, args=(client,)) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        while len(connections) < 3:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        client.close()
+        for thread in asking:
+            thread.join(5)
+        ask(client)  # nor does a later one wait
+    assert len(ended) == 4 and all("the client was closed" in message for message in ended)

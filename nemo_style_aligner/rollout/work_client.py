@@ -97,7 +97,7 @@ class WorkQueueClient:
         poll_seconds: float = 0.5,
     ) -> None:
         self.worker = worker or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._http = HttpClient(server_url(host, port), token=token, error_text=_error_text)
+        self._http = HttpClient(server_url(host, port), token=token)
         self._server = server
         self._slots = slots
         self._limits = limits
@@ -324,10 +324,3 @@ class _Heartbeat:
         except (ServerUnavailableError, RequestRefusedError) as error:
             if not self._stopping.is_set():  # the next lease or completion meets the same, and raises
                 logger.warning("heartbeat failed: %s", error)
-
-
-def _error_text(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")

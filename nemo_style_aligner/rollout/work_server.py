@@ -11,8 +11,8 @@ from werkzeug.exceptions import HTTPException
 
 from nemo_style_aligner.rollout.work_queue import RoundMismatchError, SampleLostError, WorkQueue
 from nemo_style_aligner.servers.http_client import server_url
-from nemo_style_aligner.servers.http_server import WsgiServer, require_token, token_check
-from nemo_style_aligner.servers.protocol import JSON_TYPE, is_int
+from nemo_style_aligner.servers.http_server import WsgiServer, require_token
+from nemo_style_aligner.servers.protocol import JSON_TYPE, LIVE_PATH, is_int
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ REFUSED_HEADER = "X-Work-Queue-Refused"  # of "completed", ids that somebody els
 MAX_IDS_PER_REQUEST = 65536
 MAX_IDS_WITH_LEASE = 512  # in "completed": should all of them be refused, they fit into a header
 MAX_BODY_BYTES = 2**22
+_OPEN_PATHS = ("/health", LIVE_PATH)
 
 
 class _BadRequestError(Exception):
@@ -37,11 +38,12 @@ def create_app(queue: WorkQueue, token: str | None) -> Flask:
     fields of `Lease`: ``X-Work-Queue-State``, ``-Share`` and ``-Unfinished``. ``completed``, a list of ids, saves a
     worker the request to ``/complete``; those refused are in ``X-Work-Queue-Refused``, with commas between them.
     ``PUT /complete {"ids": [...], "worker": w}`` answers ``{"accepted": [...], "refused": [...]}``.
-    ``PUT /renew {"worker": w}``; ``GET /status``; ``GET /health``.
+    ``PUT /renew {"worker": w}``; ``GET /status``; ``GET /health``, which needs no token, nor does the route at which
+    clients have the server prove that it knows it.
     """
     app = Flask("nemo_style_aligner.work_queue")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
-    require_token(app, token, lambda path: path == "/health", lambda message: _error_body(message))
+    require_token(app, token, lambda path: path in _OPEN_PATHS)
     app.register_error_handler(_BadRequestError, lambda error: _answer({"error": str(error)}, 400))
     app.register_error_handler(RoundMismatchError, lambda error: _answer({"error": str(error)}, 409))
     app.register_error_handler(SampleLostError, lambda error: _answer({"error": str(error)}, 409))
@@ -86,16 +88,13 @@ def create_app(queue: WorkQueue, token: str | None) -> Flask:
     app.add_url_rule("/complete", view_func=complete, methods=["PUT"])
     app.add_url_rule("/renew", view_func=renew, methods=["PUT"])
     app.add_url_rule("/status", "status", lambda: _answer(queue.status()))
-    app.add_url_rule("/health", "health", lambda: Response(status=200))
+    for path in _OPEN_PATHS:
+        app.add_url_rule(path, path, lambda: Response(status=200))
     return app
 
 
 def _answer(content: Any, status: int | None = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(content), status, headers, content_type=JSON_TYPE)
-
-
-def _error_body(message: str) -> bytes:
-    return json.dumps({"error": message}).encode()
 
 
 def _body() -> dict[str, Any]:
@@ -166,7 +165,7 @@ class WorkQueueServer:
             max_body_bytes=2 * MAX_BODY_BYTES,
             name="rollout work queue",
             section=section,
-            may_send_body=token_check(token),
+            token=token,
         )
         self.host, self.port = host, self._server.port
         logger.info("rollout work queue on %s", server_url(self.host, self.port))

@@ -33,7 +33,6 @@ from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     READY_PATH,
     ProtocolError,
-    decode_error,
     decode_infer_response,
     encode_infer_request,
 )
@@ -322,7 +321,7 @@ class CriticClient:
 
 
 def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
-    return HttpClient(server_url(section["ip"], section["port"]), token=token, error_text=decode_error)
+    return HttpClient(server_url(section["ip"], section["port"]), token=token)
 
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -336,6 +335,8 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
         try:
             server.request("GET", READY_PATH, limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
         except (ServerUnavailableError, RequestRefusedError) as error:
+            if isinstance(error, RequestRefusedError) and error.status == 401:
+                raise _other_secret(server, error) from error
             if isinstance(error, RequestRefusedError) and error.status == 404:
                 raise ValueError(
                     f"something else than a critic or reward service listens at {server.base_url}: give its port "
@@ -363,10 +364,7 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
         metadata: dict[str, Any] = server.request("GET", f"/v2/models/{model}", limits=limits).json()
     except RequestRefusedError as error:
         if error.status == 401:
-            raise ValueError(
-                f"the server at {server.base_url} does not accept this run's token ({error}). The logs of both jobs "
-                f"say where their secret is from; where they share no home directory, set {TOKEN_VARIABLE} for both"
-            ) from error
+            raise _other_secret(server, error) from error
         raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
     shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
     missing = outputs - shapes.keys()
@@ -381,6 +379,13 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
             "reward: start that service with model.regression.merge_attributes=True"
         )
     return metadata
+
+
+def _other_secret(server: HttpClient, error: RequestRefusedError) -> ValueError:
+    return ValueError(
+        f"the server at {server.base_url} does not accept this run's token ({error}). The logs of both jobs say where "
+        f"their secret is from; where they share no home directory, set {TOKEN_VARIABLE} for both"
+    )
 
 
 def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScore) -> None:

@@ -1,19 +1,23 @@
 """An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries.
 
 Each request has an id, the same in all its tries, which the errors here and the server's log name: ``X-Request-Id``.
+A client that has a secret sends it, and anything else, only to a server that has proven that it knows it: see `proof`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import random
+import secrets
 import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +27,8 @@ import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
+from nemo_style_aligner.servers.proof import UnprovenServerError, challenge_request, check_proof, unproven
+from nemo_style_aligner.servers.protocol import decode_error
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -34,6 +40,7 @@ AWAY_STATUSES = frozenset({502, 503})
 # And of one that is at work.
 _BUSY_STATUSES = frozenset({429, 504})
 _CHUNK_BYTES = 2**16
+_MAX_PROOF_BYTES = 2**14  # of the answer that has the proof in its head
 # A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
 # or when what was sent is not taken for two minutes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
@@ -140,16 +147,20 @@ class _Clock:
 class HttpClient:
     """Sends requests to one server, safe to use from many threads (each has its own keep-alive session).
 
+    With a ``token`` the server must prove on each connection that it knows it, see `proof`. Who gives no proof counts
+    as a server that is away: the real one may be about to start. Another secret is an error at once, until the server
+    has proven itself for the first time: from then on the secret is known to be right.
+
     Only for requests that may be repeated: a try whose connection broke is sent again, though the server
     may have seen it.
     """
 
-    def __init__(
-        self, base_url: str, *, token: str | None = None, error_text: Callable[[bytes], str] | None = None
-    ) -> None:
+    def __init__(self, base_url: str, *, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
+        # The name has an IPv6 address, too. Somebody else may listen there, and pass the service's proof on.
+        self._url = self.base_url.replace("//localhost:", "//127.0.0.1:")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._error_text = error_text or (lambda body: body[:200].decode("utf-8", "replace"))
+        self._peer = _Peer(token)
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
         self._answered: dict[str, float] = {}  # when the last request of each path was
@@ -187,11 +198,18 @@ class HttpClient:
                 is_away = not isinstance(error, requests.ReadTimeout)
                 clock.note(is_away=is_away)
                 is_busy = is_busy and not is_away
+            except UnprovenServerError as error:
+                if error.is_final and not self._peer.has_proven:
+                    message = f"{what} was not sent, it would be refused (401): {error}"
+                    raise RequestRefusedError(message, 401, {}) from error
+                trouble = str(error)
+                clock.note(is_away=True)
+                is_busy = False
             else:
                 if answer.status_code == 200:
                     self._answered[path] = time.monotonic()
                     return answer
-                trouble = f"status {answer.status_code}: {self._error_text(answer.content)}"
+                trouble = f"status {answer.status_code}: {decode_error(answer.content)}"
                 is_busy = answer.status_code in _BUSY_STATUSES or (is_busy and answer.status_code == 500)
                 clock.note(is_away=answer.status_code in AWAY_STATUSES)
                 internal_errors += answer.status_code == 500
@@ -231,7 +249,7 @@ class HttpClient:
         sending.silence_s, sending.deadline = limits.read_s, deadline
         with session.request(
             method,
-            self.base_url + path,
+            self._url + path,
             data=body,
             headers=headers,
             timeout=(min(limits.connect_s, remaining), min(limits.read_s, remaining)),
@@ -255,8 +273,9 @@ class HttpClient:
             return HttpAnswer(response.status_code, response.headers, b"".join(chunks))
 
     def close(self) -> None:
-        """End waiting for another try, and close all connections."""
+        """End all requests, those that wait for an answer as well, and close all connections."""
         self._closed.set()
+        self._peer.disconnect()
         with self._lock:
             sessions, self._sessions = self._sessions, []
         for session in sessions:
@@ -269,7 +288,7 @@ class HttpClient:
             self._local.session = session = requests.Session()
             session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
             session.headers.update(self._headers)
-            session.mount("http://", _Adapter(self._local.sending))
+            session.mount("http://", _Adapter(self._peer, self._local.sending))
             with self._lock:
                 self._sessions.append(session)
         return self._local.session, self._local.sending
@@ -282,11 +301,48 @@ class _SendLimits:
     silence_s: float = math.inf
     deadline: float = math.inf
 
+    def wait_seconds(self) -> float:
+        """How long the server may be silent now. Raises TimeoutError when the end is there."""
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        return min(self.silence_s, remaining)
+
+
+class _Peer:
+    """The server, to all connections of a client. ``has_proven``: that it knows the ``secret``, once at least."""
+
+    def __init__(self, secret: str | None) -> None:
+        self.secret = secret
+        self.has_proven = False
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_disconnected = False
+        self._lock = threading.Lock()
+
+    def connected(self, connection: socket.socket) -> None:
+        """A new connection, which `disconnect` shall end; at once if that was before."""
+        with self._lock:
+            self._sockets.add(connection)
+        if self._is_disconnected:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """End all connections, now and from now on: who waits for an answer learns of it."""
+        with self._lock:
+            self._is_disconnected = True
+            for connection in self._sockets:
+                with contextlib.suppress(OSError):  # it is closed
+                    connection.shutdown(socket.SHUT_RDWR)
+
 
 class _Adapter(requests.adapters.HTTPAdapter):
-    """Connections whose dead peer is noticed, and which send within limits of their own."""
+    """Connections whose dead peer is noticed, which send within limits of their own, and to nobody else than the peer.
 
-    def __init__(self, sending: _SendLimits) -> None:
+    The peer proves on each that it is the one.
+    """
+
+    def __init__(self, peer: _Peer, sending: _SendLimits) -> None:
+        self._peer = peer
         self._sending = sending
         super().__init__()
 
@@ -299,11 +355,23 @@ class _Adapter(requests.adapters.HTTPAdapter):
             if hasattr(socket, name):  # Linux
                 options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
         super().init_poolmanager(*args, socket_options=options, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {"http": _pool_class(self._sending)}
+        self.poolmanager.pool_classes_by_scheme = {"http": _pool_class(self._peer, self._sending)}
 
 
-def _pool_class(limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
+def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
     class Connection(urllib3.connection.HTTPConnection):
+        def connect(self) -> None:
+            super().connect()
+            peer.connected(self.sock)
+            if peer.secret is None:
+                return
+            try:
+                _challenge(self.sock, self.host, self.port, peer.secret, limits)
+            except BaseException:
+                self.close()  # urllib3 reads on after some errors: nothing from here may be taken for an answer
+                raise
+            peer.has_proven = True
+
         def send(self, data: Any) -> None:
             """urllib3 would send all of ``data`` within the time limit for connecting."""
             if self.sock is None:
@@ -311,10 +379,7 @@ def _pool_class(limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
             view = memoryview(data)
             try:
                 for start in range(0, len(view), _CHUNK_BYTES):
-                    remaining = limits.deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise TimeoutError
-                    self.sock.settimeout(min(limits.silence_s, remaining))
+                    self.sock.settimeout(limits.wait_seconds())
                     super().send(view[start : start + _CHUNK_BYTES])
             except TimeoutError as error:
                 message = "the request was taken too slowly"
@@ -324,6 +389,26 @@ def _pool_class(limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
         ConnectionCls = Connection
 
     return Pool
+
+
+def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _SendLimits) -> None:
+    """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or for silence urllib3's error."""
+    address, challenge, head = f"{host}:{port}", secrets.token_hex(16), b""
+    try:
+        connection.settimeout(limits.wait_seconds())
+        connection.sendall(challenge_request(address, challenge))
+        while not head.endswith(b"\r\n\r\n") and len(head) < _MAX_PROOF_BYTES:
+            connection.settimeout(limits.wait_seconds())
+            received = connection.recv(_MAX_PROOF_BYTES)
+            if not received:
+                raise ConnectionResetError("it closed the connection")
+            head += received
+    except TimeoutError as error:
+        message = "the server did not prove in time that it knows the secret"
+        raise urllib3.exceptions.ReadTimeoutError(None, None, message) from error  # type: ignore[arg-type]
+    except OSError as error:
+        raise UnprovenServerError(unproven(address, str(error))) from error
+    check_proof(head, secret, challenge, address, port)
 
 
 def _reason(error: requests.RequestException) -> str:

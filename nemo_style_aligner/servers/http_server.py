@@ -1,4 +1,4 @@
-"""What every HTTP service of the project shares: bearer-token check, and a WSGI server in a thread."""
+"""What every HTTP service of the project shares: the secret's check and proof, and a WSGI server in a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from nemo_style_aligner.servers.connections import (
     channel_class,
     is_busy,
 )
-from nemo_style_aligner.servers.protocol import JSON_TYPE
+from nemo_style_aligner.servers.proof import CHALLENGE_HEADER, PROOF_HEADER, prove
+from nemo_style_aligner.servers.protocol import JSON_TYPE, ProtocolError
 
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
@@ -72,9 +73,7 @@ def token_check(token: str | None) -> HeaderCheck:
     return check
 
 
-def require_token(
-    app: Flask, token: str | None, is_open: Callable[[str], bool], error_body: Callable[[str], bytes]
-) -> None:
+def require_token(app: Flask, token: str | None, is_open: Callable[[str], bool]) -> None:
     """Refuse requests without the token (see `token_check`) with 401.
 
     ``is_open(path)`` names the routes that need none (health). Without a token everything is open.
@@ -87,8 +86,10 @@ def require_token(
         fields = {name: request.environ.get(f"HTTP_{name}", "") for name in _TOKEN_FIELDS}
         if is_open(request.path) or has_token(fields):
             return None
-        body = error_body("authorization is needed: send the header 'Authorization: Bearer <token of this run>'")
-        return Response(body, 401, {"WWW-Authenticate": "Bearer"}, content_type=JSON_TYPE)
+        error = ProtocolError(
+            401, "authorization is needed: send the header 'Authorization: Bearer <token of this run>'"
+        )
+        return Response(error.body(), error.status, {"WWW-Authenticate": "Bearer"}, content_type=JSON_TYPE)
 
     app.before_request(check)
 
@@ -97,9 +98,10 @@ class WsgiServer:
     """A waitress server in a daemon thread, started by the constructor, bound before it returns.
 
     ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
-    address cannot be bound, and their keys where they are from a ``section`` of the config. ``may_send_body`` looks at
-    a request's header before a large body is read (`token_check` makes one). ``threads`` work on requests; 0, for an
-    application that never waits: the server's own thread does, which saves handing requests over.
+    address cannot be bound, and their keys where they are from a ``section`` of the config. Large bodies are read of
+    those only who send the ``token`` (the application looks at all other requests itself, see `require_token`); to who
+    asks, the server proves that it knows it, see `proof`. ``threads`` work on requests; 0, for an application that
+    never waits: the server's own thread does, which saves handing requests over.
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class WsgiServer:
         name: str,
         section: str | None = None,
         limits: ConnectionLimits | None = None,
-        may_send_body: HeaderCheck | None = None,
+        token: str | None = None,
     ) -> None:
+        may_send_body = token_check(token)
         limits = limits or ConnectionLimits()
         connections = limits.connections()
         self._socket = _bind(host, port, name, section)
@@ -126,7 +129,7 @@ class WsgiServer:
 
         def noting_answers(environ: Any, start_response: Any) -> Any:
             try:
-                return app(environ, start_response)
+                return app(environ, _proving(environ, start_response, token, self.port))
             finally:
                 self._last_answer = time.monotonic()
 
@@ -279,7 +282,22 @@ class _OwnThread:
             self._tasks.popleft().cancel()
 
 
+def _proving(environ: Mapping[str, Any], start_response: Any, token: str | None, port: int) -> Any:
+    """A ``start_response`` that gives the answer its proof, if the request asks for one; whatever the answer is."""
+    challenge = environ.get(f"HTTP_{CHALLENGE_HEADER.upper().replace('-', '_')}")
+    proof = None if challenge is None else prove(token, challenge, port)
+    if proof is None:
+        return start_response
+
+    def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Any:
+        return start_response(status, [*headers, (PROOF_HEADER, proof)], exc_info)
+
+    return start
+
+
 def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
+    if host == "localhost":  # by that name, clients look for it at IPv4's address: see `HttpClient`
+        host = "127.0.0.1"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -17,7 +17,14 @@ from nemo_style_aligner.servers.endpoints import (
     TrainEndpoint,
 )
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY
-from nemo_style_aligner.servers.protocol import HEADER_LENGTH_FIELD, JSON_TYPE, MAX_DIMENSION_SIZE, READY_PATH
+from nemo_style_aligner.servers.proof import CHALLENGE_HEADER, PROOF_HEADER
+from nemo_style_aligner.servers.protocol import (
+    HEADER_LENGTH_FIELD,
+    JSON_TYPE,
+    LIVE_PATH,
+    MAX_DIMENSION_SIZE,
+    READY_PATH,
+)
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
 Schema = dict[str, Any]
@@ -28,6 +35,11 @@ _ELEMENTS: Mapping[str, Schema] = {
     "BYTES": {"type": "string"},
 }
 _SIZE: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_DIMENSION_SIZE}
+_PROOF: Schema = {
+    "description": f"If the request has {CHALLENGE_HEADER} (up to 128 letters, digits, '_', '-'): the service's port, "
+    "and the HMAC-SHA256, keyed with the secret, of nemo-style-aligner|CHALLENGE|PORT ('none' without a secret)",
+    "schema": {"type": "string"},
+}
 _ERRORS = {
     400: "The request is malformed; the message says what is wrong",
     401: "The token is missing or wrong",
@@ -46,7 +58,7 @@ def describe(endpoints: Sequence[Endpoint], *, needs_token: bool) -> dict[str, A
     """The whole document."""
     paths: dict[str, Any] = {
         "/v2": {"get": _read("Server metadata", _ref("ServerMetadata"))},
-        "/v2/health/live": {"get": _health("Whether the service has not failed")},
+        LIVE_PATH: {"get": _health("Whether the service has not failed")},
         READY_PATH: {"get": _health("Whether the models answer")},
         "/v2/models/stats": {"get": _read("Statistics of all models", _ref("Statistics"))},
         "/v2/repository/index": {"post": _repository_index()},
@@ -86,7 +98,7 @@ def _ref(name: str) -> Schema:
 def _answer(description: str, content: Mapping[str, Schema] | None = None) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "description": description,
-        "headers": {REQUEST_ID_HEADER: {"required": True, "schema": {"type": "string"}}},
+        "headers": {REQUEST_ID_HEADER: {"required": True, "schema": {"type": "string"}}, PROOF_HEADER: _PROOF},
     }
     if content is not None:
         answer["content"] = {kind: {"schema": schema} for kind, schema in content.items()}

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 JSON_TYPE = "application/json"
-READY_PATH = "/v2/health/ready"
+LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 HEADER_LENGTH_FIELD = "Inference-Header-Content-Length"
 MAX_DIMENSIONS = 8
 MAX_DIMENSION_SIZE = 2**31 - 1

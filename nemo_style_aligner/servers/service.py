@@ -26,13 +26,14 @@ from nemo_style_aligner.servers import openapi
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.servers.http_client import server_url
-from nemo_style_aligner.servers.http_server import WsgiServer, require_token, token_check
+from nemo_style_aligner.servers.http_server import WsgiServer, require_token
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     JSON_TYPE,
+    LIVE_PATH,
     READY_PATH,
     InferRequest,
     ProtocolError,
@@ -79,12 +80,12 @@ def create_app(
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     log_requests(app)
     routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
-    require_token(app, settings.token, _is_open_route, lambda message: ProtocolError(401, message).body())
+    require_token(app, settings.token, _is_open_route)
     app.register_error_handler(ProtocolError, _protocol_error)
     app.register_error_handler(HTTPException, _http_error)
 
     app.add_url_rule("/v2", view_func=routes.server_metadata)
-    app.add_url_rule("/v2/health/live", view_func=routes.live)
+    app.add_url_rule(LIVE_PATH, view_func=routes.live)
     app.add_url_rule(READY_PATH, view_func=routes.ready)
     app.add_url_rule("/v2/models/stats", view_func=routes.statistics)
     app.add_url_rule("/v2/repository/index", view_func=routes.repository_index, methods=["POST"])
@@ -116,7 +117,7 @@ def start_http_server(
         name="inference service",
         section=settings.section,
         limits=settings.connections,
-        may_send_body=token_check(settings.token),
+        token=settings.token,
     )
     names = ", ".join(endpoint.name for endpoint in endpoints)
     logger.info("serving %s on %s", names, server_url(server.host, server.port))
@@ -124,7 +125,7 @@ def start_http_server(
 
 
 def _is_open_route(path: str) -> bool:
-    return path in ("/v2/health/live", READY_PATH) or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
+    return path in (LIVE_PATH, READY_PATH) or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
 
 
 def _protocol_error(error: ProtocolError) -> Response:
