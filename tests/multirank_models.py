@@ -7,7 +7,6 @@ and keeps for its backward pass, with activations recomputed or not, sharded by 
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from nemo_style_aligner.models import logprobs
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, evaluate_step, train_step
 from nemo_style_aligner.parallel.groups import all_gather_rows, initialize_model_parallel
 
 RANKS, VOCAB, PADDED, TEMPERATURE = 3, 21, 42, 0.7  # slices of 14 rows: 14, 7 and 0 true ones
@@ -100,22 +99,20 @@ def recompute(folder: Path) -> None:
             torch.manual_seed(4)
             model = build_model(architecture, config, torch.float32)
             saved, saved_in_validation = SavedBytes(model), SavedBytes(model)
-            compute = functools.partial(
-                train_step,
+            arguments = (
                 model,
                 Tokens(tokens),
                 wanted,
                 MicroBatching(5),
                 lambda output, batch: (-output.sum(), (output != 0).sum(), {}),
-                scoring=Scoring(),
             )
             model.module.train()
             with saved.hooks:
-                loss = compute()["loss"]
+                loss = train_step(*arguments, scoring=Scoring())["loss"]
             gradients = torch.cat([p.main_grad.flatten().clone() for p in model.gpt.parameters()])
             model.module.eval()
             with saved_in_validation.hooks:
-                compute(forward_only=True)
+                evaluate_step(*arguments, scoring=Scoring())
             sizes = saved.total, saved_in_validation.total
             results[f"{granularity}, {'sharded' if sharded else 'whole'}"] = (loss, gradients, *sizes)
     if dist.get_rank() == 0:

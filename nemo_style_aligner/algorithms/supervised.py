@@ -17,7 +17,7 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import train_step
+from nemo_style_aligner.models.pipeline import evaluate_step, train_step
 from nemo_style_aligner.models.supervised_losses import Objective, with_deviations
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import peak_meter
@@ -124,7 +124,7 @@ class SupervisedTrainer(TrainingLoop):
         self.model.module.train()
         self.optimizer.zero_grad()
         batch = self.make_train_batch(self._share(indices, self.batching))
-        metrics = self._run(batch, self.batching)
+        metrics = self._run(train_step, batch, self.batching)
         num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
         metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
         return {name: value for name, value in with_deviations(metrics).items() if math.isfinite(value)}
@@ -145,7 +145,7 @@ class SupervisedTrainer(TrainingLoop):
                 activity.progress()
                 self.run_control.check()
                 batch = self.make_val_batch(self._share(indices, self.val_batching))
-                means = self._run(batch, self.val_batching, forward_only=True)
+                means = self._run(evaluate_step, batch, self.val_batching)
                 count = means.pop("num_items")
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
@@ -154,9 +154,9 @@ class SupervisedTrainer(TrainingLoop):
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
 
-    def _run(self, batch: Any, batching: MicroBatching, forward_only: bool = False) -> dict[str, float]:
+    def _run(self, step: Callable[..., dict[str, float]], batch: Any, batching: MicroBatching) -> dict[str, float]:
         objective = self.objective
-        return train_step(
+        return step(
             self.model,
             batch,
             objective.wanted(batch),
@@ -164,7 +164,6 @@ class SupervisedTrainer(TrainingLoop):
             objective.loss,
             scoring=objective.scoring,
             is_whole=False,
-            forward_only=forward_only,
         )
 
     def _share(self, indices: Sequence[int], batching: MicroBatching) -> Sequence[int]:

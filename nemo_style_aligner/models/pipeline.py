@@ -1,4 +1,4 @@
-"""Runs batches through megatron-core's pipeline schedules: one training step, or a forward pass.
+"""Runs batches through megatron-core's pipeline schedules: a training step, its loss alone, or a forward pass.
 
 A batch is a dataclass of tensors that share their first dimension (one row per sequence), with a field
 ``tokens`` int64 [n, s]. It belongs on the CPU, where it is packed, and moves to the device micro batch by micro batch.
@@ -188,7 +188,6 @@ def train_step(
     *,
     scoring: Scoring | None = None,
     is_whole: bool = True,
-    forward_only: bool = False,
     kept_passes: KeptPasses | None = None,
 ) -> dict[str, float]:
     """Forward and backward of a batch; gradients are left finalised in the buffers.
@@ -205,7 +204,6 @@ def train_step(
         scoring: what a language model reports; None for a model with a reward head.
         is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as much
             work; otherwise these are this rank's rows.
-        forward_only: evaluate without gradients.
         kept_passes: what `forward` has computed of a whole batch with the same weights; it is emptied.
 
     Returns:
@@ -214,6 +212,52 @@ def train_step(
         floating-point operations of a data-parallel rank. The same on every rank. Where there is no item: ``loss`` and
         ``num_items``, both 0, alone.
     """
+    plan = _plan_step(model, batch, wanted, batching, scoring, is_whole, kept_passes)
+    return _run_step(model, batch, plan, loss_function, scoring, is_training=True)
+
+
+def evaluate_step(
+    model: MegatronModel,
+    batch: Any,
+    wanted: torch.Tensor,
+    batching: MicroBatching,
+    loss_function: LossFunction,
+    *,
+    scoring: Scoring | None = None,
+    is_whole: bool = True,
+) -> dict[str, float]:
+    """What `train_step` returns, without gradients."""
+    plan = _plan_step(model, batch, wanted, batching, scoring, is_whole, None)
+    return _run_step(model, batch, plan, loss_function, scoring, is_training=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepPlan:
+    """What this data-parallel rank computes of a batch.
+
+    Attributes:
+        wanted: bool [n, w], on the CPU.
+        parts: its micro batches, by their first rows: gradients are added up in this order, whatever is kept of them.
+        num_used: tokens of its rows that the loss depends on.
+        work: floating-point operations of its rows.
+    """
+
+    wanted: torch.Tensor
+    parts: list[list[int] | KeptMicroBatch]
+    num_used: int
+    work: int
+
+
+def _plan_step(
+    model: MegatronModel,
+    batch: Any,
+    wanted: torch.Tensor,
+    batching: MicroBatching,
+    scoring: Scoring | None,
+    is_whole: bool,
+    kept_passes: KeptPasses | None,
+) -> _StepPlan:
+    """Choose this rank's rows, and of which of them there are passes already. See `train_step`."""
     wanted = wanted.cpu()
     used = used_lengths(wanted)
     work = _work(model, used, wanted, scoring)
@@ -224,9 +268,26 @@ def train_step(
         to_compute = [0 if row in computed else operations for row, operations in enumerate(work)]
         mine = shares(to_compute, model.layout.dp_size, batching.group)[model.layout.dp_rank]
     own_kept = [micro_batch for micro_batch in kept if micro_batch.rank == model.layout.dp_rank]
-    parts = _micro_batches_of(mine, used, batching) if mine or not own_kept else []
+    new = _micro_batches_of(mine, used, batching) if mine or not own_kept else []
     mine += [row for micro_batch in own_kept for row in micro_batch.rows]
-    totals: dict[str, float] = {}
+    return _StepPlan(
+        wanted=wanted,
+        parts=sorted([*new, *own_kept], key=lambda part: _rows_of(part)[:1]),
+        num_used=sum(used[row] for row in mine),
+        work=sum(work[row] for row in mine),
+    )
+
+
+def _run_step(
+    model: MegatronModel,
+    batch: Any,
+    plan: _StepPlan,
+    loss_function: LossFunction,
+    scoring: Scoring | None,
+    *,
+    is_training: bool,
+) -> dict[str, float]:
+    """The passes of a plan, and what comes of them on all ranks. See `train_step`."""
     num_computed = 0
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -237,7 +298,7 @@ def train_step(
         output = _call_model(model, module, micro_batch)
 
         def loss(output: torch.Tensor) -> LossResult:
-            unpacked = _of_width(micro_batch.packed.unpack(output), wanted.shape[1])
+            unpacked = _of_width(micro_batch.packed.unpack(output), plan.wanted.shape[1])
             loss_sum, count, sums = loss_function(unpacked, micro_batch.batch)
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
@@ -246,20 +307,18 @@ def train_step(
 
         return output, loss
 
-    # Gradients are added up in the order of the rows, whatever was computed before.
-    todo: list[list[int] | KeptMicroBatch] = sorted([*parts, *own_kept], key=lambda part: _rows_of(part)[:1])
-    packed = _micro_batches(model, batch, wanted, todo, scoring)
+    packed = _micro_batches(model, batch, plan.wanted, plan.parts, scoring)
     # Megatron's schedules leave it to their caller whether a forward-only pass keeps what a backward pass would need.
-    with torch.set_grad_enabled(not forward_only):
-        reports = _run_schedule(model, packed, len(todo), forward_step, forward_only=forward_only)
+    with torch.set_grad_enabled(is_training):
+        reports = _run_schedule(model, packed, len(plan.parts), forward_step, forward_only=not is_training)
+    totals: dict[str, float] = {}
     for report in reports:
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
-    num_used, own_work = (sum(numbers[i] for i in mine) for numbers in (used, work))
     means = _global_means(totals)
     if not means["num_items"]:  # the mean over nothing is no number that a log should show
         return {"loss": 0.0, "num_items": 0.0}
-    return means | _packing_metrics(model, num_used, num_computed, own_work)
+    return means | _packing_metrics(model, plan.num_used, num_computed, plan.work)
 
 
 def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:
@@ -321,60 +380,97 @@ def forward(
         fp32 [n, *row_shape], the same on every rank; zero in rows that nothing is wanted of.
     """
     wanted = wanted.cpu()
-    used = used_lengths(wanted)
-    results = torch.zeros(len(used), *row_shape, dtype=torch.float32, device=device())
-    if not any(used):
+    results = torch.zeros(len(wanted), *row_shape, dtype=torch.float32, device=device())
+    if not wanted.any():
         return results
-    work = _work(model, used, wanted, scoring)
-    by_rank = shares(work, model.layout.dp_size, batching.group)
-    if keep is not None:
-        by_rank = keep.dealt(by_rank, work)
-    parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
-    parts = parts_by_rank[model.layout.dp_rank]
-    noted: list[KeptMicroBatch] = []
-    if keep is not None:
-        tokens = batch.tokens.cpu()
-        noted = [
-            keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts
-        ]
-        keep.begin()
-    notes = iter([note for note in noted if note.rank == model.layout.dp_rank])
+    plan = _plan_forward(model, batch, wanted, batching, scoring, keep)
+    notes = iter([note for note in plan.notes if note.rank == model.layout.dp_rank])
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         activity.progress()
         micro_batch = next(iterator)
-        note, is_kept = next(notes, None), False
-        if keep is not None and note is not None:
-            note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
-            is_kept = keep.has_room(note)
-        if keep is not None and is_kept and keep.keeps_logits and micro_batch.prediction is not None:
-            micro_batch.prediction = dataclasses.replace(micro_batch.prediction, keeps_logits=True)
-        with torch.set_grad_enabled(is_kept):
-            output = _call_model(model, module, micro_batch)
-        if note is not None and is_kept:
-            note.output = output
+        output = _call_and_keep(model, module, micro_batch, keep, next(notes, None))
         return output.detach(), lambda output, non_loss_data: output_function(
             micro_batch.packed.unpack(output), micro_batch.batch
         )
 
     was_training = model.module.training
     model.module.train(keep is not None)  # what recomputes activations does so in training alone
-    packed = _micro_batches(model, batch, wanted, parts, scoring)
-    outputs = _run_schedule(model, packed, len(parts), forward_step, forward_only=True, collect_non_loss_data=True)
+    own = plan.by_rank[model.layout.dp_rank]
+    packed = _micro_batches(model, batch, wanted, own, scoring)
+    outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
     model.module.train(was_training)
     local = torch.cat(outputs).float() if outputs else None
-    local = broadcast_from_last_stage(local, (sum(map(len, parts)), *row_shape), torch.float32)
+    local = broadcast_from_last_stage(local, (sum(map(len, own)), *row_shape), torch.float32)
     gathered = all_gather_rows(local, data_parallel_group())
-    all_parts = [part for rank in parts_by_rank for part in rank]
-    order = [row for part in all_parts for row in part]
-    results[torch.tensor(order, device=results.device)] = gathered
+    parts = [part for rank in plan.by_rank for part in rank]
+    results[torch.tensor([row for part in parts for row in part], device=results.device)] = gathered
     if keep is not None:
         # Training leaves such a row out, but a backward pass through it would be of NaN, whatever its gradient.
         is_finite = results.flatten(1).isfinite().all(1).tolist()
-        for note, part in zip(noted, all_parts, strict=True):
+        for note, part in zip(plan.notes, parts, strict=True):
             if not all(is_finite[row] for row in part):
                 keep.forget(note)
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardPlan:
+    """Which data-parallel rank computes what of a batch.
+
+    Attributes:
+        by_rank: the micro batches of each, as lists of rows.
+        notes: what is noted of these for training, one after the other; empty where nothing is.
+    """
+
+    by_rank: list[list[list[int]]]
+    notes: list[KeptMicroBatch]
+
+
+def _plan_forward(
+    model: MegatronModel,
+    batch: Any,
+    wanted: torch.Tensor,
+    batching: MicroBatching,
+    scoring: Scoring | None,
+    keep: KeptPasses | None,
+) -> _ForwardPlan:
+    """Choose each rank's rows, and note them where they are kept. See `forward`; ``wanted`` is on the CPU."""
+    used = used_lengths(wanted)
+    work = _work(model, used, wanted, scoring)
+    by_rank = shares(work, model.layout.dp_size, batching.group)
+    if keep is not None:
+        by_rank = keep.dealt(by_rank, work)
+    parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
+    notes: list[KeptMicroBatch] = []
+    if keep is not None:
+        tokens = batch.tokens.cpu()
+        notes = [
+            keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts
+        ]
+        keep.begin()
+    return _ForwardPlan(parts_by_rank, notes)
+
+
+def _call_and_keep(
+    model: MegatronModel,
+    module: torch.nn.Module,
+    micro_batch: _MicroBatch,
+    keep: KeptPasses | None,
+    note: KeptMicroBatch | None,
+) -> torch.Tensor:
+    """`_call_model`, noted for training, with all that a backward pass needs where there is room for it."""
+    if keep is None or note is None:
+        return _call_model(model, module, micro_batch)
+    note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
+    is_kept = keep.has_room(note)
+    if is_kept and keep.keeps_logits and micro_batch.prediction is not None:
+        micro_batch.prediction = dataclasses.replace(micro_batch.prediction, keeps_logits=True)
+    with torch.set_grad_enabled(is_kept):
+        output = _call_model(model, module, micro_batch)
+    if is_kept:
+        note.output = output
+    return output
 
 
 def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:
