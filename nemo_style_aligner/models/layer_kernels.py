@@ -12,7 +12,7 @@ import ctypes
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -271,71 +271,103 @@ def best_kernels() -> LayerKernels | None:
 
 def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
     """Relative, against torch in fp32 on a few numbers: a processor or compiler that gets them wrong is not used."""
-    draw = torch.Generator().manual_seed(1)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        """Of ``dtype``, in fp32."""
-        return torch.randn(*shape, generator=draw).to(dtype).float()
-
-    lengths, qkv, grad = torch.tensor([19, 1, 40], dtype=torch.int32), numbers(60, 2, 4, 24), numbers(60, 4, 24)
-    scale = 24**-0.5
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # what they compute, and what torch does
-
-    def attention(x: torch.Tensor) -> torch.Tensor:
-        sequences = []
-        for part in x.split(lengths.tolist()):
-            query, key, value = (
-                y.flatten(1, 2).transpose(0, 1)
-                for y in (part[:, :, :2], part[:, :, 2:3].expand(-1, -1, 2, -1), part[:, :, 3:].expand(-1, -1, 2, -1))
-            )
-            sequences.append(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1))
-        return torch.cat(sequences)
-
+    numbers = _Numbers(dtype)
     with torch.enable_grad():
-        x = qkv.requires_grad_()
-        expected = attention(x)
-        (expected_grad,) = torch.autograd.grad(expected, x, grad)
-        given, given_grad = qkv.detach().to(dtype), grad.to(dtype)
-        out, lse = kernels.attention(given, None, lengths, scale)
-        pairs += [
-            (out, expected),
-            (kernels.attention_backward(given_grad, lse, given, None, lengths, scale), expected_grad),
-        ]
-
-        x, grad = numbers(7, 90).requires_grad_(), numbers(7, 45)
-        gate, up = x.chunk(2, -1)
-        expected = F.silu(gate) * up
-        (expected_grad,) = torch.autograd.grad(expected, x, grad)
-        given, given_grad = x.detach().to(dtype), grad.to(dtype)
-        pairs += [(kernels.swiglu(given), expected), (kernels.swiglu_backward(given, given_grad), expected_grad)]
-
-        x, weight, grad = numbers(7, 45).requires_grad_(), numbers(45).requires_grad_(), numbers(7, 45)
-        expected = F.rms_norm(x, (45,), weight, 1e-5)
-        expected_grads = torch.autograd.grad(expected, (x, weight), grad)
-        given, given_grad = x.detach().to(dtype), grad.to(dtype)
-        out, factor = kernels.rms_norm(given, weight.detach(), 1e-5)
-        grads = kernels.rms_norm_backward(given, weight.detach(), factor, given_grad)
-        pairs += [(out, expected), *zip(grads, expected_grads, strict=True)]
-
-        x, targets = numbers(7, 90).requires_grad_(), torch.arange(7) * 14
-        grad, grad_entropy = numbers(7).detach(), numbers(7).detach()
-        logprobs = F.log_softmax(x / 2, -1)
-        expected = -(logprobs.exp() * logprobs).sum(-1)
-        picked = logprobs[torch.arange(7), targets]
-        (expected_grad,) = torch.autograd.grad((picked * grad + expected * grad_entropy).sum(), x)
-        given, found_grad = x.detach().to(dtype), torch.empty(7, 90, dtype=dtype)
-        normalizer, at_target, entropy = kernels.measure_logits(given, targets, 0.5, entropy=True)
-        assert entropy is not None
-        kernels.logits_gradient(given, targets, 0.5, normalizer, grad, (entropy, grad_entropy), found_grad)
-        pairs += [(at_target - normalizer, picked), (entropy, expected), (found_grad / 2, expected_grad)]
-
-        if kernels.adds_products and dtype == torch.bfloat16:
-            x, grad, total = numbers(7, 45), numbers(7, 50), numbers(50, 45)
-            expected = total + grad.t() @ x
-            kernels.add_product(total, grad.to(dtype), x.to(dtype))
-            pairs.append((total, expected))
-    errors = [((found.float() - expected).norm() / expected.norm()).item() for found, expected in pairs]
+        pairs = [pair for check in _CHECKS for pair in check(kernels, numbers)]
+    errors = [((computed.float() - expected).norm() / expected.norm()).item() for computed, expected in pairs]
     return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+
+class _Numbers:
+    """Draws what the checks compute with: numbers that ``dtype`` has, as fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._draw = torch.Generator().manual_seed(1)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._draw).to(self.dtype).float()
+
+    def narrow(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As the functions take them."""
+        return tuple(x.detach().to(self.dtype) for x in tensors)
+
+
+_Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""(what the functions compute, what torch does)."""
+
+
+def _check_attention(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
+    lengths, scale = torch.tensor([19, 1, 40], dtype=torch.int32), 24**-0.5
+    x, grad = numbers(60, 2, 4, 24).requires_grad_(), numbers(60, 4, 24)
+    expected = _attention_in_torch(x, lengths)
+    (expected_grad,) = torch.autograd.grad(expected, x, grad)
+    given, given_grad = numbers.narrow(x, grad)
+    out, lse = kernels.attention(given, None, lengths, scale)
+    yield out, expected
+    yield kernels.attention_backward(given_grad, lse, given, None, lengths, scale), expected_grad
+
+
+def _attention_in_torch(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """As `LayerKernels.attention`, of two query heads per group."""
+    sequences = []
+    for part in x.split(lengths.tolist()):
+        query, key, value = (
+            y.flatten(1, 2).transpose(0, 1)
+            for y in (part[:, :, :2], part[:, :, 2:3].expand(-1, -1, 2, -1), part[:, :, 3:].expand(-1, -1, 2, -1))
+        )
+        sequences.append(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1))
+    return torch.cat(sequences)
+
+
+def _check_swiglu(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
+    x, grad = numbers(7, 90).requires_grad_(), numbers(7, 45)
+    gate, up = x.chunk(2, -1)
+    expected = F.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, x, grad)
+    given, given_grad = numbers.narrow(x, grad)
+    yield kernels.swiglu(given), expected
+    yield kernels.swiglu_backward(given, given_grad), expected_grad
+
+
+def _check_norm(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
+    x, weight, grad = numbers(7, 45).requires_grad_(), numbers(45).requires_grad_(), numbers(7, 45)
+    expected = F.rms_norm(x, (45,), weight, 1e-5)
+    expected_grads = torch.autograd.grad(expected, (x, weight), grad)
+    given, given_grad = numbers.narrow(x, grad)
+    out, factor = kernels.rms_norm(given, weight.detach(), 1e-5)
+    yield out, expected
+    grads = kernels.rms_norm_backward(given, weight.detach(), factor, given_grad)
+    yield from zip(grads, expected_grads, strict=True)
+
+
+def _check_logits(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
+    x, targets = numbers(7, 90).requires_grad_(), torch.arange(7) * 14
+    grad, grad_entropy = numbers(7), numbers(7)
+    logprobs = F.log_softmax(x / 2, -1)
+    expected_entropy = -(logprobs.exp() * logprobs).sum(-1)
+    picked = logprobs[torch.arange(7), targets]
+    (expected_grad,) = torch.autograd.grad((picked * grad + expected_entropy * grad_entropy).sum(), x)
+    (given,) = numbers.narrow(x)
+    normalizer, at_target, entropy = kernels.measure_logits(given, targets, 0.5, entropy=True)
+    assert entropy is not None
+    grad_logits = torch.empty_like(given)
+    kernels.logits_gradient(given, targets, 0.5, normalizer, grad, (entropy, grad_entropy), grad_logits)
+    yield at_target - normalizer, picked
+    yield entropy, expected_entropy
+    yield grad_logits / 2, expected_grad
+
+
+def _check_product(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
+    if not kernels.adds_products or numbers.dtype != torch.bfloat16:
+        return
+    rows, columns, total = numbers(7, 45), numbers(7, 50), numbers(50, 45)
+    expected = total + columns.t() @ rows
+    kernels.add_product(total, *numbers.narrow(columns, rows))
+    yield total, expected
+
+
+_CHECKS = (_check_attention, _check_swiglu, _check_norm, _check_logits, _check_product)
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:
