@@ -82,7 +82,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.precision", "has no effect: see trainer.precision"),
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
-    LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it is installed"),
+    LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it can be"),
     LegacyKey("model.use_flash_attention", "has no effect: the fastest attention there is gets used"),
     LegacyKey("model.gradient_as_bucket_view", "has no effect: gradients are always views of Megatron-Core's buckets"),
     LegacyKey("model.sync_batch_comm", "has no effect: pipeline stages need no synchronisation after sends"),

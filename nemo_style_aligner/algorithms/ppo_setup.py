@@ -15,7 +15,6 @@ from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
@@ -112,10 +111,8 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         )
     updates_per_step = cfg.model.ppo.num_rollout_samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
-    ppo = cfg.trainer.ppo
-    nonfinite = NonFinitePolicy.from_config(ppo)
-    clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, clip, nonfinite, offload=offload)
+    clip, offload = float(cfg.trainer.ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
+    optimizer = Optimizer(model, cfg.model.optim, schedule, clip, settings.nonfinite, offload=offload)
     return Actor(
         model,
         optimizer,
