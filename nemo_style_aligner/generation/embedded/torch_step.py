@@ -77,27 +77,26 @@ class TorchStep(ModelStep):
         self._graphs: DecodeGraphs | None = None
         self._num_compilations = 0
 
-    @torch.inference_mode()
     def build(self) -> None:
         """See `ModelStep.build`."""
-        with torch.inference_mode(False):  # buffers are written outside of it
-            shape, shard = self._shape, self._shape.shard
-            weights = TorchWeights(shape, self._device, self._lent)
-            if shape.weight_format == "int8" and self._device.type == "cuda":
-                logger.warning("int8 weights are widened in every pass: on a GPU they save memory and cost time")
-            self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
-            self._buffers = weights.buffers
-            logger.info(
-                "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
-                self._lent.num_viewed_bytes / 1e6,
-                weights.num_bytes / 1e6,
-            )
-            self._pages = _Pages(shape, self._device)
-            self._model = TorchModel(shape, weights, self._pages.layers)
+        shape, shard = self._shape, self._shape.shard
+        weights = TorchWeights(shape, self._device, self._lent)
+        if shape.weight_format == "int8" and self._device.type == "cuda":
+            logger.warning("int8 weights are widened in every pass: on a GPU they save memory and cost time")
+        self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
+        self._buffers = weights.buffers
+        logger.info(
+            "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
+            self._lent.num_viewed_bytes / 1e6,
+            weights.num_bytes / 1e6,
+        )
+        self._pages = _Pages(shape, self._device)
+        self._model = TorchModel(shape, weights, self._pages.layers)
         self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
-            self._graphs.capture()
+            with torch.inference_mode():  # as `forward` computes
+                self._graphs.capture()
             self._num_compilations += self._graphs.num_graphs
 
     @torch.inference_mode()
