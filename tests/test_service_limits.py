@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -21,10 +23,11 @@ import numpy as np
 import pytest
 import requests
 import torch
-from served_critic import CountingBackend, get, infer_body, outputs, post, serve, wait_for
+from served_critic import VOCAB, CountingBackend, critic_client, get, infer_body, outputs, post, serve, wait_for
 
 from nemo_style_aligner.servers import http_server
 from nemo_style_aligner.servers.connections import ConnectionLimits
+from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = infer_body([[1, 2]], [2])
@@ -196,6 +199,25 @@ def test_without_descriptors_new_connections_wait_and_others_are_served(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 and "the test cannot accept connections (Too many open files), 1 are open" in lines[0]
     assert "ulimit -n" in lines[0]
+
+
+def test_large_requests_and_answers_need_no_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A critic without room in $TMPDIR would take no training batch, and its client would believe that it is away."""
+
+    def is_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", is_full)
+    rows, width = 1000, 2500  # 20 MB of tokens in binary form, and 10 MB of values; with JSON more of both
+    limits = ModelLimits(width, VOCAB)
+    with (
+        serve(CountingBackend(), endpoints=critic_endpoints(limits, combined=True), preferred=(rows,)) as server,
+        critic_client(server.number) as client,
+    ):
+        tokens = torch.ones(rows, width, dtype=torch.int64)
+        assert client.infer_async(tokens, torch.full((rows,), width)).result(60).values.shape == (rows, width - 1)
+        long = {**ONE, "id": "x" * 2**25}  # the answer repeats it
+        assert len(post(server, "critic_infer", long).content) > 2**25
 
 
 def test_a_large_body_is_not_taken_from_strangers() -> None:

@@ -20,7 +20,6 @@ from waitress.utilities import Error
 
 from nemo_style_aligner.servers.protocol import JSON_TYPE
 
-_DESCRIPTORS_PER_CONNECTION = 2  # the socket, and a temporary file when its request or answer is large
 _NEW_SECONDS = 0.5
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
 
@@ -41,7 +40,7 @@ class ConnectionLimits:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if allowed == resource.RLIM_INFINITY:
             return self.max_connections
-        return max(16, min(self.max_connections, (allowed - _RESERVED_DESCRIPTORS) // _DESCRIPTORS_PER_CONNECTION))
+        return max(16, min(self.max_connections, allowed - _RESERVED_DESCRIPTORS))
 
 
 class RefusedRequest(Error):

@@ -36,7 +36,10 @@ logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 _TOKEN_FIELDS = ("AUTHORIZATION", "TRITON_ACCESS_TOKEN")
 _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
-_BUFFER_BYTES = 2**24  # larger bodies and answers go through a temporary file
+_ANSWER_BYTES = 2**24  # of a connection, made and not sent: a thread that makes more waits for the client
+# Bodies and answers are whole in memory anyway. Written to a temporary file as well, they could not be received where
+# the disk is full, and the client would be left without a word.
+_TEMPORARY_FILE_BYTES = 2**62
 _TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
 _NEVER_SECONDS = 2**31
 _QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
@@ -144,10 +147,10 @@ class WsgiServer:
             # waitress's own limit goes by the wall clock, and counts connections that send a request; ours does not.
             channel_timeout=_NEVER_SECONDS,
             recv_bytes=_RECEIVE_BYTES,
-            inbuf_overflow=_BUFFER_BYTES,
-            outbuf_overflow=_BUFFER_BYTES,
+            inbuf_overflow=_TEMPORARY_FILE_BYTES,
+            outbuf_overflow=_TEMPORARY_FILE_BYTES,
             # Where an application's thread would wait for a client that does not read. The server's own must not.
-            outbuf_high_watermark=_BUFFER_BYTES if threads else 2**40,
+            outbuf_high_watermark=_ANSWER_BYTES if threads else 2**40,
             asyncore_use_poll=True,
             ident=None,
         )
