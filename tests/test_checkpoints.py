@@ -460,6 +460,30 @@ def test_a_full_disk_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sharded_writing._Writer(tmp_path, 0).write_data(None, None)
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from nemo_style_aligner.checkpoints import sharded_writing
+from nemo_style_aligner.parallel.groups import single_process
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+tensors = (ShardedTensor.from_rank_offsets("tensor", torch.ones(2**20)),)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+with single_process():
+    sharded_writing.write_tensors(sharded_writing.PreparedTensors(tensors), Path(sys.argv[1]))
+"""
+
+
+def test_what_the_system_says_about_a_file_is_told(tmp_path: Path) -> None:
+    """Of a limit of size here, with the disk far from full; of a quota it is the same."""
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], text=True, capture_output=True, timeout=300, check=False
+    )
+    message = os.strerror(errno.EFBIG)
+    assert f"[Errno {errno.EFBIG}] {message}: '{tmp_path}'" in result.stderr.splitlines()[-1], result.stderr
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -> None:
     result = multirank["full_disk"]
     before, during = result["errors"]

@@ -135,15 +135,24 @@ class _Writer(dcp.FileSystemWriter):
         self._num_bytes = num_bytes
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """As torch's. Raises OSError, in place of complaints about positions in the file, when the disk is full."""
+        """As torch's. Raises what the system said (a quota, a limit of size) in place of complaints about positions."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
+            if cause := _system_error(error):
+                raise OSError(cause.errno, cause.strerror, str(self.path)) from error
             free = shutil.disk_usage(self.path).free  # beside what has been written
             if free >= self._num_bytes:
                 raise
             message = f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free)"
             raise OSError(errno.ENOSPC, message, str(self.path)) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that an error comes from: torch's archive writer fails once more while it closes the file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class _SavePlanner(MCoreSavePlanner):
