@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from served_critic import CountingBackend, critic_client, get, infer_body, outpu
 
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.servers import request_log
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpClient,
@@ -219,6 +221,26 @@ def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixt
     assert "status=404" in lines["long"].message and "unknown model 'xxx" in lines["long"].message
     assert len(lines["long"].message) < 1000 and len(JsonFormatter(0).format(lines["long"])) < 2000
     assert not any("\n" in record.message or "s3cret" in record.message for record in caplog.records)
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with refusals for want of the token nor with those of routes that need none."""
+    caplog.set_level(logging.INFO, "nemo_style_aligner.servers.request_log")
+    clock = types.SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(request_log, "time", clock)
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        for number in range(10):
+            get(server, f"/v2/{number}", headers={"Authorization": "Bearer guess"})
+            get(server, "/v2/models/none/config")
+        assert post(server, "critic_infer", {}, headers={"Authorization": "Bearer s3cret"}).status_code == 400
+        clock.monotonic = lambda: 61.0
+        get(server, "/last")
+    first, known, last = (r.getMessage() for r in caplog.records if r.name == request_log.logger.name)
+    assert (
+        "token: 1 refused since the last such line" in first and "path=/v2/0" in first and "client=127.0.0.1" in first
+    )
+    assert "status=400" in known
+    assert "token: 20 refused" in last and "path=/last" in last
 
 
 def test_a_failure_of_the_model_names_the_requests(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ from nemo_style_aligner.servers.connections import (
 )
 from nemo_style_aligner.servers.proof import CHALLENGE_HEADER, PROOF_HEADER, prove
 from nemo_style_aligner.servers.protocol import JSON_TYPE, ProtocolError
+from nemo_style_aligner.servers.request_log import mark_stranger
 
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
@@ -87,7 +88,10 @@ def require_token(app: Flask, token: str | None, is_open: Callable[[str], bool])
 
     def check() -> Response | None:
         fields = {name: request.environ.get(f"HTTP_{name}", "") for name in _TOKEN_FIELDS}
-        if is_open(request.path) or has_token(fields):
+        if has_token(fields):
+            return None
+        mark_stranger()
+        if is_open(request.path):
             return None
         error = ProtocolError(
             401, "authorization is needed: send the header 'Authorization: Bearer <token of this run>'"

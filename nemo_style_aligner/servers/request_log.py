@@ -5,13 +5,18 @@ it in ``X-Request-Id``. Commands (training, saving) and refusals are logged at I
 service is in trouble (5xx) at WARNING, inference and everything else at DEBUG. So are all answers to probes (health,
 readiness): while a model loads, every rank of a job asks again and again; and 429, which clients wait out and metrics
 count. A 503 only says that the service starts or ends, of which it tells by itself: a refusal like others.
+
+Requests that do not show the token are at DEBUG whatever the answer, and a line at INFO counts those that were refused,
+once a minute at most: whoever reaches the port could fill the disk with lines.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import threading
 import time
 import uuid
 from typing import Any
@@ -24,11 +29,32 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _LONGEST = 200  # characters of a value: a path, and an error that repeats part of it, are as long as a client likes
+_STRANGERS_SECONDS = 60.0
 _PLAIN = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+
+
+class _Strangers:
+    """Counts refused requests that did not show the token, and says now and then how many there were."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._next_line = -math.inf
+
+    def refused(self, line: str) -> None:
+        """One more. ``line``: what the log says of it."""
+        with self._lock:
+            self._count += 1
+            now = time.monotonic()
+            if now < self._next_line:
+                return
+            count, self._count, self._next_line = self._count, 0, now + _STRANGERS_SECONDS
+        logger.info("requests without this run's token: %d refused since the last such line, now %s", count, line)
 
 
 def log_requests(app: Flask) -> None:
     """Give every request of ``app`` an id and a line in the log. Call it before other hooks are registered."""
+    strangers = _Strangers()
 
     def begin() -> None:
         g.started = time.monotonic()
@@ -37,11 +63,15 @@ def log_requests(app: Flask) -> None:
         g.is_own_id = REQUEST_ID_HEADER not in request.headers
         g.level = logging.DEBUG
         g.is_probe = False
+        g.is_stranger = False
 
     def end(response: Response) -> Response:
         response.headers[REQUEST_ID_HEADER] = g.request_id
         level = logging.DEBUG if g.is_probe else max(g.level, _failure_level(response.status_code))
-        if logger.isEnabledFor(level):
+        is_refused_stranger = g.is_stranger and level > logging.DEBUG
+        if is_refused_stranger:
+            level = logging.DEBUG
+        if is_refused_stranger or logger.isEnabledFor(level):
             details = {
                 "request_id": g.request_id,
                 "method": request.method,
@@ -52,7 +82,10 @@ def log_requests(app: Flask) -> None:
                 **g.details,
             }
             fields = {name: _cut(value) for name, value in details.items()}
-            logger.log(level, "%s", key_values(fields), extra=with_fields(fields))
+            line = key_values(fields)
+            logger.log(level, "%s", line, extra=with_fields(fields))
+            if is_refused_stranger:
+                strangers.refused(line)
         return response
 
     app.before_request(begin)
@@ -74,6 +107,11 @@ def note(**details: Any) -> None:
 def mark_probe() -> None:
     """The current request only asks how the service is: it is logged at DEBUG, whatever the answer."""
     g.is_probe = True
+
+
+def mark_stranger() -> None:
+    """The current request does not show the token."""
+    g.is_stranger = True
 
 
 def _cut(value: Any) -> Any:
