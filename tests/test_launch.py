@@ -27,7 +27,7 @@ import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.parallel import launch, meeting, stop_signals
+from nemo_style_aligner.parallel import launch, machine, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
@@ -45,7 +45,9 @@ from nemo_style_aligner.parallel.machine import (
     available_cores,
     computes_in_bf16,
     free_port,
+    interface_of,
     machine_cores,
+    outgoing_address,
 )
 from nemo_style_aligner.parallel.meeting import meet
 from nemo_style_aligner.parallel.supervisor import rank_environment
@@ -265,6 +267,64 @@ def test_ranks_of_one_machine_talk_over_loopback(monkeypatch: pytest.MonkeyPatch
     assert interfaces(ALONE) == ["lo", "lo"]
     assert interfaces(TORCHRUN_INFO, NCCL_SOCKET_IFNAME="eth1") == ["lo", "eth1"]
     assert interfaces(MPIRUN_INFO) == [None, None]
+
+
+def _name_means(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let this machine's name mean these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def test_over_several_machines_gloo_listens_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, by which gloo goes."""
+
+    def interface(info: LaunchInfo, **given: str) -> str | None:
+        environment = dict(given)
+        monkeypatch.setattr(os, "environ", environment)
+        launch._name_interface_for_gloo(info)
+        return environment.get("GLOO_SOCKET_IFNAME")
+
+    address = outgoing_address()
+    if address is None:
+        pytest.skip("this machine has no route to others")
+    own = interface_of(address)
+    over_two = dataclasses.replace(MPIRUN_INFO, local_rank=0, master_addr=address, master_port=1)
+    _name_means(monkeypatch, "127.0.1.1")
+    assert own is not None and interface(over_two) == own and f"gloo uses {own}" in caplog.text
+    assert interface(dataclasses.replace(over_two, master_addr="127.0.1.1")) == own  # as rank 0 sees its own name
+    assert interface(over_two, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert interface(ALONE) is None
+    _name_means(monkeypatch)
+    assert interface(over_two) == own
+    _name_means(monkeypatch, "192.0.2.1", "127.0.1.1")  # gloo takes the first that is the machine's
+    assert interface(over_two) == own
+    _name_means(monkeypatch, address, "127.0.1.1")
+    assert interface(over_two) is None
+    _name_means(monkeypatch, "127.0.1.1")
+    monkeypatch.setattr(launch, "outgoing_address", lambda *_: None)
+    with pytest.raises(LaunchError, match="correct /etc/hosts, or set GLOO_SOCKET_IFNAME"):
+        interface(over_two)
+
+
+def test_ranks_of_mpi_meet_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(info: LaunchInfo, **given: str) -> tuple[str, int]:
+        monkeypatch.setattr(os, "environ", given)
+        return launch._meeting_place(info)
+
+    one_machine = dataclasses.replace(MPIRUN_INFO, local_world_size=MPIRUN_INFO.world_size)
+    assert place(one_machine, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234")[0] == "127.0.0.1"
+    assert place(MPIRUN_INFO, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234") == ("10.0.0.7", 1234)
+    host, port = place(MPIRUN_INFO, MASTER_ADDR="node7")
+    assert host == "node7" and port >= 1024
+    for loopback in ("localhost", "127.0.0.1", "::1"):
+        with pytest.raises(LaunchError, match="leads other machines to themselves"):
+            place(MPIRUN_INFO, MASTER_ADDR=loopback)
+    monkeypatch.setattr(machine, "outgoing_address", lambda: None)
+    _name_means(monkeypatch, "127.0.1.1")
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR.* trainer\.ppo\.batch_iterator\.host"):
+        place(MPIRUN_INFO)
 
 
 @pytest.mark.parametrize(
@@ -538,6 +598,52 @@ def test_cuda_is_told_of_tensor_parallelism_before_anything_imports_torch(
     env = CLEAN if given is None else CLEAN | {"CUDA_DEVICE_MAX_CONNECTIONS": given}
     result = run(script, f"model.tensor_model_parallel_size={tp_size}", "trainer.devices=1", env=env)
     assert result.stdout.split() == ["seen", str(expected), "False"] and result.returncode == 3, result.stderr
+
+
+TWO_MACHINES = """
+set -eu
+for n in 1 2; do
+    ip netns add "$NAME$n"
+    ip -n "$NAME$n" link set lo up
+    printf '127.0.0.1 localhost\\n127.0.1.1 node%s\\n10.77.0.%s neighbour\\n' $n $((3 - n)) >"hosts$n"
+done
+ip link add link1 netns "${NAME}1" type veth peer name link2 netns "${NAME}2"
+for n in 1 2; do
+    ip -n "$NAME$n" addr add "10.77.0.$n/24" dev "link$n"
+    ip -n "$NAME$n" link set "link$n" up
+done
+for n in 1 2; do
+    RANK=$((n - 1)) ip netns exec "$NAME$n" unshare -u -m sh -c \
+        'hostname "node$0"; mount --bind "hosts$0" /etc/hosts; exec "$@"' "$n" "$@" &
+done
+wait
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
+def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> None:
+    """Machines are networks and host names of their own, on this one."""
+    name = f"nsa{os.getpid()}_"
+    if subprocess.run(["ip", "netns", "add", f"{name}0"], capture_output=True, check=False).returncode:
+        pytest.skip("no network can be made here")
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
+    command = [sys.executable, "-u", str(script), "trainer.devices=1", "trainer.num_nodes=2", "exp_manager.name=well"]
+    try:
+        result = subprocess.run(
+            ["bash", "-c", TWO_MACHINES, "bash", *command],
+            env=CLEAN | place | {"MASTER_PORT": "15555", "NAME": name},
+            cwd=script.parent,
+            text=True,
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        for number in range(3):
+            subprocess.run(["ip", "netns", "delete", f"{name}{number}"], capture_output=True, check=False)
+    for number in (1, 2):
+        assert f"sum 3 on rank {number - 1} of 2" in result.stdout, result.stderr
+        assert f"(/etc/hosts): gloo uses link{number}" in result.stderr
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)

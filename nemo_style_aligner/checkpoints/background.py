@@ -53,11 +53,15 @@ class _Pending:
 class BackgroundWriter:
     """Runs work in a thread. All ranks use theirs in step, and what the work does together, it does in its group.
 
-    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end."""
+    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end. Making
+    one is collective: a network on which the ranks do not meet in the group is found at once, not by the first work.
+
+    Attributes:
+        group: the work's group; None for the default group, of one rank.
+    """
 
     def __init__(self) -> None:
-        self._own_group: dist.ProcessGroup | None = None
-        self._has_group = False
+        self.group = background_group(_TIMEOUT)
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: _Pending | None = None
 
@@ -73,7 +77,7 @@ class BackgroundWriter:
         """
         if self._pending is not None:
             raise RuntimeError("the background writer is still at work: call finish() first")
-        group = self.group()
+        group = self.group
         whole: concurrent.futures.Future[None] = concurrent.futures.Future()
         if not in_background:
             work(group, lambda: whole.set_result(None))
@@ -95,12 +99,6 @@ class BackgroundWriter:
 
         self._pending = _Pending(self._thread.submit(part), whole, on_end)
         return whole
-
-    def group(self) -> dist.ProcessGroup | None:
-        """The work's group; None for the default group, of one rank. Collective at the first call."""
-        if not self._has_group:
-            self._own_group, self._has_group = background_group(_TIMEOUT), True
-        return self._own_group
 
     def finish(self) -> None:
         """Collective: wait for the end of the work, if there is any.

@@ -84,7 +84,7 @@ class _Save:
 
 
 class CheckpointManager:
-    """Saves, prunes, finds and loads the checkpoints of one job. Its methods are collective.
+    """Saves, prunes, finds and loads the checkpoints of one job. Making it is collective, and so are its methods.
 
     Args:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
@@ -257,7 +257,7 @@ class CheckpointManager:
         elif self._is_archived:
             return
         with self._save_tokenizer() or contextlib.nullcontext() as tokenizer_dir:
-            self._export(prepare(model_tensors(model.gpt)), tokenizer_dir, self._writer.group())
+            self._export(prepare(model_tensors(model.gpt)), tokenizer_dir, self._writer.group)
         if best is not None and self._current is not None:
             restore_model(self._current, model)
 

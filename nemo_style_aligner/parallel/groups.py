@@ -18,8 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from nemo_style_aligner.parallel.detection import LaunchError
+
 _TIMEOUT_MINUTES = 30.0  # as in the configs
 _SEED_STEP_OF_STAGES = 100  # as in Megatron-LM and NeMo
+# For ranks to find each other over gloo, which takes five times as long where nothing answers.
+_MEETING_TIMEOUT = timedelta(minutes=2)
 _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end what it gave up, before the others give up the leader
 
 
@@ -183,14 +187,26 @@ def background_group(timeout: timedelta) -> dist.ProcessGroup | None:
     Two threads in one group would take part in each other's collectives.
 
     Args:
-        timeout: of its collectives.
+        timeout: of its collectives; ranks that do not reach each other over gloo find out sooner.
 
     Returns:
         None, for the default group, where one rank has nobody to meet in it.
+
+    Raises:
+        LaunchError: they do not; says what to set.
     """
     if dist.get_world_size() == 1 and dist.get_backend() == "gloo":
         return None
-    return dist.new_group(backend="gloo", timeout=timeout)
+    all_reduce_max(0)  # ranks that were slow to load have come when this is over
+    try:
+        group = dist.new_group(backend="gloo", timeout=_MEETING_TIMEOUT)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the ranks do not reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
+            "the network interface that they share, and see what /etc/hosts and firewalls make of their machines' names"
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return group
 
 
 def all_reduce_max(value: int) -> int:

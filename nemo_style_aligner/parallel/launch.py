@@ -50,7 +50,17 @@ from nemo_style_aligner.parallel.ending import (
     name_run,
     shutdown,
 )
-from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port, machine_cores, own_address
+from nemo_style_aligner.parallel.machine import (
+    LOOPBACK,
+    available_cores,
+    free_port,
+    interface_of,
+    is_loopback,
+    machine_cores,
+    name_is_reachable,
+    outgoing_address,
+    own_address,
+)
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.log_lines import configure_logging
@@ -123,6 +133,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         if info.rank == 0 and torch.version.cuda is not None and "SLURM_JOB_ID" in os.environ:
             _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
     _stay_on_loopback(info)
+    _name_interface_for_gloo(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
@@ -211,9 +222,20 @@ def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
     if info.launcher == "pmi":
         node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         info = dataclasses.replace(info, local_rank=node.rank, local_world_size=node.size)
-    address = LOOPBACK if info.local_world_size == info.world_size else own_address()
-    address, port = MPI.COMM_WORLD.bcast((address, free_port()) if info.rank == 0 else None, root=0)
+    place = _meeting_place(info) if info.rank == 0 else None
+    address, port = MPI.COMM_WORLD.bcast(place, root=0)
     return dataclasses.replace(info, master_addr=address, master_port=port)
+
+
+def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
+    """Where rank 0 waits for ranks that a launcher of MPI has started."""
+    if info.local_world_size == info.world_size:
+        return LOOPBACK, free_port()
+    named = os.environ.get("MASTER_ADDR")
+    if named and is_loopback(named):
+        raise LaunchError(f"MASTER_ADDR={named} leads other machines to themselves: set it to rank 0's address")
+    port = integer(os.environ, "MASTER_PORT") if named and os.environ.get("MASTER_PORT") else free_port()
+    return named or own_address(), port
 
 
 def _share_cores(info: LaunchInfo) -> None:
@@ -261,6 +283,28 @@ def _stay_on_loopback(info: LaunchInfo) -> None:
     if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _name_interface_for_gloo(info: LaunchInfo) -> None:
+    """On several machines, see to it that gloo listens where the others reach it, unless the user says where.
+
+    It goes by the host name. Where that means loopback, as in Debian's /etc/hosts, ranks would look for each other on
+    their own machines.
+    """
+    if info.local_world_size == info.world_size or os.environ.get("GLOO_SOCKET_IFNAME") or name_is_reachable():
+        return
+    # On rank 0's machine the way to rank 0 does not leave it: the default route then.
+    address = outgoing_address(str(info.master_addr)) or outgoing_address()
+    interface = interface_of(address) if address is not None else None
+    name = socket.gethostname()
+    if interface is None:
+        raise LaunchError(
+            f"{name} means no address that other machines reach, and no route leads to them: correct /etc/hosts, or "
+            "set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if info.local_rank == 0:  # one of each machine says it
+        _logger.warning("%s means no address that other machines reach (/etc/hosts): gloo uses %s", name, interface)
 
 
 def _device_index(info: LaunchInfo, visible: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import random
 import socket
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from nemo_style_aligner.parallel.detection import LaunchError
 
 LOOPBACK = "127.0.0.1"
 _SERVER_PORTS = range(10000, 32000)
@@ -88,13 +91,61 @@ def ranks_on_this_machine() -> int:
 
 
 def own_address() -> str:
-    """The address under which other machines reach this one: that of the default route, else the host name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 9))  # sends nothing: a datagram socket only looks up the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    """The address under which other machines reach this one: that of the default route, else the host name.
+
+    Raises:
+        LaunchError: neither leads here from another machine.
+    """
+    if address := outgoing_address():
+        return address
+    name = socket.gethostname()
+    if not name_is_reachable():
+        raise LaunchError(
+            f"{name} has no default route, and its name means no address that other machines reach (/etc/hosts): name "
+            "one in MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and for the work queue in "
+            "trainer.ppo.batch_iterator.host"
+        )
+    return name
+
+
+def outgoing_address(target: str = "10.255.255.255") -> str | None:
+    """This machine's address on the way to another, by default to any; None where there is no way, or it ends here."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))  # sends nothing: a datagram socket only looks up the route
+        address = str(probe.getsockname()[0])
+        return None if is_loopback(address) else address
+    return None
+
+
+def name_is_reachable() -> bool:
+    """Whether this machine's name means an address of its own that others reach.
+
+    Debian's /etc/hosts has 127.0.1.1 for it. Of several, the first that is this machine's counts, as with gloo.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return not is_loopback(str(address[0]))
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, as it stands there, is a machine's name or address for itself alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine's."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            return name
+    return None
 
 
 def _cgroup_quotas(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> list[int]:
