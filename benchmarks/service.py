@@ -45,9 +45,9 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import encode_infer_request
-from nemo_style_aligner.servers.service import HttpSettings
-from nemo_style_aligner.servers.serving import ModelServer
+from nemo_style_aligner.servers.routes import HttpSettings
 
 START_SECONDS = 300.0
 REQUEST_SECONDS = 300.0

@@ -26,7 +26,7 @@ from nemo_style_aligner.servers.jobs import JobQueue, QueueState
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError, decode_infer_request, decode_infer_response
-from nemo_style_aligner.servers.service import HttpSettings, create_app
+from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
 FACTOR = int(os.environ.get("FUZZ_REQUESTS", "1"))
 SECONDS_PER_REQUEST = 20.0  # a request that takes longer hangs

@@ -40,8 +40,8 @@ from nemo_style_aligner.servers.http_client import (
 )
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import TrainingLedger
-from nemo_style_aligner.servers.service import HttpSettings
-from nemo_style_aligner.servers.serving import ModelServer
+from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.routes import HttpSettings
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
 LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)

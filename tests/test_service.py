@@ -43,8 +43,8 @@ from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_ba
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
-from nemo_style_aligner.servers.service import HttpSettings
-from nemo_style_aligner.servers.serving import ModelServer
+from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.routes import HttpSettings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -688,8 +688,8 @@ RANK_SCRIPT = """
     import torch, torch.distributed as dist
     from nemo_style_aligner.servers.dispatcher import DispatchSettings
     from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-    from nemo_style_aligner.servers.service import HttpSettings
-    from nemo_style_aligner.servers.serving import ModelServer
+    from nemo_style_aligner.servers.routes import HttpSettings
+    from nemo_style_aligner.servers.model_server import ModelServer
 
     rank, fault, patience = int(os.environ["RANK"]), os.environ.get("FAULT", ""), datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, patience)  # waits for both ranks

@@ -26,9 +26,9 @@ from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token
-from nemo_style_aligner.servers.service import HttpSettings
-from nemo_style_aligner.servers.serving import ModelServer
 
 
 def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:

@@ -15,7 +15,7 @@ from nemo_style_aligner.servers.http_server import WsgiServer
 from nemo_style_aligner.servers.jobs import JobQueue
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
-from nemo_style_aligner.servers.service import HttpSettings, start_http_server
+from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
 
 logger = logging.getLogger(__name__)
 
