@@ -23,7 +23,12 @@ import torch
 from job_processes import read_timeline
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.telemetry import metrics
 from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
@@ -119,6 +124,33 @@ def test_wandb_that_is_not_installed_is_an_error_with_the_remedy(
     with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
         MetricsLogger.from_config(section, tmp_path, rank=0)
     MetricsLogger.from_config(section, tmp_path, rank=1)  # the other ranks do not need it
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
+    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run says that it stopped early before it waits, and gives up after a while."""
+    is_waiting = []
+
+    def finish() -> None:
+        is_waiting.append((tmp_path / "requeue").exists())
+        if not hangs:
+            raise ConnectionError("no way out")
+        time.sleep(300)
+
+    folder = tmp_path / "wandb" / "run-1"
+    run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, finish=finish)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))  # type: ignore[arg-type]
+    monkeypatch.setattr(metrics, "_WANDB_SECONDS", 0.5)
+    control, nothing = RunControl(), types.SimpleNamespace(finish=lambda: None)
+    control.status = EXIT_REQUEUE
+    log = MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+    with single_process() as layout:
+        assert Run(tmp_path, layout, log, control, nothing).close() == EXIT_REQUEUE  # type: ignore[arg-type]
+    assert is_waiting == [True]
+    reason = "takes more than 0 s" if hangs else "failed: no way out"
+    assert f"{reason}. It is whole on disk: wandb sync {folder}" in caplog.text
 
 
 def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
 
@@ -70,6 +71,9 @@ class Run:
             OSError: they could not be written.
         """
         self.checkpoints.finish()
+        if self.control.status == EXIT_REQUEUE and dist.get_rank() == 0:
+            # Before the log, which may have to wait for a network: whatever becomes of the process then, this is known.
+            write_requeue_file(self.log_dir, STOPPED_EARLY)
         self.metrics.close()
         if self.watchdog is not None:
             self.watchdog.stop()

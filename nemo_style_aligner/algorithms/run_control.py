@@ -45,7 +45,7 @@ class RunControl:
         max_seconds: time limit of this run, None for none.
 
     Attributes:
-        status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`.
+        status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`; a service's after `service_status`.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
@@ -118,9 +118,10 @@ class RunControl:
             timer.start()
 
     def service_status(self) -> int:
-        """Collective: a service's exit status. SIGTERM is its regular end, all else wants it to be started again."""
+        """Collective: a service has ended; sets its status. SIGTERM is its regular end, all else asks for a start."""
         again = self._time_is_up or not {signal.SIGUSR1, signal.SIGHUP}.isdisjoint(stop_signals.received())
-        return EXIT_REQUEUE if all_reduce_max(int(again)) else 0
+        self.status = EXIT_REQUEUE if all_reduce_max(int(again)) else 0
+        return self.status
 
 
 _SAVING = "saving"  # must fit behind every section

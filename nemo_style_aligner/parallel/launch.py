@@ -466,6 +466,6 @@ def _run_job(
     except StopDuringStartError:
         end_start()
     if status == EXIT_REQUEUE and info.rank == 0:
-        stop_signals.write_requeue_file(log_dir, "stopped early, with a checkpoint where there was something to save")
+        stop_signals.write_requeue_file(log_dir, stop_signals.STOPPED_EARLY)
     shutdown(status)
     return status

@@ -30,6 +30,9 @@ EXIT_REQUEUE = os.EX_TEMPFAIL
 REQUEUE_FILE = "requeue"
 """File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
 
+STOPPED_EARLY = "stopped early, with a checkpoint where there was something to save"
+"""Why, as that file says of a job that had begun."""
+
 _STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 _DEAF_SECONDS = 2.0  # for the main thread to handle a signal; it does at once, but for calls that are not Python's
 

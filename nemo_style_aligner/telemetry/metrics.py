@@ -40,6 +40,7 @@ TIMELINE_FILE = "timeline.json"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
 
+_WANDB_SECONDS = 60.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -163,7 +164,10 @@ class MetricsLogger:
             self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
 
     def close(self) -> None:
-        """Write out what is left. Calling it twice does nothing; logging afterwards does nothing."""
+        """Write out what is left. Calling it twice does nothing; logging afterwards does nothing.
+
+        Weights & Biases may take a minute: a job does not fail, or miss its end, because its server is out of reach.
+        """
         if not self._enabled:
             return
         self._enabled = False
@@ -173,7 +177,7 @@ class MetricsLogger:
         with contextlib.suppress(OSError):  # of what could not be written before
             self._timeline_file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            _finish_wandb(self._wandb)
 
 
 def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
@@ -229,6 +233,25 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
         _write_whole(id_file, f"{run.id}\n")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _finish_wandb(run: Any) -> None:
+    """Send what is left, within a limit. wandb has none of its own."""
+    folder = Path(run.dir).parent
+    errors: list[Exception] = []
+
+    def finish() -> None:
+        try:
+            run.finish()
+        except Exception as error:  # noqa: BLE001  # whatever it is: the run is on disk
+            errors.append(error)
+
+    thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
+    thread.start()
+    thread.join(_WANDB_SECONDS)
+    if thread.is_alive() or errors:
+        reason = f"failed: {errors[0]}" if errors else f"takes more than {_WANDB_SECONDS:.0f} s"
+        logger.warning("sending the run to Weights & Biases %s. It is whole on disk: wandb sync %s", reason, folder)
 
 
 def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ def main(cfg: DictConfig) -> int:
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     register_model(cfg, run, base)
     server = listen_as_critic(cfg, run, base)
-    status = serve(server, build_critic_service(cfg, run, base, server.ledger), run.control)
-    run.close()
-    return status
+    serve(server, build_critic_service(cfg, run, base, server.ledger), run.control)
+    return run.close()
 
 
 if __name__ == "__main__":
