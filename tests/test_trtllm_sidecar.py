@@ -434,11 +434,15 @@ def test_the_environment_hides_launcher_and_trainer() -> None:
         "PATH": "/bin",
         "HOME": "/root",
     }
-    assert sidecar_environment(inherited, ["2", "3"]) == {
+    child, other = sidecar_environment(inherited, ["2", "3"]), sidecar_environment(inherited, ["2", "3"])
+    tokens = [environment.pop("RAY_AUTH_TOKEN") for environment in (child, other)]
+    assert len(set(tokens)) == 2 and all(len(token) == 64 for token in tokens)
+    assert child == {
         "PATH": "/bin",
         "HOME": "/root",
         "CUDA_VISIBLE_DEVICES": "2,3",
         "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",
+        "RAY_AUTH_MODE": "token",
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -44,10 +45,13 @@ class SidecarError(RuntimeError):
 
 
 def sidecar_environment(env: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """The environment of a sidecar on ``devices`` (entries of CUDA_VISIBLE_DEVICES)."""
+    """The environment of a sidecar on ``devices`` (entries of CUDA_VISIBLE_DEVICES), with a secret of its own."""
     child = {name: value for name, value in env.items() if not name.startswith(_REMOVED_PREFIXES)}
     child["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     child["TLLM_RAY_FORCE_LOCAL_CLUSTER"] = "1"  # one Ray cluster per sidecar: they must not share GPUs
+    # Whoever reaches Ray's ports could run code here. Ray before 2.52 knows no authentication and ignores both.
+    child["RAY_AUTH_MODE"] = "token"
+    child["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     child["PYTHONUNBUFFERED"] = "1"
     return child
 
