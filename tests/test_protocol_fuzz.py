@@ -57,11 +57,11 @@ def test_the_decoder_reads_or_refuses(capsys: pytest.CaptureFixture[str]) -> Non
 @contextlib.contextmanager
 def application() -> Iterator[tuple]:
     """The app in this process, without sockets, with the dispatcher behind it."""
-    queue, metrics = JobQueue(4), ServiceMetrics()
+    queue, metrics, settings = JobQueue(4), ServiceMetrics(), DispatchSettings((8,), 0)
     endpoints = critic_endpoints(ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()][:60])
     dispatcher = Dispatcher(
         CountingBackend(),
-        DispatchSettings((8,), 0),
+        settings,
         channel=CommandChannel(),
         queue=queue,
         ledger=TrainingLedger(),
@@ -71,7 +71,7 @@ def application() -> Iterator[tuple]:
     thread.start()
     while queue.state is not QueueState.SERVING:
         time.sleep(0.01)
-    app = create_app(endpoints, queue, HttpSettings(port=0, max_body_bytes=500000), metrics)
+    app = create_app(endpoints, queue, HttpSettings(port=0, max_body_bytes=500000), settings, metrics)
     try:
         yield app.test_client(), thread
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -44,12 +43,7 @@ class ModelServer:
         self._dispatcher: Dispatcher | None = None
         self._stop_requested = False
         if self._channel.rank == 0:
-            http = dataclasses.replace(
-                http,
-                preferred_batch_rows=dispatch.preferred_batch_rows,
-                max_queue_delay_microseconds=dispatch.max_queue_delay_microseconds,
-            )
-            self._http = start_http_server(endpoints, self._queue, http, self._metrics)
+            self._http = start_http_server(endpoints, self._queue, http, dispatch, self._metrics)
 
     @property
     def port(self) -> int:

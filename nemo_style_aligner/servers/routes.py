@@ -24,6 +24,7 @@ from werkzeug.exceptions import HTTPException
 import nemo_style_aligner
 from nemo_style_aligner.servers import openapi
 from nemo_style_aligner.servers.connections import ConnectionLimits
+from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.servers.http_client import server_url
 from nemo_style_aligner.servers.http_server import WsgiServer, require_token
@@ -68,18 +69,20 @@ class HttpSettings:
     infer_timeout_s: float = 600.0  # an inference request that outwaits it is answered 504
     command_timeout_s: float = 3600.0  # the same for training and saving
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
-    preferred_batch_rows: tuple[int, ...] = ()  # shown in the model configuration
-    max_queue_delay_microseconds: int = 0  # shown in the model configuration
 
 
 def create_app(
-    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+    endpoints: Sequence[Endpoint],
+    queue: JobQueue,
+    settings: HttpSettings,
+    dispatch: DispatchSettings,
+    metrics: ServiceMetrics,
 ) -> Flask:
-    """The Flask app of a service with these endpoints."""
+    """The Flask app of a service with these endpoints. ``dispatch`` is shown in their configuration."""
     app = Flask("nemo_style_aligner.service")
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     log_requests(app)
-    routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
+    routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, dispatch, metrics)
     require_token(app, settings.token, _is_open_route)
     app.register_error_handler(ProtocolError, _protocol_error)
     app.register_error_handler(HTTPException, _http_error)
@@ -104,11 +107,15 @@ def create_app(
 
 
 def start_http_server(
-    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+    endpoints: Sequence[Endpoint],
+    queue: JobQueue,
+    settings: HttpSettings,
+    dispatch: DispatchSettings,
+    metrics: ServiceMetrics,
 ) -> WsgiServer:
     """Serve in threads of this process; returns at once, listening. Answers 503 until the queue is serving."""
     server = WsgiServer(
-        create_app(endpoints, queue, settings, metrics),
+        create_app(endpoints, queue, settings, dispatch, metrics),
         settings.host,
         settings.port,
         threads=settings.max_outstanding_requests + SPARE_HTTP_THREADS,
@@ -149,11 +156,17 @@ class _Routes:
     """The view functions."""
 
     def __init__(
-        self, endpoints: dict[str, Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+        self,
+        endpoints: dict[str, Endpoint],
+        queue: JobQueue,
+        settings: HttpSettings,
+        dispatch: DispatchSettings,
+        metrics: ServiceMetrics,
     ) -> None:
         self._endpoints = endpoints
         self._queue = queue
         self._settings = settings
+        self._dispatch = dispatch
         self._metrics = metrics
         self._statistics = {name: ModelStatistics() for name in endpoints}
         self._openapi = openapi.describe(list(endpoints.values()), needs_token=settings.token is not None)
@@ -218,8 +231,8 @@ class _Routes:
         config = endpoint.config()
         if endpoint.batched:
             config["dynamic_batching"] = {
-                "preferred_batch_size": list(self._settings.preferred_batch_rows),
-                "max_queue_delay_microseconds": self._settings.max_queue_delay_microseconds,
+                "preferred_batch_size": list(self._dispatch.preferred_batch_rows),
+                "max_queue_delay_microseconds": self._dispatch.max_queue_delay_microseconds,
             }
         return _json(config)
 
