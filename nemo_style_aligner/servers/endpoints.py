@@ -78,7 +78,7 @@ class Endpoint(abc.ABC):
         """The protocol's model metadata; shapes with the batch dimension, limits as ``parameters``."""
 
         def describe(spec: TensorSpec) -> dict[str, Any]:
-            return {"name": spec.name, "datatype": spec.datatype, "shape": self._full_shape(spec)}
+            return {"name": spec.name, "datatype": spec.datatype, "shape": self.full_shape(spec)}
 
         return {
             "name": self.name,
@@ -107,7 +107,8 @@ class Endpoint(abc.ABC):
             "parameters": {},
         }
 
-    def _full_shape(self, spec: TensorSpec) -> list[int]:
+    def full_shape(self, spec: TensorSpec) -> list[int]:
+        """One of its tensors' shape with the batch dimension, if there is one; -1 for any size."""
         return [-1, *spec.dims] if self.batched else list(spec.dims)
 
     def _arrays(self, request: InferRequest) -> dict[str, np.ndarray]:
@@ -127,7 +128,7 @@ class Endpoint(abc.ABC):
                 raise self._refuse(f"input '{spec.name}' is missing")
             if tensor.datatype != spec.datatype:
                 raise self._refuse(f"input '{spec.name}' must be {spec.datatype}, got {tensor.datatype}")
-            expected, shape = self._full_shape(spec), tensor.array.shape
+            expected, shape = self.full_shape(spec), tensor.array.shape
             if len(shape) != len(expected) or any(e not in (-1, size) for e, size in zip(expected, shape, strict=True)):
                 raise self._refuse(f"input '{spec.name}' must be of shape {expected}, got {list(shape)}")
             if tensor.array.size == 0 and tensor.array.shape[0] == 0:

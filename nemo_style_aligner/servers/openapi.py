@@ -209,7 +209,7 @@ def _request_schema(endpoint: Endpoint) -> Schema:
 
 
 def _tensor(endpoint: Endpoint, spec: TensorSpec) -> Schema:
-    dims = [-1, *spec.dims] if endpoint.batched else list(spec.dims)
+    dims = endpoint.full_shape(spec)
     element = _ELEMENTS[spec.datatype]
     nested: Schema = element
     for _ in dims[1:]:
