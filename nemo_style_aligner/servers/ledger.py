@@ -72,15 +72,12 @@ def extend_history(history: str, digest: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Applied:
-    """A run's last training request: its number, its loss, the critic's history after it, its batch's digest.
-
-    Checkpoints of earlier versions have no digest.
-    """
+    """A run's last training request: its number, its loss, the critic's history after it, its batch's digest."""
 
     sequence_number: int
     loss: float
     history: str
-    digest: str | None = None
+    digest: str
 
 
 class TrainingLedger:
@@ -135,7 +132,7 @@ class TrainingLedger:
         if (
             last is not None
             and position.next_number == last.sequence_number
-            and last.digest in (None, digest)
+            and last.digest == digest
             and position.after(digest).history in (None, last.history)
         ):
             return last.loss
@@ -170,7 +167,7 @@ class TrainingLedger:
         self.history = str(state["history"])
         self._applied = {
             str(run): _Applied(
-                int(entry["sequence_number"]), float(entry["loss"]), str(entry["history"]), entry.get("digest")
+                int(entry["sequence_number"]), float(entry["loss"]), str(entry["history"]), str(entry["digest"])
             )
             for run, entry in state["runs"].items()
         }
