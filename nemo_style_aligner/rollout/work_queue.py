@@ -1,4 +1,4 @@
-"""The rollout work queue in memory: prompt ids handed to whichever data-parallel rank has room for them.
+"""The rollout work queue in memory: sample ids handed to whichever data-parallel rank has room for them.
 
 An id is *leased* to a worker. A worker that is not heard of for ``lease_seconds`` loses its ids: they are
 served again, and its late answers are refused, so that each id is completed exactly once. Time in which nobody at

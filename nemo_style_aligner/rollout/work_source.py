@@ -1,4 +1,4 @@
-"""Where a rollout worker gets its prompt ids from, and the source that needs no server."""
+"""Where a rollout worker gets its sample ids from, and the source that needs no server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class WorkSource(Protocol):
-    """Prompt ids for a rollout worker, round by round."""
+    """Ids of samples for a rollout worker, round by round."""
 
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
@@ -34,26 +34,27 @@ class WorkSource(Protocol):
 
 
 class StaticPartition:
-    """Every ``world_size``-th id, from place ``rank`` on (a `WorkSource` without a server).
+    """Every ``count``-th id, from place ``index`` on (a `WorkSource` without a server).
 
-    The places are those given, or by expected length, longest first: all ranks get a like mixture then.
+    The places are those given, or by expected length, longest first: all of the ``count`` engines, of which this one
+    is number ``index``, get a like mixture then.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not within a world of {world_size}")
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise ValueError(f"index {index} is not below a count of {count}")
+        self._index = index
+        self._count = count
         self._ids: list[int] = []
 
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
     ) -> None:
-        """Take this rank's share."""
+        """Take this engine's share."""
         positions = list(range(len(ids)))
         if expected_lengths is not None:
             positions.sort(key=lambda position: -expected_lengths[position])
-        self._ids = [ids[position] for position in positions[self._rank :: self._world_size]]
+        self._ids = [ids[position] for position in positions[self._index :: self._count]]
 
     def lease(self, n: int, wait: bool = False) -> list[int]:
         """See `WorkSource.lease`."""
