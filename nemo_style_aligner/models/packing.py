@@ -47,7 +47,7 @@ class PackedSequences(PackedSeqParams):
         positions: int64 [t], each token's place in its sequence.
         outputs: int64 [k], the places that the model's last layer goes on with after its attention; None: with all.
         rotary: cosines and sines of the row's positions [t, 1, r], kept by the first layer that computes them.
-        blocks: what attention computes together, kept by the first layer (plain torch's layers only).
+        blocks: what attention computes together, kept by the first layer (our own layers, without compiled kernels).
     """
 
     lengths: tuple[int, ...] = ()
