@@ -664,6 +664,24 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     assert "reachable from other machines: []" in result.stdout
 
 
+@pytest.mark.parametrize(("devices", "name", "status"), [(1, "well", 0), (2, "well", 0), (2, "raise", 1)])
+def test_a_job_whose_standard_streams_are_closed_ends_as_others_do(
+    script: Path, devices: int, name: str, status: int
+) -> None:
+    log_dir = script.parent / "log"
+    text = SCRIPT.replace(
+        "total = torch", "assert [os.fstat(n) for n in range(3)] and not sys.stdin.isatty()\n    total = torch"
+    )
+    script.write_text(text)
+    command = [*launcher("python", devices), str(script), f"trainer.devices={devices}", "trainer.num_nodes=1"]
+    command += [f"exp_manager.name={name}", f"exp_manager.explicit_log_dir={log_dir}"]
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command]
+    result = subprocess.run(closed, env=CLEAN, cwd=script.parent, timeout=150, check=False)
+    assert result.returncode == status
+    failed = log_dir / "failed"
+    assert not failed.exists() if status == 0 else "this rank is broken" in failed.read_text()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize(("error", "status"), [("RuntimeError", 1), ("ConfigError", 2)])
 def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, status: int) -> None:

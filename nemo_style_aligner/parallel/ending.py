@@ -104,6 +104,19 @@ def has_failed(log_dir: Path, patience: float) -> bool:
         time.sleep(0.1)
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream with which the job was started closed (``>&-``), where Python has None.
+
+    Libraries count on streams; faulthandler and the processes that a job starts on their numbers, which would be taken
+    by whatever is opened next.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(descriptor, descriptor == number)
+            setattr(sys, name, open(descriptor, "w" if number else "r"))  # noqa: SIM115  # for as long as the job lives
+
+
 def install_excepthook() -> None:
     """From now on an exception that nobody catches ends the whole job, not only this rank."""
     sys.excepthook = _report_and_abort

@@ -48,6 +48,7 @@ from nemo_style_aligner.parallel.ending import (
     install_excepthook,
     leave_failures_in,
     name_run,
+    open_closed_streams,
     shutdown,
 )
 from nemo_style_aligner.parallel.machine import (
@@ -359,6 +360,7 @@ def job(
     def decorate(main: Callable[[DictConfig], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            open_closed_streams()
             install_excepthook()
             end_with_supervisor()
             try:
