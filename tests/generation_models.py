@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
+from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
+from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.engine import GenerationRequest
 
 VOCAB = 96
@@ -111,6 +116,17 @@ def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **op
     if model is not None:
         engine.refit(weights_of(model).items(), version=0)
     return engine
+
+
+def have_graphs(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """Engines decode in padded buckets, from graphs on a GPU and in the same way but without them elsewhere; or not."""
+
+    def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
+        step = TorchStep(shape, device, lent, graphs=graphs)
+        step.build()
+        return step
+
+    monkeypatch.setattr(engine_module, "choose_step", choose)
 
 
 def ragged_requests(count: int, longest: int = 60, seed: int = 0) -> list[GenerationRequest]:

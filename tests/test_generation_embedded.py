@@ -217,10 +217,11 @@ def test_cuda_equals_cpu(request: pytest.FixtureRequest) -> None:
     if request.node.callspec.params["_step"] == "auto":
         pytest.skip("the torch step is what runs on CUDA")
     model = hf_model()
-    requests = ragged_requests(12)
+    requests = ragged_requests(12, longest=120)  # several chunks
     for params in (GREEDY, SamplingParams(max_new_tokens=20, top_k=30, top_p=0.9, repetition_penalty=1.1)):
+        engine = engine_for(model=model, device="cuda", prefill_chunk_tokens=24)
         on_cpu = {r.request_id: r for r in engine_for(model=model).generate(requests, params)}
-        on_gpu = {r.request_id: r for r in engine_for(model=model, device="cuda").generate(requests, params)}
+        on_gpu = {r.request_id: r for r in engine.generate(requests, params)}
         for index, result in on_cpu.items():
             assert on_gpu[index].token_ids == result.token_ids
             torch.testing.assert_close(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import psutil
@@ -10,23 +11,23 @@ import pytest
 import torch
 from generation_models import (
     FAMILIES,
+    VOCAB,
     architecture,
     engine_for,
+    have_graphs,
     hf_logits,
     hf_model,
     ragged_requests,
     weights_of,
 )
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.decode_graphs import bucket, page_buckets, row_buckets
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
-from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.embedded.weight_table import quantize_rows
-from nemo_style_aligner.generation.engine import GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=30, use_greedy=True)
 SAMPLED = SamplingParams(max_new_tokens=30, top_k=30, top_p=0.9, repetition_penalty=1.1, seed=2)
@@ -58,13 +59,7 @@ def test_buckets() -> None:
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines decode in padded buckets, as on a GPU, only not from graphs."""
-
-    def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-        step = TorchStep(shape, device, lent, graphs=True)
-        step.build()
-        return step
-
-    monkeypatch.setattr(engine_module, "choose_step", choose)
+    have_graphs(monkeypatch, True)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "nemotron"])
@@ -229,7 +224,7 @@ def test_what_cannot_be_divided_says_by_how_many() -> None:
 
     a = dataclasses.replace(architecture(), num_query_groups=3)
     for size in (4, 2):
-        with pytest.raises(ValueError, match="^tensor_parallel_size="):
+        with pytest.raises(ValueError, match=r"^tensor_parallel_size="):
             EmbeddedEngine(
                 a,
                 dtype=torch.float32,
@@ -256,13 +251,7 @@ def test_graphs_equal_eager_on_cuda(family: str, monkeypatch: pytest.MonkeyPatch
     graphs = engine_for(family, model, **options)
     captures = graphs.num_compilations
     assert captures > 1
-
-    def choose_eager(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-        step = TorchStep(shape, device, lent, graphs=False)
-        step.build()
-        return step
-
-    monkeypatch.setattr(engine_module, "choose_step", choose_eager)
+    have_graphs(monkeypatch, False)
     eager = engine_for(family, model, **options)
     for version, weights in enumerate((model, other, model), start=1):
         for engine in (graphs, eager):
@@ -274,6 +263,60 @@ def test_graphs_equal_eager_on_cuda(family: str, monkeypatch: pytest.MonkeyPatch
             for count in (1, 3, 12):
                 assert_same(by_id(graphs, params, count), by_id(eager, params, count), 1e-4)
     assert graphs.num_compilations == captures
+
+
+def long_requests() -> list[GenerationRequest]:
+    """Prompts of several chunks and pages; eight of fourteen begin alike."""
+    generator = random.Random(1)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(2, VOCAB) for _ in range(count)]
+
+    beginning = tokens(70)
+    prompts = [beginning + tokens(1 + 7 * i) for i in range(8)] + [tokens(66 + 13 * i) for i in range(6)]
+    return [GenerationRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
+
+
+def errors(results: list[GenerationResult], model: PreTrainedModel, exact: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """How far the results' log-probs are from those of ``exact``, and how far those of ``model`` are."""
+    ours, models = [], []
+    for result in results:
+        chosen = torch.tensor(result.token_ids)[:, None]
+        expected, rounded = (
+            hf_logits(each, result.prompt_token_ids, result.token_ids).log_softmax(-1).gather(-1, chosen)[:, 0]
+            for each in (exact, model)
+        )
+        ours.append((torch.tensor(result.logprobs) - expected).abs())
+        models.append((rounded - expected).abs())
+    return torch.cat(ours), torch.cat(models)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "nemotron"])
+def test_long_prompts_in_bf16_by_graphs_and_eagerly(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decoding, shared pages, grouped-query heads: both err no more than HF's own bf16.
+
+    Graphs and eager passes round differently, so their tokens may differ. On a CPU the buckets only, without graphs.
+    """
+    options: dict[str, Any] = {"num_slots": 6, "max_sequence_length": 300, "prefill_chunk_tokens": 24}
+    options |= {"device": device, "dtype": torch.bfloat16}
+    for graphs in (True, False):
+        have_graphs(monkeypatch, graphs)
+        engine = engine_for(family, **options)
+        captures = engine.num_compilations
+        assert (captures > 1) == graphs
+        for version, seed in enumerate((0, 5, 0)):
+            if version == 2:
+                engine.unload()
+                engine.reload()
+            model = hf_model(family, seed)
+            engine.refit(weights_of(model).items(), version)
+            for params in (GREEDY, SamplingParams(max_new_tokens=30, seed=2)):
+                results = list(engine.generate(long_requests(), params))
+                assert engine.statistics.shared_prefix_tokens >= 7 * 64
+                ours, theirs = errors(results, hf_model(family, seed).bfloat16(), model)
+                assert ours.mean() < 1.5 * theirs.mean() and ours.max() < 4 * theirs.max()
+        assert engine.num_compilations == captures
 
 
 @pytest.mark.gpu

@@ -4,10 +4,12 @@ weights of a later step."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -97,6 +99,58 @@ def test_every_tensor_is_viewed_and_every_update_seen(name: str) -> None:
         assert responses(viewing) == responses(copying)
         update(actor)
     assert viewing.num_compilations == 1
+
+
+def gaps(results: list[GenerationResult], expected: list[GenerationResult]) -> list[torch.Tensor]:
+    """Of each response: how far its log-probs are from the expected ones, as far as its tokens are the same."""
+    found = []
+    for ours, theirs in zip(results, expected, strict=True):
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        found.append((torch.tensor(ours.logprobs[:same]) - torch.tensor(theirs.logprobs[:same])).abs())
+    return found
+
+
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the policy is on the GPU")
+ON_A_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no GPU: graphs with lent weights are NOT tested, only the buckets they replay",
+)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=ON_A_CPU), pytest.param("cuda", marks=[pytest.mark.gpu, ON_A_GPU])]
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_graphs_replay_with_what_training_changed_in_place(
+    dtype: torch.dtype, atol: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured before any update, and again after unloading. In bf16 passes of other shapes may round otherwise."""
+    model, actor = trained_model("llama", dtype)
+    have_graphs(monkeypatch, True)
+    viewing = engine_of(model, lends=True, device=device)
+    have_graphs(monkeypatch, False)
+    copying = engine_of(model, lends=False, device=device)
+    captures = viewing.num_compilations
+    assert captures > 1 and "model.layers.1.mlp.up_proj.weight" in viewing.viewed_weights and not copying.viewed_weights
+    before: list[GenerationResult] = []
+    for version in range(4):
+        if version == 2:
+            viewing.unload()
+            viewing.reload()
+        for engine in (viewing, copying):
+            refit(engine, model, version)
+        results, expected = responses(viewing), responses(copying)
+        length = sum(len(result.token_ids) for result in expected)
+        found = torch.cat(gaps(results, expected))
+        assert found.max() < atol and len(found) > length / 2
+        if dtype == torch.float32:
+            assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+        if before:
+            assert len(torch.cat(gaps(results, before))) < length / 2  # other weights choose other tokens
+        before = results
+        update(actor)
+    assert viewing.num_compilations == captures
 
 
 @pytest.mark.parametrize("optim", ["distributed_fused_adam", "fused_adam"])

@@ -75,9 +75,9 @@ def test_micro_batches_wait_for_nothing(tmp_path: Path) -> None:
 
 
 def test_marked_tests(tmp_path: Path) -> None:
-    """Of the tests for GPUs those of the engine that take seconds here: against the CPU, with int8 weights too."""
-    files = [str(ROOT / "tests" / name) for name in ("test_generation_embedded.py", "test_generation_torch_step.py")]
-    chosen = ["-m", "gpu", "-k", "int8 or equals_cpu", "-p", "no:cacheprovider"]
+    """Of the tests for GPUs those of the engine that take seconds here; against the CPU, also int8 or lent weights."""
+    files = [str(ROOT / "tests" / f"test_generation_{name}.py") for name in ("embedded", "torch_step", "views")]
+    chosen = ["-m", "gpu", "-k", "int8 or equals_cpu or replay", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", *chosen, *files]
     output = run(command, tmp_path / "marked.log", TIMEOUT)
     assert " passed" in output and "NOT tested" not in output, output
