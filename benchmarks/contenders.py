@@ -118,7 +118,7 @@ class Contender(abc.ABC):
         """The responses' tokens, in the order of the requests. Timed."""
 
     def facts(self) -> dict[str, Any]:
-        """Versions and settings worth reporting."""
+        """Versions and settings worth reporting, once the model is there; asked again after each `prepare`."""
         return {}
 
 
@@ -362,6 +362,18 @@ class HuggingFaceContinuous(_InTheBetterDtype):
             elif result is None and not self._manager.is_running():
                 raise RuntimeError("the generation thread ended")
         return responses
+
+    def facts(self) -> dict[str, Any]:
+        """Of a manager that is there also what it has chosen: it changes the attention where flash-attn is installed.
+
+        ``cuda_graphs``: of passes with prompts, of passes that only decode; None where this version does not tell.
+        """
+        facts = super().facts()
+        if self._manager is not None:
+            facts["attention"] = getattr(self.model.config, "_attn_implementation", None)
+            config = getattr(self._manager, "continuous_batching_config", None)
+            facts["cuda_graphs"] = getattr(config, "use_cuda_graph", None)
+        return facts
 
 
 class HuggingFaceCompiled(HuggingFace):

@@ -199,7 +199,7 @@ def measure(runners: Sequence[Runner], workload: Workload, args: argparse.Namesp
     prompt_tokens, new_tokens = WARM_UP_TOKENS
     warm_up = workload if args.device == "cuda" else workload.cut(new_tokens, prompt_tokens)
     for runner in taking_part:
-        runner.call("prepare", workload)
+        runner.prepare(workload)
         runner.call("run", warm_up)
     figures = {runner.name: Figures() for runner in taking_part}
     for number in range(args.rounds):
@@ -259,6 +259,10 @@ class Runner:
     def wait_until_loaded(self) -> None:
         """The process begins by reading the model."""
         self.facts = self._receive(START_SECONDS) or {}
+
+    def prepare(self, workload: Workload) -> None:
+        """For runs of ``workload``; what the contender says of itself may change with it."""
+        self.facts = self.call("prepare", workload) or self.facts
 
     def call(self, action: str, workload: Workload) -> Any:
         """The answer; None, from then on always, when the contender fails, dies or takes too long."""
@@ -330,7 +334,7 @@ def serve(name: str, files: ModelFiles, setting: Setting, connection: Connection
             action, workload = message
             if action == "prepare":
                 contender.prepare(workload)
-                connection.send(("done", True))
+                connection.send(("done", contender.facts()))
                 continue
             contender.forget()
             started = time.perf_counter()
