@@ -163,22 +163,16 @@ def test_the_defaults_pass_their_own_check(job: str) -> None:
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-def test_every_key_is_explained() -> None:
-    """By a comment on its line or the line above, in its own file or, for its namesake, in another."""
-    explained, keys = set(), set()
-    for job in JOBS:
-        above = ""
-        for line in (CONF_DIR / f"{job}.yaml").read_text().splitlines():
-            found = re.match(r"\s*(\w+):\s*(.*)", line)
-            if found and found[2]:  # a key with a value, not a section
-                keys.add(found[1])
-                if "#" in found[2] or above.lstrip().startswith("#"):
-                    explained.add(found[1])
-            above = line
-    plain = {"name", "ip", "port", "project", "lr", "weight_decay", "betas", "eps", "temperature", "enable", "shuffle"}
-    plain |= {"hidden_dropout", "attention_dropout", "precision", "mean", "std"}
-    plain |= {"system_turn_start", "turn_start", "label_start", "end_of_turn", "end_of_name", "min_lr"}
-    assert keys - explained - plain == set()
+@pytest.mark.parametrize("job", JOBS)
+def test_every_key_is_explained(job: str) -> None:
+    """By a comment on its line or the line above."""
+    above, unexplained = "", []
+    for line in (CONF_DIR / f"{job}.yaml").read_text().splitlines():
+        has_value = re.match(r"\s*\w+:\s*[^\s#]", line)  # sections have none
+        if has_value and " # " not in line and not above.lstrip().startswith("#"):
+            unexplained.append(line.strip())
+        above = line
+    assert unexplained == []
 
 
 def test_unknown_keys_are_all_named_with_their_nearest() -> None:
