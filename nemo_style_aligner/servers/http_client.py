@@ -393,7 +393,7 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
 
 def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _SendLimits) -> None:
     """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or for silence urllib3's error."""
-    address, challenge, head = f"{host}:{port}", secrets.token_hex(16), b""
+    address, challenge, head = server_url(host, port).removeprefix("http://"), secrets.token_hex(16), b""
     try:
         connection.settimeout(limits.wait_seconds())
         connection.sendall(challenge_request(address, challenge))
