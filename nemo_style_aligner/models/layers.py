@@ -103,6 +103,11 @@ class Layer(TransformerLayer):
     the last one when a reward is.
     """
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules and config.add_bias_linear:
+            self.mlp.register_forward_hook(_copy_bias)
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h], or [k, 1, h] of `PackedSequences.outputs`, and no context."""
         hidden_states, context = self._forward_attention(*args, **kwargs)
@@ -114,6 +119,18 @@ class Layer(TransformerLayer):
     @property
     def _is_last(self) -> bool:
         return self.layer_number == self.config.num_layers
+
+
+def _copy_bias(
+    mlp: torch.nn.Module, _: Any, results: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Let an MLP hand on a copy of its bias, which is added later.
+
+    megatron-core computes the whole of it again: a parameter that such a function returned would count as its result
+    from then on, no leaf any more, and its gradient would need the same function again, without end.
+    """
+    output, bias = results
+    return output, None if bias is None else bias.clone()
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
