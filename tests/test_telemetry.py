@@ -23,12 +23,12 @@ import torch
 from job_processes import read_timeline
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.telemetry import metrics
 from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
@@ -142,14 +142,14 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     folder = tmp_path / "wandb" / "run-1"
     run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, finish=finish)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))  # type: ignore[arg-type]
-    monkeypatch.setattr(metrics, "_WANDB_SECONDS", 0.5)
+    monkeypatch.setattr(job_setup, "_WANDB_SECONDS_STOPPED", 0.5)
     control, nothing = RunControl(), types.SimpleNamespace(finish=lambda: None)
     control.status = EXIT_REQUEUE
     log = MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
     with single_process() as layout:
         assert Run(tmp_path, layout, log, control, nothing).close() == EXIT_REQUEUE  # type: ignore[arg-type]
     assert is_waiting == [True]
-    reason = "takes more than 0 s" if hangs else "failed: no way out"
+    reason = "takes more than 0.5 s" if hangs else "failed: no way out"
     assert f"{reason}. It is whole on disk: wandb sync {folder}" in caplog.text
 
 

@@ -15,12 +15,13 @@ from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
-from nemo_style_aligner.config import log_directory
+from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
 from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.parallel.agreement import OtherRankError, on_first_rank
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
@@ -36,6 +37,10 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken."""
         ...
+
+
+# Who is being stopped has a limit to keep, and goes on with the same run of the log afterwards.
+_WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
 
 
 @dataclasses.dataclass
@@ -74,7 +79,7 @@ class Run:
         if self.control.status == EXIT_REQUEUE and dist.get_rank() == 0:
             # Before the log, which may have to wait for a network: whatever becomes of the process then, this is known.
             write_requeue_file(self.log_dir, STOPPED_EARLY)
-        self.metrics.close()
+        self.metrics.close(_WANDB_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _WANDB_SECONDS)
         if self.watchdog is not None:
             self.watchdog.stop()
         return self.control.status
@@ -84,7 +89,7 @@ def start_run(cfg: DictConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
     Raises:
-        ConfigError: another job works in its log directory; on rank 0.
+        ConfigError: another job works in its log directory.
     """
     layout = initialize_model_parallel(
         int(cfg.model.tensor_model_parallel_size),
@@ -93,8 +98,7 @@ def start_run(cfg: DictConfig) -> Run:
         cfg.trainer.distributed_timeout_minutes,
     )
     log_dir = log_directory(cfg.exp_manager)
-    if dist.get_rank() == 0:
-        hold_log_directory(log_dir, cfg.exp_manager.name)
+    _hold(log_dir, cfg.exp_manager)
     return Run(
         log_dir=log_dir,
         layout=layout,
@@ -108,15 +112,23 @@ def start_run(cfg: DictConfig) -> Run:
     )
 
 
+def _hold(log_dir: Path, exp_manager: DictConfig) -> None:
+    """`hold_log_directory` by rank 0; a ConfigError is every rank's, so that all end with its status. Collective."""
+    try:
+        on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
+    except OtherRankError as error:
+        raise ConfigError(str(error)) from None
+
+
 def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     """The watchdog of a service that writes nothing else in its log directory. Collective.
 
     Raises:
-        ConfigError: another job works there; on rank 0. Without a watchdog nothing is written, and several may.
+        ConfigError: another job works there. Without a watchdog nothing is written, and several may.
     """
     log_dir = log_directory(exp_manager)
-    if exp_manager.watchdog_minutes is not None and dist.get_rank() == 0:
-        hold_log_directory(log_dir, exp_manager.name)
+    if exp_manager.watchdog_minutes is not None:
+        _hold(log_dir, exp_manager)
     return start_watchdog(exp_manager.watchdog_minutes, log_dir)
 
 

@@ -54,7 +54,7 @@ class BackgroundWriter:
     """Runs work in a thread. All ranks use theirs in step, and what the work does together, it does in its group.
 
     Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end. Making
-    one is collective: a network on which the ranks do not meet in the group is found at once, not by the first work.
+    one is collective.
 
     Attributes:
         group: the work's group; None for the default group, of one rank.

@@ -181,32 +181,50 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
     return dict(zip(keys, values.tolist(), strict=True))
 
 
+@contextlib.contextmanager
+def gloo_explained() -> Iterator[None]:
+    """Say what to do where ranks do not find each other over gloo in the body of a ``with`` statement.
+
+    Raises:
+        LaunchError: in place of gloo's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the ranks do not reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
+            "the network interface that they share, and see what /etc/hosts and firewalls make of their machines' names"
+        ) from error
+
+
+def meet_over_gloo() -> None:
+    """Have ranks that NCCL connects find each other over gloo as well, before they do anything else. Collective.
+
+    Groups over gloo are made throughout, by megatron-core too, with limits as long as their work takes.
+
+    Raises:
+        LaunchError: they do not find each other.
+    """
+    if dist.get_world_size() == 1 or dist.get_backend() == "gloo":
+        return
+    with gloo_explained():
+        dist.destroy_process_group(dist.new_group(backend="gloo", timeout=_MEETING_TIMEOUT))
+
+
 def background_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for collectives in another thread than the main one. Collective.
 
     Two threads in one group would take part in each other's collectives.
 
     Args:
-        timeout: of its collectives; ranks that do not reach each other over gloo find out sooner.
+        timeout: of its collectives.
 
     Returns:
         None, for the default group, where one rank has nobody to meet in it.
-
-    Raises:
-        LaunchError: they do not; says what to set.
     """
     if dist.get_world_size() == 1 and dist.get_backend() == "gloo":
         return None
-    all_reduce_max(0)  # ranks that were slow to load have come when this is over
-    try:
-        group = dist.new_group(backend="gloo", timeout=_MEETING_TIMEOUT)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"the ranks do not reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
-            "the network interface that they share, and see what /etc/hosts and firewalls make of their machines' names"
-        ) from error
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-    return group
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def all_reduce_max(value: int) -> int:

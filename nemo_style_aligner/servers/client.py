@@ -29,6 +29,7 @@ from nemo_style_aligner.servers.http_client import (
 )
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import CriticPosition
+from nemo_style_aligner.servers.proof import UnprovenServerError
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     READY_PATH,
@@ -36,7 +37,7 @@ from nemo_style_aligner.servers.protocol import (
     decode_infer_response,
     encode_infer_request,
 )
-from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+from nemo_style_aligner.servers.secret import HOW_TO_SHARE
 from nemo_style_aligner.servers.training_session import (
     PROGRESS_SECONDS,
     CriticWatch,
@@ -382,10 +383,9 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
 
 
 def _other_secret(server: HttpClient, error: RequestRefusedError) -> ValueError:
-    return ValueError(
-        f"the server at {server.base_url} does not accept this run's token ({error}). The logs of both jobs say where "
-        f"their secret is from; where they share no home directory, set {TOKEN_VARIABLE} for both"
-    )
+    if isinstance(error.__cause__, UnprovenServerError):  # it says itself what to do
+        return ValueError(str(error))
+    return ValueError(f"the server at {server.base_url} does not accept this run's token ({error}). {HOW_TO_SHARE}")
 
 
 def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScore) -> None:

@@ -361,7 +361,12 @@ class _Adapter(requests.adapters.HTTPAdapter):
 def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
     class Connection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
-            super().connect()
+            named = self.host
+            self.host = _ipv4_of(named)
+            try:
+                super().connect()
+            finally:
+                self.host = named
             peer.connected(self.sock)
             if peer.secret is None:
                 return
@@ -391,13 +396,24 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
     return Pool
 
 
+def _ipv4_of(host: str) -> str:
+    """An IPv4 address that ``host`` has as well, else ``host``.
+
+    Services listen at IPv4's unless told otherwise: at IPv6's of the same machine and port somebody else may listen.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host
+
+
 def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _SendLimits) -> None:
     """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or for silence urllib3's error."""
     address, challenge, head = server_url(host, port).removeprefix("http://"), secrets.token_hex(16), b""
     try:
         connection.settimeout(limits.wait_seconds())
         connection.sendall(challenge_request(address, challenge))
-        while not head.endswith(b"\r\n\r\n") and len(head) < _MAX_PROOF_BYTES:
+        while b"\r\n\r\n" not in head and len(head) < _MAX_PROOF_BYTES:
             connection.settimeout(limits.wait_seconds())
             received = connection.recv(_MAX_PROOF_BYTES)
             if not received:
@@ -408,6 +424,9 @@ def _challenge(connection: socket.socket, host: str, port: int, secret: str, lim
         raise urllib3.exceptions.ReadTimeoutError(None, None, message) from error  # type: ignore[arg-type]
     except OSError as error:
         raise UnprovenServerError(unproven(address, str(error))) from error
+    head, _, more = head.partition(b"\r\n\r\n")
+    if more:  # our services answer HEAD without a body
+        raise UnprovenServerError(unproven(address, "it is another program"))
     check_proof(head, secret, challenge, address, port)
 
 

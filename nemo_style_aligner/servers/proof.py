@@ -12,6 +12,7 @@ import hmac
 import re
 
 from nemo_style_aligner.servers.protocol import LIVE_PATH
+from nemo_style_aligner.servers.secret import HOW_TO_SHARE
 
 CHALLENGE_HEADER = "X-Challenge"
 PROOF_HEADER = "X-Proof"
@@ -56,7 +57,9 @@ def check_proof(head: bytes, secret: str, challenge: str, address: str, port: in
             f"the service at {address} has no secret, and this job has one: give both the same token", is_final=True
         )
     if not hmac.compare_digest(given[2], _code(secret, challenge, int(given[1]))):
-        raise UnprovenServerError(f"the service at {address} has another secret than this job", is_final=True)
+        raise UnprovenServerError(
+            f"the service at {address} has another secret than this job. {HOW_TO_SHARE}", is_final=True
+        )
     if int(given[1]) != port:
         raise UnprovenServerError(
             f"the service that answers at {address} listens on port {given[1]}: connect to that one, and let a tunnel "

@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "NEMO_STYLE_ALIGNER_TOKEN"
 TOKEN_FILE_VARIABLE = "NEMO_STYLE_ALIGNER_TOKEN_FILE"
 AUTO, NONE = "auto", "none"
+HOW_TO_SHARE = (
+    "The logs of both jobs say where their secret is from; where they share no home directory, set "
+    f"{TOKEN_VARIABLE} for both"
+)
+"""What to do where two jobs have two secrets."""
 _MAX_BYTES = 4096
 
 

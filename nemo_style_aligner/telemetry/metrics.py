@@ -40,7 +40,6 @@ TIMELINE_FILE = "timeline.json"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
 
-_WANDB_SECONDS = 60.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -163,10 +162,12 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
 
-    def close(self) -> None:
+    def close(self, wandb_seconds: float = 60.0) -> None:
         """Write out what is left. Calling it twice does nothing; logging afterwards does nothing.
 
-        Weights & Biases may take a minute: a job does not fail, or miss its end, because its server is out of reach.
+        Args:
+            wandb_seconds: for Weights & Biases: a job does not fail, or miss its end, because its server is out of
+                reach.
         """
         if not self._enabled:
             return
@@ -177,7 +178,7 @@ class MetricsLogger:
         with contextlib.suppress(OSError):  # of what could not be written before
             self._timeline_file.close()
         if self._wandb is not None:
-            _finish_wandb(self._wandb)
+            _finish_wandb(self._wandb, wandb_seconds)
 
 
 def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
@@ -235,7 +236,7 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
     return run
 
 
-def _finish_wandb(run: Any) -> None:
+def _finish_wandb(run: Any, seconds: float) -> None:
     """Send what is left, within a limit. wandb has none of its own."""
     folder = Path(run.dir).parent
     errors: list[Exception] = []
@@ -248,9 +249,9 @@ def _finish_wandb(run: Any) -> None:
 
     thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
     thread.start()
-    thread.join(_WANDB_SECONDS)
+    thread.join(seconds)
     if thread.is_alive() or errors:
-        reason = f"failed: {errors[0]}" if errors else f"takes more than {_WANDB_SECONDS:.0f} s"
+        reason = f"failed: {errors[0]}" if errors else f"takes more than {seconds:g} s"
         logger.warning("sending the run to Weights & Biases %s. It is whole on disk: wandb sync %s", reason, folder)
 
 
