@@ -472,6 +472,112 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, token
         sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
 
 
+# As Qwen3's: tools in the first turn, thoughts and calls in the assistant's, and thoughts left out of earlier ones.
+TOOLS_TEMPLATE = """{%- if tools %}[tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}]{% endif %}
+{%- for m in messages %}{{ m.role }}:
+{%- if m.role == 'assistant' and m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content or '' }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6}'}}],
+}
+SUM = [{"role": "user", "content": "q"}, CALL, {"role": "tool", "content": "16", "tool_call_id": "1"}]
+THOUGHTFUL = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+def with_template(tokenizer: Tokenizer, folder: Path, template: str) -> Tokenizer:
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+def test_calls_tools_and_thoughts_reach_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"tools": TOOLS, "messages": [*SUM, THOUGHTFUL]}
+    item = sft(tmp_path, with_template(tokenizer, tmp_path / "t", TOOLS_TEMPLATE), row, max_seq_length=200)[0]
+    call = '<call>add {"a": 6}]'
+    assert (
+        spell(tokenizer, item.token_ids) == f"[tools add]user:q]assistant:{call}tool:16]assistant:<think>hm</think>a]"
+    )
+    assert learnt(tokenizer, item).replace("_", "") == f"{call}<think>hm</think>a]"
+
+
+def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Also where only the last response can be found, since thoughts are left out of earlier ones."""
+    first = THOUGHTFUL | {"content": "b", "weight": 0}
+    nulls = {"tool_calls": None, "name": None, "weight": None}
+    row = {"tools": None, "messages": [{**SUM[0], **nulls}, first, SUM[0], {**THOUGHTFUL, **nulls, "tool_calls": []}]}
+    for template in (TOOLS_TEMPLATE, None):
+        chat = tokenizer if template is None else with_template(tokenizer, tmp_path / "t", template)
+        messages = [{k: v for k, v in m.items() if k != "reasoning_content" or template} for m in row["messages"]]
+        item = sft(tmp_path, chat, row | {"messages": messages}, max_seq_length=200)[0]
+        assert learnt(tokenizer, item).replace("_", "") == ("<think>hm</think>a]" if template else "a]")
+
+
+@pytest.mark.parametrize(
+    "messages, record, complaint",
+    [
+        ([SUM[0], CALL | {"content": ""}], {}, "leaves out 'tool_calls' of turn 2"),
+        ([SUM[0], CALL], {}, "refuses the conversation"),  # CHATML adds the content to a string
+        ([SUM[0], CALL | {"content": "", "weight": 0}, *SUM[::2], THOUGHTFUL], {}, "leaves out 'tool_calls' of turn 2"),
+        ([SUM[0], THOUGHTFUL], {}, "leaves out 'reasoning_content' of turn 2"),
+        ([SUM[0], {"role": "assistant", "content": "a"}], {"tools": TOOLS}, "leaves out 'tools'"),
+        ([SUM[0], {"role": "assistant", "content": None}], {}, "'content' should be a string"),
+        ([SUM[0], {"role": "assistant", "content": "a", "weight": 0.5}], {}, "'weight' should be 0"),
+        ([SUM[0], {"role": "assistant", "content": "a", "weight": True}], {}, "'weight' should be 0"),
+        ([SUM[0], {"role": "assistant", "content": None, "function_call": {}}], {}, "old form of 'tool_calls'"),
+        ([SUM[0], THOUGHTFUL | {"reasoning_content": ["hm"]}], {}, "'reasoning_content' should be a string"),
+        ([SUM[0], CALL | {"tool_calls": "add"}], {}, "'tool_calls' should be a list of calls"),
+        ([SUM[0], CALL | {"tool_calls": [{"function": {}}]}], {}, "key 'name' is missing"),
+        ([SUM[0], CALL | {"tool_calls": [{"name": "add", "arguments": "{"}]}], {}, "'arguments' of the call of 'add'"),
+        ([SUM[0] | {"name": "\ud83d"}, THOUGHTFUL], {}, "'name' holds half of a surrogate pair"),
+        ([SUM[0], THOUGHTFUL], {"tools": "add"}, "'tools' should be a list of tools"),
+        ([SUM[0], THOUGHTFUL], {"functions": TOOLS}, "old form of 'tools'"),
+    ],
+)
+def test_what_would_be_lost_of_a_chat_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, messages: Any, record: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(DataError, match=rf"sft\.jsonl:1: .*{complaint}"):
+        sft(tmp_path, tokenizer, {"messages": messages, **record})
+
+
+@pytest.mark.parametrize(
+    "row, key",
+    [
+        ({"messages": [SUM[0], CALL]}, "'tool_calls'"),
+        ({"messages": [SUM[0], THOUGHTFUL]}, "'reasoning_content'"),
+        (MESSAGES | {"tools": TOOLS}, "'tools'"),
+    ],
+)
+def test_nemo_markup_has_no_place_for_calls_and_thoughts(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(DataError, match=rf"sft\.jsonl:1: .*have no place for {key}"):
+        sft(tmp_path, tokenizer, row, chat_prompt_tokens=MARKUP)
+
+
+def test_a_template_that_leaves_out_part_of_a_response_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As DeepSeek-R1's, with and without the thoughts' beginning in the generation prompt; Qwen3's are let through."""
+    row = {"messages": [SUM[0], {"role": "assistant", "content": "<think>hm</think>\n\na"}]}
+    turns = "{% for m in messages %}{{ m.role }}:CONTENT<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:"
+    cut = turns.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*leaves out part of the response, turn 2"):
+        sft(tmp_path, with_template(tokenizer, tmp_path / "cut", cut + "{% endif %}"), row)
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: the generation prompt .* ends in '<think>\\n', which turn 2"):
+        sft(tmp_path, with_template(tokenizer, tmp_path / "open", cut + "<think>\n{% endif %}"), row)
+    spaced = turns.replace("CONTENT", "{{ m.content.replace('<think>', '<think>\n') }}")
+    for name, prompt, want in (
+        ("spaced", "{% endif %}", "<think>\nhm</think>\n\na]"),
+        ("begun", "<think>{{ '\n' }}{% endif %}", "hm</think>\n\na]"),
+    ):
+        item = sft(tmp_path, with_template(tokenizer, tmp_path / name, spaced + prompt), row)[0]
+        assert learnt(tokenizer, item).strip("_") == want
+
+
 # ---- sources and blends -----------------------------------------------------------------------
 
 

@@ -44,11 +44,15 @@ class Record:
     def text(self, key: str) -> str:
         """The string under ``key``."""
         value: str = self.require(key, str, "a string")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
-            self.fail(f"{key!r} holds half of a surrogate pair, {value[error.start]!a}, which is no character")
+        self.check_characters(key, value)
         return value
+
+    def check_characters(self, key: str, text: str) -> None:
+        """A `DataError` about ``key`` if its text has what JSON can spell and no tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self.fail(f"{key!r} holds half of a surrogate pair, {text[error.start]!a}, which is no character")
 
 
 def _excerpt(value: Any) -> str:

@@ -3,25 +3,27 @@
 Three kinds of line, told apart by their keys:
 
     {"input": "...", "output": "..."}                                       filled into a prompt template
-    {"messages": [{"role": "user", "content": "..."}, ...]}                 OpenAI's chat format
+    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}      OpenAI's chat format
     {"system": "", "mask": "User", "conversations": [{"from": "User", "value": "..."}, ...]}    NeMo's
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from nemo_style_aligner.data.datasets import RaggedInts, read_records, report_dropped
 from nemo_style_aligner.data.jsonl import DataError, Record
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
 
 _SEPARATOR = 0  # NeMo-Aligner's, whichever token that is
+_ENTRIES = {"tool_calls": "calls", "tools": "tools"}  # what lists have; others have turns
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,10 @@ class SFTDataset:
     def _encode_chat(self, record: Record) -> SFTItem:
         turns = _openai_turns(record) if "messages" in record.fields else _nemo_turns(record)
         if self._options.chat_prompt_tokens is not None:
+            _refuse_beyond_markup(record, turns)
             segments = _render_markup(turns, self._options.chat_prompt_tokens)
         else:
-            segments = _render_template(record, turns, self._tokenizer)
+            segments = _TemplateRendering(record, turns, self._tokenizer).segments()
         segments = [segment for segment in segments if segment.text]
         token_ids: list[int] = []
         targets: list[int] = []
@@ -213,17 +216,90 @@ class SFTDataset:
 @dataclass(frozen=True)
 class _Turn:
     role: str  # as the file has it
-    content: str
+    content: str | None  # None: tool calls alone
     is_target: bool
     label: str | None = None  # NeMo's attribute string of a turn
+    extras: Mapping[str, Any] = field(default_factory=dict)  # what else a chat template may read: "tool_calls", ...
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"role": self.role.lower(), "content": self.content, **self.extras}
+
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OLD_KEYS = {"function_call": "tool_calls", "functions": "tools"}
 
 
 def _openai_turns(record: Record) -> list[_Turn]:
-    messages = _list_of_objects(record, "messages")
-    return [
-        _Turn(message.text("role"), message.text("content"), message.text("role") == "assistant")
-        for message in messages
-    ]
+    _refuse_old_key(record, "functions")
+    return [_openai_turn(message) for message in _list_of_objects(record, "messages")]
+
+
+def _openai_turn(message: Record) -> _Turn:
+    """A message with all its keys: what a chat template makes of them is its own affair."""
+    _refuse_old_key(message, "function_call")
+    # Tables give every row every column: null is as good as absent.
+    extras = {key: value for key, value in message.fields.items() if value is not None}
+    if extras.get("tool_calls") == []:
+        del extras["tool_calls"]
+    for key in _REASONING_KEYS:
+        if key in extras:
+            message.text(key)
+    if "tool_calls" in extras:
+        extras["tool_calls"] = [_tool_call(call) for call in _list_of_objects(message, "tool_calls")]
+    weight = extras.pop("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        message.fail(f"'weight' should be 0 (not learnt) or 1, not {weight!r}")
+    content = extras.pop("content", None)
+    if content is not None or "tool_calls" not in extras:
+        content = message.text("content")
+    role = message.text("role")
+    del extras["role"]
+    for key, value in extras.items():
+        message.check_characters(key, json.dumps(value, ensure_ascii=False))
+    return _Turn(role, content, is_target=role == "assistant" and weight == 1, extras=extras)
+
+
+def _tool_call(call: Record) -> dict[str, Any]:
+    """A call as chat templates take it: with its arguments as an object, of which OpenAI's format has the JSON."""
+    if "function" in call.fields:
+        call.require("function", dict, "an object with 'name' and 'arguments'")
+        function = Record(call.path, call.line, call.fields["function"])
+        return {**call.fields, "function": _tool_call(function)}
+    call.text("name")
+    arguments = call.fields.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call.fields)
+    try:
+        return {**call.fields, "arguments": json.loads(arguments)}
+    except ValueError:
+        call.fail(f"'arguments' of the call of {call.fields['name']!r} should be an object, or one in JSON")
+
+
+def _refuse_old_key(record: Record, key: str) -> None:
+    if record.fields.get(key) is not None:
+        record.fail(f"{key!r} is OpenAI's old form of {_OLD_KEYS[key]!r}, which chat templates do not know: rename it")
+
+
+def _tools(record: Record) -> list[Mapping[str, Any]] | None:
+    """The record's ``tools``; None where it has none."""
+    if not record.fields.get("tools"):
+        return None
+    record.check_characters("tools", json.dumps(record.fields["tools"], ensure_ascii=False))
+    return [tool.fields for tool in _list_of_objects(record, "tools")]
+
+
+def _refuse_beyond_markup(record: Record, turns: Sequence[_Turn]) -> None:
+    """Markup has places for texts only; what is left out would be learnt as if it were not there."""
+    found = {key for turn in turns for key in turn.extras if key in ("tool_calls", *_REASONING_KEYS)}
+    if _tools(record):
+        found.add("tools")
+    if found:
+        record.fail(
+            f"model.data.chat_prompt_tokens have no place for {', '.join(map(repr, sorted(found)))}: leave the line "
+            "out, or use a tokenizer whose chat template has one, without chat_prompt_tokens"
+        )
 
 
 def _nemo_turns(record: Record) -> list[_Turn]:
@@ -245,9 +321,9 @@ def _nemo_turns(record: Record) -> list[_Turn]:
 
 def _list_of_objects(record: Record, key: str) -> list[Record]:
     """The objects of a list, as records so that complaints about them name the line."""
-    entries: list[Any] = record.require(key, list, "a list of turns")
+    entries: list[Any] = record.require(key, list, f"a list of {_ENTRIES.get(key, 'turns')}")
     if not entries or not all(isinstance(entry, dict) for entry in entries):
-        record.fail(f"{key!r} should be a list of objects, one per turn")
+        record.fail(f"{key!r} should be a list of objects, one per {_ENTRIES.get(key, 'turns')[:-1]}")
     return [Record(record.path, record.line, entry) for entry in entries]
 
 
@@ -277,30 +353,102 @@ def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Se
     return [_Segment("".join(segment.text for segment in group), is_target) for is_target, group in kinds]
 
 
-def _render_template(record: Record, turns: Sequence[_Turn], tokenizer: Tokenizer) -> list[_Segment]:
-    """The tokenizer's chat template. A response's text is what the template adds to its generation prompt."""
-    messages = [
-        {"role": turn.role.lower(), "content": turn.content}
-        for turn in turns
-        if turn.content or turn.role.lower() != "system"
-    ]
-    is_target = [turn.is_target for turn in turns if turn.content or turn.role.lower() != "system"]
-    try:
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+class _TemplateRendering:
+    """A chat in the tokenizer's chat template. A response's text is what that adds to its generation prompt.
+
+    Templates leave out what they have no place for without a word, and the model would learn to answer without it: a
+    response, its reasoning and its tool calls are looked for in what was rendered.
+    """
+
+    def __init__(self, record: Record, turns: Sequence[_Turn], tokenizer: Tokenizer) -> None:
+        self._record, self._tokenizer = record, tokenizer
+        self._turns = [turn for turn in turns if turn.content or turn.role.lower() != "system"]
+        self._messages = [turn.message for turn in self._turns]
+        self._tools = _tools(record)
+
+    def segments(self) -> list[_Segment]:
+        """The chat in parts, targets apart from what is not learnt."""
+        try:
+            return self._segments()
+        except TokenizerError as error:
+            self._record.fail(str(error))
+
+    def _segments(self) -> list[_Segment]:
+        whole = self._render(self._messages)
+        if self._tools and self._tokenizer.apply_chat_template(self._messages, add_generation_prompt=False) == whole:
+            self._fail_of_key("tools")
         segments, position = [], 0
-        for i in (i for i, learnt in enumerate(is_target) if learnt):
-            prompt = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True)
-            answered = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
-            if not (whole.startswith(answered) and answered.startswith(prompt)):
-                record.fail(
+        for i, turn in enumerate(self._turns):
+            if "tool_calls" in turn.extras:
+                self._find_key(i, ("tool_calls",), len(self._turns), whole)
+            if not turn.is_target:
+                continue
+            prompt = self._render(self._messages[:i], add_generation_prompt=True)
+            answered = self._render(self._messages[: i + 1])
+            if not whole.startswith(answered):
+                self._record.fail(
                     f"the tokenizer's chat template renders turn {i + 1} in another way when it is not the last, so "
                     f"its place cannot be found: cut the conversation after one response, or change the template"
                 )
+            if not answered.startswith(prompt):
+                end = prompt[len(_common_start(prompt, answered)) :]
+                self._record.fail(
+                    f"the generation prompt of the tokenizer's chat template ends in {end!r}, which turn {i + 1}, "
+                    "rendered as an answer, does not have: what is generated could not be what was learnt. Change "
+                    "the template (chat_template.jinja beside the tokenizer) so that answers have it, or prompts do not"
+                )
+            self._find_response(i, prompt, answered)
             segments += [
                 _Segment(whole[position : len(prompt)], False),
                 _Segment(whole[len(prompt) : len(answered)], True),
             ]
             position = len(answered)
-    except TokenizerError as error:
-        record.fail(str(error))
-    return [*segments, _Segment(whole[position:], False)]
+        return [*segments, _Segment(whole[position:], False)]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, self._tools)
+
+    def _find_response(self, i: int, prompt: str, answered: str) -> None:
+        """Raise where the template leaves out something of turn ``i``, a target."""
+        content = _without_spaces(self._turns[i].content or "")
+        if content not in _without_spaces(answered[len(prompt) :]):
+            # The prompt may have the response's first characters, as "<think>".
+            before = _common_start(self._render(self._messages[:i]), prompt)
+            if content not in _without_spaces(answered[len(before) :]):
+                self._record.fail(
+                    f"the tokenizer's chat template leaves out part of the response, turn {i + 1} (some do so with "
+                    "what is before </think>): put reasoning under the key 'reasoning_content' if the template reads "
+                    "that, or change the template (chat_template.jinja beside the tokenizer)"
+                )
+        self._find_key(i, _REASONING_KEYS, i + 1, answered)
+
+    def _find_key(self, i: int, keys: tuple[str, ...], length: int, rendered: str) -> None:
+        """Raise where ``rendered``, the first ``length`` turns, is no other without these keys of turn ``i``."""
+        present = [key for key in keys if self._messages[i].get(key)]
+        if not present:
+            return
+        without = {key: value for key, value in self._messages[i].items() if key not in present}
+        messages = self._messages[:length]
+        messages[i] = without
+        try:
+            same = self._render(messages) == rendered
+        except TokenizerError:
+            return  # it cannot do without
+        if same:
+            self._fail_of_key(present[0], f" of turn {i + 1}")
+
+    def _fail_of_key(self, key: str, where: str = "") -> NoReturn:
+        self._record.fail(
+            f"the tokenizer's chat template leaves out {key!r}{where}: change the template (chat_template.jinja beside "
+            "the tokenizer), or the data"
+        )
+
+
+def _without_spaces(text: str) -> str:
+    """Templates set white space around the parts of a response as they like."""
+    return "".join(text.split())
+
+
+def _common_start(one: str, other: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in pairs)

@@ -136,8 +136,15 @@ class Tokenizer(ABC):
     def _save(self, directory: Path) -> None:
         """Write the tokenizer itself."""
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
+
+        ``tools`` are JSON schemas of what the assistant may call.
 
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
@@ -150,12 +157,13 @@ class Tokenizer(ABC):
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 date_string=_DATE,
                 **self._template_variables(),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a field of another type than it works with
             raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         return rendered[0]
 
