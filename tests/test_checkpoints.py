@@ -705,6 +705,7 @@ def test_an_error_while_the_page_cache_is_dropped_reaches_all_ranks(
     on_every_rank = manifest.on_every_rank
     monkeypatch.setattr(os, "posix_fadvise", fail)
     monkeypatch.setattr(manifest, "on_every_rank", attempts)
+    monkeypatch.setattr(manifest, "_read_or_damage", lambda _: ({"file": {}}, ""))
     with single_process(), pytest.raises(OSError, match="Input/output error"):
         manifest.verify_on_disk(tmp_path)
     assert [error.errno for error in gathered] == [errno.EIO]

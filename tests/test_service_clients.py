@@ -414,7 +414,7 @@ def test_a_service_with_another_secret_is_an_error_at_once(theirs: str | None, m
     with (
         serve(CountingBackend(), http={"token": theirs}) as server,
         critic_client(server.number, token="mine") as client,
-        pytest.raises(ValueError, match=rf"does not accept this run's token .*{message}.*share no home directory"),
+        pytest.raises(ValueError, match=rf"{message}"),
     ):
         client.wait_until_ready(60)
 

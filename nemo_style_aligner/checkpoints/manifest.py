@@ -129,8 +129,8 @@ def verify_on_disk(directory: Path, group: dist.ProcessGroup | None = None) -> l
     comparison is with what the disk gives back. File systems in memory, and some network ones, answer from memory.
     """
     if hasattr(os, "posix_fadvise"):
-        files = on_first_rank(lambda: sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*")), group)
-        share = _own_share(files)
+        content, _ = on_first_rank(lambda: _read_or_damage(directory), group)
+        share = _own_share(sorted(content or ()))  # those that this rank reads back
         # Together, so that nobody reads what another rank has not dropped yet, and an error is all ranks'.
         on_every_rank(lambda: _forget([directory / name for name in share]), group)
     return find_damage(directory, group)

@@ -13,6 +13,7 @@ has a shard. megatron-core's own way takes the whole to the first rank, and to e
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     model_tensors,
 )
 from nemo_style_aligner.parallel.groups import all_reduce_max, device
+from nemo_style_aligner.telemetry import activity
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 _IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX)  # of a checkpoint's keys: each inner optimizer has its own
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("param", *_MOMENTS)
-# Host memory of a rank: what it sends, or receives, at once; what it loads at once. At least one tensor is loaded.
+# Memory of a rank: what it sends, or receives, at once; what it loads at once. At least one tensor is loaded.
 _EXCHANGE_BYTES = 64 << 20
 _LOAD_BYTES = 256 << 20
 
@@ -185,16 +187,14 @@ def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> 
     group = optimizer.data_parallel_group_gloo
     written = [(name, t) for name, t in _parameters(model) if not any(t.replica_id[:-1])]
     sizes, own = [t.data.numel() for _, t in written], _own_ranges(optimizer)
-    live = [_states(optimizer, t.data) if t.data in own else [] for _, t in written]
-    on_gpu = all(shard.is_cuda for shards in live for shard in shards)
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, ([own.get(t.data, (0, 0)) for _, t in written], on_gpu), group=group)
-    ranges = [of_rank for of_rank, _ in gathered]  # of each rank: of each parameter
-    if device().type == "cuda" and all(on_gpu for _, on_gpu in gathered):
+    ranges: list[Any] = [None] * group.size()  # of each rank: of each parameter
+    dist.all_gather_object(ranges, [own.get(t.data, (0, 0)) for _, t in written], group=group)
+    if device().type == "cuda":
         group = optimizer.data_parallel_group  # NCCL: many times as fast as the host's network
     owners = _share_out(sizes, group.size())
+    live = [_states(optimizer, t.data) if t.data in own else [] for _, t in written]
     whole = [[torch.empty(size) for _ in _KEYS] if owners[n] == group.rank() else [] for n, size in enumerate(sizes)]
-    for batch in _batches(sizes, _EXCHANGE_BYTES // (4 * len(_KEYS))):
+    for batch in _batches(ranges, _EXCHANGE_BYTES // (4 * len(_KEYS))):
         _exchange(batch, owners, ranges, live, whole, group)
     named: ShardedTensors = {}
     for (name, sharded), tensors in zip(written, whole, strict=True):
@@ -213,22 +213,32 @@ def _share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _batches(sizes: Iterable[int], limit: int) -> Iterator[list[_Piece]]:
-    """All elements of all parameters, at most ``limit`` of them at once."""
-    batch: list[_Piece] = []
+def _batches(ranges: Sequence[Sequence[tuple[int, int]]], limit: int) -> Iterator[list[_Piece]]:
+    """All elements of all parameters, at most ``limit`` of them at once: some of each rank, so that all send together.
+
+    Args:
+        ranges: of each rank, of each parameter: the elements that it has.
+    """
+    share = max(1, limit // len(ranges))
+    for batch in itertools.zip_longest(*(_parts_of(own, share) for own in ranges), fillvalue=()):
+        yield [piece for part in batch for piece in part]
+
+
+def _parts_of(ranges: Iterable[tuple[int, int]], limit: int) -> Iterator[list[_Piece]]:
+    """A rank's elements, at most ``limit`` of them at once."""
+    part: list[_Piece] = []
     room = limit
-    for number, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            batch.append(_Piece(number, start, stop))
+    for number, (start, end) in enumerate(ranges):
+        while start < end:
+            stop = min(end, start + room)
+            part.append(_Piece(number, start, stop))
             room -= stop - start
             start = stop
             if not room:
-                yield batch
-                batch, room = [], limit
-    if batch:
-        yield batch
+                yield part
+                part, room = [], limit
+    if part:
+        yield part
 
 
 def _exchange(
@@ -245,7 +255,7 @@ def _exchange(
 
     Args:
         ranges: of each rank, of each parameter: the elements that it has.
-        live: of each parameter: this rank's shards, flat fp32, in any memory; on GPUs where ``group`` is NCCL's.
+        live: of each parameter: this rank's shards, flat fp32, in any memory.
         whole: of each parameter of which this rank is the owner: the flat fp32 tensors to fill.
     """
     me, ranks = group.rank(), range(group.size())
@@ -273,6 +283,7 @@ def _exchange(
             sent[position : position + stop - start].copy_(shard.view(-1)[start - first : stop - first])
             position += stop - start
     dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=group)
+    activity.progress()
     received = received.cpu()
     position = 0
     for number, start, stop in (one for found in incoming for one in found):

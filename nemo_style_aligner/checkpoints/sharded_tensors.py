@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
+from nemo_style_aligner.telemetry import activity
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
 ShardedTensors = dict[str, Any]
@@ -176,6 +177,13 @@ class _SourceFileSystem(FileSystem):
         return safe_name(f"{path}/{safe_name(suffix)}")
 
 
+class _LoadPlanner(MCoreLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> Any:
+        """As megatron-core's, for each piece when its turn to be read has come: the job gets on, however slowly."""
+        activity.progress()
+        return super().resolve_tensor(read_item)
+
+
 class _SafeReader(dcp.FileSystemReader):
     """torch's reader over a `FileSource`, with metadata that was read safely."""
 
@@ -229,7 +237,7 @@ def load_sharded_tensors(
     targets = [t.data for t in present]
     # Singly, since several tensors may share a key (the layers of one stage).
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): t for i, t in enumerate(present)})
-    planner = MCoreLoadPlanner(
+    planner = _LoadPlanner(
         shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors={t.key: t for t in present if t.allow_shape_mismatch},
         flatten_state_dict=False,

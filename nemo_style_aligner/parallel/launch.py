@@ -61,12 +61,16 @@ from nemo_style_aligner.parallel.machine import (
     name_is_reachable,
     outgoing_address,
     own_address,
+    raise_limit_of_open_files,
 )
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.log_lines import configure_logging
 
 _logger = logging.getLogger(__name__)
+
+# Of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue have sockets for every other rank.
+_RESERVED_FILES, _FILES_PER_RANK = 256, 8
 
 _LOCKED_SECONDS = 30.0  # more than the limit for ranks that meet over MPI: they end without a word then
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
@@ -112,6 +116,15 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     """
     info = detect_launch(os.environ)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
+    open_files, needed = raise_limit_of_open_files(), _RESERVED_FILES + _FILES_PER_RANK * info.world_size
+    if 0 <= open_files < needed and info.rank == 0:
+        _logger.warning(
+            "a process may open %d files here, and rank 0 of %d ranks may need %d, most of them sockets: raise the "
+            "hard limit (ulimit -Hn) where the job is started",
+            open_files,
+            info.world_size,
+            needed,
+        )
     info = _agree_on_address(info, cfg.trainer.distributed_timeout_minutes)
     os.environ.update(info.environment())
     _share_cores(info)

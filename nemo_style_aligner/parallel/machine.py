@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import random
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,19 @@ def available_cores() -> int:
 def machine_cores() -> int:
     """Cores that the processes of this control group may use together, however each of them is bound. At least 1."""
     return max(1, min([os.cpu_count() or 1, *_cgroup_quotas(), *_cgroup_cpusets()]))
+
+
+def raise_limit_of_open_files() -> int:
+    """Let this process open as many files and sockets as its hard limit says; how many that are.
+
+    Shells often allow 1,024, which the sockets between the ranks of a large job exceed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel takes
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return hard
+    return soft
 
 
 def available_memory() -> int:

@@ -99,7 +99,16 @@ def build_embedded_engine(
         lent_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
     )
-    engine.build()
+    try:
+        engine.build()
+    except torch.OutOfMemoryError as error:
+        gib = architecture.num_parameters * dtype.itemsize / ranks.size / 2**30
+        raise ValueError(
+            f"the generation engine does not fit beside what is trained: its weights alone take {gib:.0f} GiB on each "
+            f"of the {ranks.size} ranks that share it. Let more ranks share it "
+            "(trainer.ppo.generation.tensor_parallel_size, or trainer.ppo.trt_llm.reshard=True with pipeline stages), "
+            "or give it less memory for keys and values (trainer.ppo.generation.kv_cache_tokens, num_slots)"
+        ) from error
     return engine, group
 
 

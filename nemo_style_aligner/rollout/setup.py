@@ -99,6 +99,7 @@ def build_work_source(
         server=queue,
         slots=engine.num_slots,
         progress=lambda: activity.current().progress,  # what the watchdog goes by
+        poll_seconds=max(0.5, dist.get_world_size() / 100),  # all who wait together ask 100 times a second at most
     )
 
 

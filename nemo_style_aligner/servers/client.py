@@ -50,6 +50,8 @@ from nemo_style_aligner.servers.training_session import (
 logger = logging.getLogger(__name__)
 
 _TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
+# Every rank asks, and a service that loads its model has other things to do.
+_READY_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0, first_backoff_s=1.0, max_backoff_s=2.0)
 _REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
 
@@ -334,7 +336,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
     say(f"waiting for the server at {server.base_url} (at most {timeout_s:g} s)")
     while True:
         try:
-            server.request("GET", READY_PATH, limits=ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0))
+            server.request("GET", READY_PATH, limits=_READY_LIMITS)
         except (ServerUnavailableError, RequestRefusedError) as error:
             if isinstance(error, RequestRefusedError) and error.status == 401:
                 raise _other_secret(server, error) from error

@@ -193,8 +193,9 @@ class Sidecar:
 
     def _receive(self, seconds: float) -> None:
         """Take in what arrives within ``seconds``, or return when nothing does."""
-        readable, _, _ = select.select([self._socket], [], [], max(seconds, 0.0))
-        if not readable:
+        ready = select.poll()  # unlike select, whatever the number of the socket is
+        ready.register(self._socket, select.POLLIN)
+        if not ready.poll(1000 * max(seconds, 0.0)):
             return
         try:
             data = self._socket.recv(1 << 20)
