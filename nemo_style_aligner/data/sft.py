@@ -335,7 +335,7 @@ def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Se
     """
     system = ""
     if turns[0].role.lower() == "system":
-        system, turns = turns[0].content, turns[1:]
+        system, turns = turns[0].content or "", turns[1:]
     segments = [_Segment(f"{tokens.system_turn_start}System{tokens.end_of_name}{system}{tokens.end_of_turn}", False)]
     after_response = False
     for turn in turns:
