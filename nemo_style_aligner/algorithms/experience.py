@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 import torch
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.functional import KLEstimator, masked_mean
-from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy, warn_for_all_ranks
+from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
 from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ def leave_out_nonfinite(
             f"{trouble}. Nothing was trained on them. Look at these prompts and at the critic job, or set "
             "trainer.ppo.on_nonfinite=skip to leave out such samples as long as there are others"
         )
-    warn_for_all_ranks(f"{trouble}: left out")
+    warn_for_all_ranks(logger, "%s: left out", trouble)
 
     def cleared(tensor: torch.Tensor) -> torch.Tensor:
         keep = valid.to(tensor.device)

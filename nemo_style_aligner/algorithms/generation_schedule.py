@@ -16,6 +16,7 @@ from nemo_style_aligner.rollout.generator import KeptRound, Round
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.rollout.wire import pack_results, unpack_results
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)
@@ -120,11 +121,13 @@ class GenerationSchedule:
         if state["rollouts"] is None:
             return
         if self._staleness == 0:
-            logger.warning("the rollouts kept for step %d are left out: trainer.ppo.staleness=0 makes new ones", step)
+            warn_for_all_ranks(
+                logger, "the rollouts kept for step %d are left out: trainer.ppo.staleness=0 makes new ones", step
+            )
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(base64.b64decode(part))]
         if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
-            logger.warning("the rollouts kept for step %d are left out: they answer other prompts", step)
+            warn_for_all_ranks(logger, "the rollouts kept for step %d are left out: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])

@@ -45,6 +45,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
     write_tensors,
 )
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -141,7 +142,7 @@ def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) 
     if state["layout"] == _layout(model):
         load_random_states(_random_file(directory))
     else:
-        logger.warning("%s was saved with %s: random streams start anew", directory, state["layout"])
+        warn_for_all_ranks(logger, "%s was saved with %s: random streams start anew", directory, state["layout"])
     return state["trainer"]
 
 

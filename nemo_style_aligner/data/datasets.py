@@ -22,6 +22,7 @@ import torch
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Seque
     if dropped == total:
         raise DataError(f"{files}: all {total} {what} are {limit}; raise the limit or shorten the data")
     if dropped:
-        logger.warning("%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
+        warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
 
 
 def pad_rows(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+
 logger = logging.getLogger(__name__)
 
 
@@ -83,7 +85,8 @@ class EpochSampler:
         becomes what it would be had all epochs been of the present length.
         """
         if (before := int(state["num_samples"])) != self.num_samples:
-            logger.warning(
+            warn_for_all_ranks(
+                logger,
                 "the checkpoint is of a run on %d samples, and there are %d now: the order is another one, so that "
                 "samples of this epoch come again, or not at all",
                 before,

@@ -7,17 +7,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
 Action = Literal["stop", "skip"]
-
-
-def warn_for_all_ranks(message: str) -> None:
-    """Log what every rank has come to, once."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(message)
 
 
 class NonFiniteError(FloatingPointError):
@@ -94,4 +88,4 @@ class SkipCounter:
                 f"{self.policy.max_consecutive_skips}: something other than these samples is wrong. The last "
                 "checkpoint is as it was; start from it with a lower model.optim.lr"
             )
-        warn_for_all_ranks(f"{trouble}: skipped, {self.total} so far")
+        warn_for_all_ranks(logger, "%s: skipped, %d so far", trouble, self.total)

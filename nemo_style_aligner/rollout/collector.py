@@ -20,8 +20,6 @@ from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
 
-_LEAST_BATCHES = 4  # scoring requests of a rank in a round: what leaves in the middle is scored beside generation
-
 
 class PendingRollouts:
     """Rollouts whose scores may still be on their way.
@@ -75,10 +73,7 @@ class RolloutCollector:
         Raises:
             StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
         """
-        # With few responses a rank, smaller batches: else they would all leave at the round's end.
-        share = -(-len(generation.prompts) // dist.get_world_size())
-        batch_size = max(1, min(self.scoring_batch_size, share // _LEAST_BATCHES))
-        responses = ScoredResponses(self.scorer, batch_size, self.scoring_seconds)
+        responses = ScoredResponses(self.scorer, self.scoring_batch_size, self.scoring_seconds)
         generation.run(responses)
         rollouts = self._gather(responses.results, generation.prompts)
         return PendingRollouts(rollouts, generation.metrics(), lambda width: _gather_scores(responses, width))

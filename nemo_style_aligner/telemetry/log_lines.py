@@ -16,6 +16,8 @@ LOG_LEVELS = ("debug", "info", "warning")
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _FIELDS = "fields"  # attribute of a record
 
+_rank = 0  # this process's, once `configure_logging` has been told
+
 
 def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
     """Send log records to standard error, one line each: text that starts with time and rank, or a JSON object.
@@ -23,6 +25,8 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks have to say alike is
     said once. Other packages are left out below INFO. Calling it again replaces the earlier set-up.
     """
+    global _rank
+    _rank = rank
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
@@ -36,6 +40,12 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     # These packages report every request and every kernel at INFO.
     for noisy in ("urllib3", "werkzeug", "waitress", "filelock", "megatron", "torch", "transformers", "httpx"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> None:
+    """Warn of what every rank has come to, once: rank 0 does."""
+    if _rank == 0:
+        logger.warning(message, *args)
 
 
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
