@@ -31,8 +31,9 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 _LLAMA3_FACTOR = 8.0  # NeMo's, where a config does not say
 
 _OFF = (None, False)
+_ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
 NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "seq_len_interpolation_factor": (None, 1),
+    _INTERPOLATION: (None, 1),
     "rotary_interleaved": _OFF,
     "window_size": (None, [-1, -1]),
     "num_moe_experts": _OFF,
@@ -46,6 +47,7 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
+    _ZERO_CENTERED: _OFF,  # but with LayerNorm, which it makes layernorm1p
     "low_freq_factor": (None, LLAMA3_ROPE["low_freq_factor"]),
     "high_freq_factor": (None, LLAMA3_ROPE["high_freq_factor"]),
     "old_context_len": (None, LLAMA3_ROPE["original_max_position_embeddings"]),
@@ -116,12 +118,17 @@ class ModelArchitecture:
         """Read the architecture keys of a NeMo ``model_config.yaml`` (the ``model`` section).
 
         Raises:
-            KeyError: a size that cannot be defaulted is missing.
-            ValueError: the model has a feature this project does not build.
+            ValueError: a size that cannot be defaulted is missing, or the model has a feature this project does not
+                build.
         """
         missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
+        if missing == ["vocab_size"]:
+            raise ValueError(
+                "model config lacks vocab_size, which NeMo leaves to the tokenizer, and the archive has no tokenizer "
+                "that can be read: unpack it (tar -xf) and put a Hugging Face tokenizer's files into tokenizer/"
+            )
         if missing:
-            raise KeyError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
+            raise ValueError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
         activation = cfg.get("activation", "gelu")
         if activation not in _NEMO_ACTIVATIONS:
             raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
@@ -132,11 +139,21 @@ class ModelArchitecture:
         normalization: Any = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
             raise ValueError(f"model.normalization={said!r} is not rmsnorm, layernorm or layernorm1p")
-        foreign = [
-            f"model.{key}={cfg[key]}" for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain
-        ]
+        foreign = {key: cfg[key] for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain}
+        if _ZERO_CENTERED in foreign and normalization != "rmsnorm":
+            normalization = "layernorm1p"
+            del foreign[_ZERO_CENTERED]
         if foreign:
-            raise ValueError(f"models with {', '.join(foreign)} are not supported: they would compute other numbers")
+            named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
+            hint = ""
+            if _INTERPOLATION in foreign and cfg.get("scale_positional_embedding"):
+                # NeMo 2.0's and 2.1's converter of Llama 3.1 sets both.
+                hint = (
+                    ". If the checkpoint was trained with Llama 3.1's frequency scaling alone "
+                    f"(scale_positional_embedding), say so: in a job by model.{_INTERPOLATION}=1, for the conversion "
+                    f"by {_INTERPOLATION}: 1 in the archive's model_config.yaml"
+                )
+            raise ValueError(f"models with {named} are not supported: they would compute other numbers{hint}")
         act, gated = _NEMO_ACTIVATIONS[activation]
         scaling = cfg.get("scale_factor") or _LLAMA3_FACTOR if cfg.get("scale_positional_embedding") else None
         qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's

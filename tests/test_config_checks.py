@@ -71,7 +71,8 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
         "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true",
-        "high_freq_factor: 8", "mcore_customization_config: {final_logit_softcapping: 30.0}",
+        "layernorm_zero_centered_gamma: true", "high_freq_factor: 8",
+        "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
 def test_an_archive_of_another_kind_of_model_is_refused(model: Path, setting: str, tmp_path: Path) -> None:
@@ -98,6 +99,33 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
     assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+
+
+def test_zero_centered_norms_are_layernorm1p(model: Path) -> None:
+    config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"layernorm_zero_centered_gamma": True}
+    for name in ("LayerNorm", "layernorm1p"):
+        assert ModelArchitecture.from_nemo_config(config | {"normalization": name}).normalization == "layernorm1p"
+    plain = config | {"layernorm_zero_centered_gamma": False, "normalization": "layernorm"}
+    assert ModelArchitecture.from_nemo_config(plain).normalization == "layernorm"
+
+
+def test_llama31_as_nemo_2s_converter_wrote_it_can_be_gone_on_with(model: Path, tmp_path: Path) -> None:
+    """It interpolates positions beside scaling frequencies, of which training may have done only the latter."""
+    config = (model / "model_config.yaml").read_text()
+    both = "seq_len_interpolation_factor: 8.0\nscale_positional_embedding: true\n"
+    (tmp_path / "model_config.yaml").write_text(config + both)
+    (problem,) = problems(tmp_path, "gpt_sft", "")
+    assert "seq_len_interpolation_factor=8.0 are not supported" in problem
+    assert "in a job by model.seq_len_interpolation_factor=1" in problem
+    assert not problems(tmp_path, "gpt_sft", "model.seq_len_interpolation_factor=1")
+
+
+@pytest.mark.parametrize("missing, hint", [("vocab_size", "into tokenizer/"), ("num_layers", "not a complete")])
+def test_archives_without_a_size_are_refused(model: Path, missing: str, hint: str) -> None:
+    config = yaml.safe_load((model / "model_config.yaml").read_text())
+    del config[missing]
+    with pytest.raises(ValueError, match=f"lacks {missing}.*{hint}"):
+        ModelArchitecture.from_nemo_config(config)
 
 
 def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:

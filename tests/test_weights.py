@@ -49,6 +49,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=24),
@@ -196,6 +197,13 @@ def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 8.0}}, "high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"config\.json: Missing required keys"),
+        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "window of 32"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers does not obey in llama"),
+        ({"model_type": "qwen3", "rope_parameters": HALF_ROPE}, "partial_rotary_factor=0.5"),
+        ({"rms_norm_eps": 1}, r"config\.json: .*'rms_norm_eps' expected float"),
+        ({"hidden_size": 66}, r"config\.json: .*66\) is not a multiple"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized .*gptq"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -203,6 +211,14 @@ def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         read_architecture(tmp_path)
+
+
+def test_ministral_is_a_mistral_where_its_windows_make_no_difference(tmp_path: Path) -> None:
+    """transformers calls Mistral's models so whose configs have ``layer_types``."""
+    layers = ["full_attention", "sliding_attention"]
+    config = {"model_type": "mistral", "rope_theta": 1e4, **SIZES, "layer_types": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": SIZES["max_position_embeddings"]}))
+    assert read_architecture(tmp_path).family == "mistral"
 
 
 def test_a_model_no_family_can_express_is_refused(tmp_path: Path) -> None:
@@ -391,6 +407,15 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
     assert tokenizer.chat_template == "{{ messages }}"
     if not classifier:
         assert again.generation_config.eos_token_id == tokenizer.eos_token_id == 98
+
+
+def test_an_archive_whose_tokenizer_is_a_name_says_so(tmp_path: Path) -> None:
+    """As NeMo's Llama 3: the size of the vocabulary is the tokenizer's, which is on the Hub."""
+    (tmp_path / "model").mkdir()
+    config = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 2\ntokenizer: {library: huggingface, type: a/b}\n"
+    (tmp_path / "model" / "model_config.yaml").write_text(config)
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.*put a Hugging Face tokenizer's files into"):
+        nemo_to_hf(tmp_path / "model", tmp_path / "out", torch.bfloat16)
 
 
 def test_conversion_script_ends_with_one_line_about_a_mistake(tmp_path: Path) -> None:

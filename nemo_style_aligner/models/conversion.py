@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
+    load_nemo_tokenizer,
     load_nemo_weights,
     nemo_tokenizer_dir,
     save_nemo,
@@ -132,12 +133,14 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     """Make a Hugging Face directory of a .nemo archive; a reward model becomes a sequence classifier. Collective.
 
     Raises:
-        FileNotFoundError: no archive.
+        FileNotFoundError: no archive, or none with a tokenizer.
         FileExistsError: ``output_dir`` has something in it.
-        ValueError: no Hugging Face family can express the model.
+        ValueError: an incomplete config, or no Hugging Face family can express the model.
     """
     on_first_rank(lambda: require_empty(output_dir))  # before the weights are loaded, which takes long
     config = load_nemo_config(input_path)
+    if config.get("vocab_size") is None:
+        load_nemo_tokenizer(input_path)  # it is the tokenizer's, whose error says what is the matter
     architecture = ModelArchitecture.from_nemo_config(config)
     hf_family(architecture)
     head = RewardHeadConfig.from_model_config(config) if "reward_model_type" in config else None

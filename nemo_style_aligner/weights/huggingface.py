@@ -72,24 +72,30 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         FileNotFoundError: there is no config.json.
         ValueError: a family or feature this project does not build; the message names it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(directory)
-    if not (path / "config.json").is_file():
+    file = path / "config.json"
+    if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
-    model_type = json.loads((path / "config.json").read_text()).get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"{path}/config.json: model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
-    config = AutoConfig.from_pretrained(path).to_dict()  # fills in the family's defaults
     try:
-        return architecture_from_config(config)
-    except ValueError as error:
-        raise ValueError(f"{path}/config.json: {error}") from error
+        written = json.loads(file.read_text())
+        if not isinstance(written, dict):
+            raise ValueError("not a JSON object")
+        _family_name(written)
+        _refuse_quantization(written)
+        return architecture_from_config(AutoConfig.from_pretrained(path).to_dict())  # fills in the family's defaults
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:  # transformers' own
+        text = str(error.args[0] if isinstance(error, KeyError) else error)
+        raise ValueError(f"{file}: {' '.join(text.split())}") from error
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     """As `read_architecture`, of a complete config in transformers' current form (with ``rope_parameters``)."""
-    family = FAMILIES[config["model_type"]]
+    name = _family_name(config)
+    family = FAMILIES[name]
+    _refuse_quantization(config)
     _refuse_sliding_window(config)
     if config["hidden_act"] not in _ACTIVATIONS:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}")
@@ -97,6 +103,12 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     if attention_bias != mlp_bias:
         raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
     rope = config["rope_parameters"]
+    turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if turned != 1.0 and not family.partial_rotary:
+        raise ValueError(
+            f"partial_rotary_factor={turned}, which transformers does not obey in {name} models: it turns all "
+            "channels. If this one was trained so, remove the key"
+        )
     heads = config["num_attention_heads"]
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
@@ -116,11 +128,30 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         qk_layernorm=family.qk_layernorm,
         tied_embeddings=bool(config["tie_word_embeddings"]),
         rotary_base=rope["rope_theta"],
-        rotary_percentage=rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0,
+        rotary_percentage=turned,
         rope_scaling_factor=_rope_scaling_factor(rope),
         init_method_std=config["initializer_range"],
-        family=config["model_type"],
+        family=name,
     )
+
+
+def _family_name(config: Mapping[str, Any]) -> str:
+    """The key of `FAMILIES`. transformers says "ministral" of Mistral's models whose config has ``layer_types``."""
+    model_type = config.get("model_type")
+    name = "mistral" if model_type == "ministral" else model_type
+    if name not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
+    return str(name)
+
+
+def _refuse_quantization(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
+        raise ValueError(
+            f"the weights are quantized (quantization_config: {method}), which is not supported: take the model's "
+            "unquantized weights (bf16, fp16 or fp32)"
+        )
 
 
 def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
