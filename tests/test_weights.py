@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -264,6 +265,20 @@ def test_faulty_weights_are_named(as_stream: bool) -> None:
             assert all(torch.equal(a, b) for a, b in zip(before, model.gpt.parameters(), strict=True))
 
 
+def test_an_output_layer_of_its_own_in_a_tied_model_is_refused() -> None:
+    """As merged adapters have it that were trained with the output layer (PEFT's modules_to_save)."""
+    tied = dataclasses.replace(TINY, tied_embeddings=True, vocab_size=2500)
+    weights = random_source(tied)
+    head = weights["model.embed_tokens.weight"].clone()
+    import_weights(build(tied), TensorSource(weights | {"lm_head.weight": head}))
+    head[-1, 0] += 1
+    for other in (head, head[:-1]):
+        with pytest.raises(ValueError, match="Set tie_word_embeddings=false"):
+            import_weights(build(tied), TensorSource(weights | {"lm_head.weight": other}))
+    scored = random_source(tied, num_attributes=1) | {"lm_head.weight": head}  # which a reward model does not compute
+    import_weights(build(tied, head=RewardHeadConfig()), TensorSource(scored))
+
+
 def test_a_language_models_weights_are_no_reward_models() -> None:
     with pytest.raises(ValueError, match=r"lack score\.weight"):
         import_weights(build(TINY, head=RewardHeadConfig()), TensorSource(random_source(TINY)))
@@ -330,6 +345,33 @@ def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Pa
     with torch.no_grad():
         expected = reference(tokens).logits
     assert torch.allclose(logits_of(model, tokens)[..., :VOCAB], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, pre", [("gpt2", "poro-chat"), ("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("gpt2", "default"), ("gpt2", None),
+                  ("llama", "poro-chat")],
+)  # fmt: skip
+def test_gguf_vocabularies_of_unknown_splitting_are_refused(
+    kind: str, pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers would split texts as GPT-2 does without a word; sentencepiece's vocabularies have no such thing."""
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model(kind)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    source = object.__new__(GGUFCheckpoint)
+    source.path, source._reader = tmp_path / "m.gguf", gguf.GGUFReader(tmp_path / "m.gguf")
+    if (kind, pre) == ("gpt2", "poro-chat"):
+        with pytest.raises(ValueError, match="'poro-chat'"):
+            source.check_splitting()
+    else:
+        source.check_splitting()
+    assert ("GPT-2" in caplog.text) == (pre in ("default", None))
 
 
 def smollm2() -> Path:

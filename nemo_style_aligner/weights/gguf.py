@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+
+logger = logging.getLogger(__name__)
 
 HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -31,6 +34,7 @@ HF_NAMES = {
 # GGUF architectures with Llama's tensors. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_KNOWN_SPLITTINGS = ("gpt-2", "smollm")  # beside those that transformers knows
 
 
 class GGUFCheckpoint:
@@ -71,9 +75,10 @@ class GGUFCheckpoint:
         from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
 
+        self.check_splitting()
         tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
         if self._value("tokenizer.ggml.pre", None) == "smollm":
-            # transformers does not read this key and builds GPT-2's splitting; SmolLM splits off every digit first.
+            # transformers does not know this one and builds GPT-2's splitting; SmolLM splits off every digit first.
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
                 [
                     pre_tokenizers.Digits(individual_digits=True),
@@ -81,6 +86,26 @@ class GGUFCheckpoint:
                 ]
             )
         tokenizer.save_pretrained(directory)
+
+    def check_splitting(self) -> None:
+        """Raise if nobody here knows how texts are split before the vocabulary's merges apply (``tokenizer.ggml.pre``).
+
+        transformers takes GPT-2's way for all that it does not know, and other ids come out.
+        """
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        if self._value("tokenizer.ggml.model", None) != "gpt2":
+            return  # sentencepiece's vocabularies need no splitting
+        splitting = self._value("tokenizer.ggml.pre", None)
+        if splitting in (None, "default"):
+            logger.warning(
+                "%s does not say how its vocabulary splits texts (tokenizer.ggml.pre): as GPT-2's is assumed", self.path
+            )
+        elif splitting not in (*GGUF_PRE_TOKENIZER_SPLITS, *_KNOWN_SPLITTINGS):
+            raise ValueError(
+                f"{self.path}: how its vocabulary splits texts, tokenizer.ggml.pre={splitting!r}, is not known here: "
+                "convert the model's Hugging Face directory instead (convert_hf_to_nemo.py)"
+            )
 
     def _value(self, key: str, *default: Any) -> Any:
         field = self._reader.get_field(key)

@@ -25,6 +25,8 @@ from nemo_style_aligner.wording import some_of
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes, of tensors in shared memory
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 1024
 
 
 @runtime_checkable
@@ -241,12 +243,14 @@ def import_weights(
         progress: called with the name of each tensor this rank has read.
 
     Raises:
-        ValueError: a tensor is missing, superfluous or of the wrong shape; the message names it.
+        ValueError: a tensor is missing, superfluous or of the wrong shape, or a source has for a tied model an output
+            layer that is not the embedding; the message names it.
     """
     target = _ImportTarget(model)
     if isinstance(source, WeightSource):
         present = dict(source.shapes())
         target.check(present)
+        target.check_tie(present, source)
         for name in target.wanted:
             if name in present:
                 target.load(name, functools.partial(source.read, name))
@@ -271,7 +275,7 @@ class _ImportTarget:
         self.layout = model.layout
         entries, _ = layout_table(model)
         # Tied models' checkpoints may carry the embedding twice.
-        self.ignored = {"lm_head.weight"} if model.architecture.tied_embeddings else set()
+        self.ignored = {_OUTPUT} if model.architecture.tied_embeddings else set()
         self.expected = hf_tensors(entries)
         self.optional = {part.name for entry in entries if entry.optional for part in entry.parts}
         self.parameters = local_parameters(model, entries)
@@ -296,6 +300,27 @@ class _ImportTarget:
             raise ValueError(f"the weights have {name}, which the model has no place for")
         if shape != self.expected[name].shape:
             raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
+
+    def check_tie(self, shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
+        """Raise if an output layer that is to be left out is another than the embedding.
+
+        All of it, on every rank, so that every rank finds the fault; some rows at a time.
+        """
+        if _OUTPUT not in self.ignored or _OUTPUT not in shapes or "score.weight" in self.expected:
+            return
+        num_rows = shapes[_EMBEDDING][0]
+        same = shapes[_OUTPUT] == shapes[_EMBEDDING]
+        for start in range(0, num_rows if same else 0, _COMPARED_ROWS):
+            length = min(_COMPARED_ROWS, num_rows - start)
+            embedding = source.read(_EMBEDDING, 0, start, length)
+            same = torch.equal(source.read(_OUTPUT, 0, start, length).to(embedding.dtype), embedding)
+            if not same:
+                break
+        if not same:
+            raise ValueError(
+                f"embedding and output layer are tied, but {_OUTPUT} is not {_EMBEDDING}: it was trained by "
+                "itself (PEFT's modules_to_save do that). Set tie_word_embeddings=false in config.json"
+            )
 
     @torch.no_grad()
     def load(self, name: str, read: Callable[[int, int, int], torch.Tensor]) -> None:
