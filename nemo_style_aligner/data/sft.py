@@ -292,7 +292,7 @@ def _tools(record: Record) -> list[Mapping[str, Any]] | None:
 
 def _refuse_beyond_markup(record: Record, turns: Sequence[_Turn]) -> None:
     """Markup has places for texts only; what is left out would be learnt as if it were not there."""
-    found = {key for turn in turns for key in turn.extras if key in ("tool_calls", *_REASONING_KEYS)}
+    found = {key for turn in turns for key in ("tool_calls", *_REASONING_KEYS) if turn.extras.get(key)}
     if _tools(record):
         found.add("tools")
     if found:
@@ -375,7 +375,7 @@ class _TemplateRendering:
 
     def _segments(self) -> list[_Segment]:
         whole = self._render(self._messages)
-        if self._tools and self._tokenizer.apply_chat_template(self._messages, add_generation_prompt=False) == whole:
+        if self._tools and self._is_rendered(self._messages, None, whole):
             self._fail_of_key("tools")
         segments, position = [], 0
         for i, turn in enumerate(self._turns):
@@ -430,12 +430,17 @@ class _TemplateRendering:
         without = {key: value for key, value in self._messages[i].items() if key not in present}
         messages = self._messages[:length]
         messages[i] = without
-        try:
-            same = self._render(messages) == rendered
-        except TokenizerError:
-            return  # it cannot do without
-        if same:
+        if self._is_rendered(messages, self._tools, rendered):
             self._fail_of_key(present[0], f" of turn {i + 1}")
+
+    def _is_rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, rendered: str
+    ) -> bool:
+        """Whether these, of which something was left out, are rendered as ``rendered`` all the same."""
+        try:
+            return self._tokenizer.apply_chat_template(messages, False, tools) == rendered
+        except TokenizerError:
+            return False  # the template cannot do without
 
     def _fail_of_key(self, key: str, where: str = "") -> NoReturn:
         self._record.fail(
