@@ -13,7 +13,7 @@ import tokenizers
 import transformers
 from small_models import CHATML
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, save_made
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 
 TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
@@ -66,9 +66,10 @@ def metaspace_tokenizer(directory: Path, legacy: bool) -> Tokenizer:
         backend.normalizer = tokenizers.normalizers.Sequence(
             [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
         )
-    transformers.PreTrainedTokenizerFast(
+    made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(str(directory))
+    )
+    save_made(made, directory)
     return load_tokenizer(directory)
 
 
@@ -140,13 +141,77 @@ def test_bpe_tokenizer_keeps_digits_apart_and_makes_the_round_trip(tmp_path: Pat
     assert tokenizer.eos_id == tokenizer.pad_id == 0
 
 
-def test_saved_tokenizer_is_the_same(characters: Tokenizer, tmp_path: Path) -> None:
-    characters.save(tmp_path / "copy")
+def with_class(directory: Path, name: str, **config: object) -> None:
+    """Make a directory look as if it were written for one of transformers' classes, with tokenizer.json as it is."""
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name} | config))
+
+
+@pytest.fixture(params=["characters", "sentencepiece", "GPT2Tokenizer", "LlamaTokenizer", "LlamaTokenizer legacy"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tokenizer's, of a class that transformers 5 would build anew without what its tokenizer.json says."""
+    path = tmp_path / "tokenizer"
+    if request.param == "characters":
+        train_character_tokenizer(TEXT + "é😀", path)
+    elif request.param == "sentencepiece":
+        load_tokenizer(request.getfixturevalue("sentencepiece_model")).save(path)
+    elif request.param == "GPT2Tokenizer":
+        train_bpe_tokenizer([TEXT + " 12 123\n\n1"] * 9, 400, path)  # splits off every digit first
+        with_class(path, "GPT2Tokenizer", add_prefix_space=False)
+    else:
+        legacy = request.param.endswith("legacy")
+        metaspace_tokenizer(path, legacy)
+        with_class(path, "LlamaTokenizer", legacy=legacy, add_bos_token=True)
+    return path
+
+
+def test_saved_tokenizer_is_the_same(directory: Path, tmp_path: Path) -> None:
+    loaded = load_tokenizer(directory)
+    loaded.save(tmp_path / "copy")
     copy = load_tokenizer(str(tmp_path / "copy"))
-    for name in ("eos_id", "bos_id", "pad_id", "vocab_size", "special_ids", "chat_template"):
-        assert getattr(copy, name) == getattr(characters, name)
-    assert copy.text_to_ids(TEXT) == characters.text_to_ids(TEXT)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "copy").encode(TEXT) == copy.text_to_ids(TEXT)
+    for name in ("eos_id", "bos_id", "pad_id", "unk_id", "vocab_size", "special_ids", "chat_template"):
+        assert getattr(copy, name) == getattr(loaded, name)
+    eos = copy.ids_to_text([copy.eos_id], keep_special=True)
+    texts = [TEXT, "\n\n1", "12  + 123", f"{eos}User: 6{eos} 16", f"6{eos}\n{eos}"]
+    own = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for text in texts:
+        ids = loaded.text_to_ids(text)
+        assert copy.text_to_ids(text) == own.encode(text, add_special_tokens=False).ids == ids, text
+    assert copy.fingerprint() == loaded.fingerprint()
+    files = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()}
+
+
+def test_what_is_made_here_is_what_old_and_new_transformers_can_read(directory: Path) -> None:
+    """4.57 knows no ``TokenizersBackend``, and takes ``extra_special_tokens`` for a mapping."""
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert not {"extra_special_tokens", "backend", "is_local", "local_files_only"} & config.keys()
+    if config["tokenizer_class"] == "PreTrainedTokenizerFast":
+        theirs = transformers.AutoTokenizer.from_pretrained(directory)
+        for text in (TEXT, "6  +  10\n\n1"):
+            assert theirs.encode(text, add_special_tokens=False) == load_tokenizer(directory).text_to_ids(text)
+        assert theirs.eos_token_id == load_tokenizer(directory).eos_id
+
+
+def test_a_fingerprint_tells_what_follows_special_tokens(tmp_path: Path) -> None:
+    """As between Llama's tokenizers with and without ``legacy``, which put a space there or not."""
+    tokenizer = metaspace_tokenizer(tmp_path / "new", legacy=False)
+    old = metaspace_tokenizer(tmp_path / "old", legacy=True)
+    assert tokenizer.text_to_ids("User: fine\n") == old.text_to_ids("User: fine\n")
+    assert tokenizer.text_to_ids("<s>User:") != old.text_to_ids("<s>User:")
+    assert tokenizer.fingerprint() != old.fingerprint()
+
+
+def test_special_tokens_that_are_left_to_a_class_are_its(tmp_path: Path) -> None:
+    """GPT-2's own files name none."""
+    train_bpe_tokenizer([TEXT] * 4, 400, tmp_path)
+    with_class(tmp_path, "GPT2Tokenizer")
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["eos_token"], config["pad_token"]
+    file.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_id == tokenizer.bos_id == 0
 
 
 def test_chat_template(characters: Tokenizer, tmp_path: Path) -> None:
@@ -172,6 +237,8 @@ def test_what_templates_say_of_the_date_does_not_depend_on_the_day(characters: T
     )
     chat = load_tokenizer(tmp_path / "chat")
     assert chat.apply_chat_template([{"role": "user", "content": "6"}]) == "Today Date: 26 Jul 2024"
+    chat.chat_template = "{%- macro day() %}{{ strftime_now( '%Y-%m-%d') }}{% endmacro %}{{ day() }}"
+    assert chat.apply_chat_template([{"role": "user", "content": "6"}]) == "2024-07-26"
 
 
 def test_a_generation_config_goes_with_the_tokenizer(any_tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -181,6 +248,22 @@ def test_a_generation_config_goes_with_the_tokenizer(any_tokenizer: Tokenizer, t
     (tmp_path / "plain" / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     load_tokenizer(tmp_path / "plain").save(tmp_path / "again")
     assert load_tokenizer(tmp_path / "again").generation_config == '{"eos_token_id": [1, 2]}'
+
+
+def test_a_generation_config_names_more_ends_of_responses(characters: Tokenizer) -> None:
+    assert characters.stop_ids == (0,)
+    for text, ids in (
+        ('{"eos_token_id": [7, 0, 5]}', (0, 7, 5)),
+        ('{"eos_token_id": 4}', (0, 4)),
+        ('{"eos_token_id": null}', (0,)),
+        ('{"temperature": 0.6}', (0,)),
+    ):
+        characters.generation_config = text
+        assert characters.stop_ids == ids
+    for text in ("[]", '{"eos_token_id": ["</s>"]}', "{"):
+        characters.generation_config = text
+        with pytest.raises(TokenizerError, match=r"generation_config\.json cannot be read"):
+            _ = characters.stop_ids
 
 
 def test_special_tokens_can_be_kept_in_text(any_tokenizer: Tokenizer) -> None:
@@ -221,6 +304,44 @@ def test_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path) -> None:
     assert theirs.encode(text, add_special_tokens=False) == ids
     for marked in ("<s>User: 6</s>", "User: 6</s> Assistant: 12</s></s>\n", "</s>", "6<s>6</s", ""):
         assert saved.text_to_ids(marked) == theirs.encode(marked, add_special_tokens=False), marked
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_sentencepiece_models_as_a_tokenizer_json(kind: str, plain: bool, tmp_path: Path) -> None:
+    """The ids are sentencepiece's, spaces and symbols of the user's included."""
+    (tmp_path / "corpus.txt").write_text("\n".join(f"What is {a}  + {a % 7}? It is fine: {a}" for a in range(400)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "tiny"), vocab_size=320, model_type=kind,
+        byte_fallback=True, normalization_rule_name="identity" if plain else "nmt_nfkc",
+        remove_extra_whitespaces=not plain, user_defined_symbols=["<extra_id_0>"], hard_vocab_limit=False,
+        minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "tiny.model")
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tiny.model"))
+    for text in ("What is  12 +   3?", "It is<extra_id_0>fine: ½ é 😀", "fine\n\n  fine  ", "", "x"):
+        assert theirs.encode(text, add_special_tokens=False) == reference.encode(text), text
+    assert theirs.encode("fine") == [tokenizer.bos_id, *reference.encode("fine")]
+    ids = reference.encode("What is  12 + 3?")
+    assert theirs.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.ids_to_text(ids)
+    for marked in ("<s>What is</s> 12 </s></s>", "</s>", "6<s>fine"):
+        assert theirs.encode(marked, add_special_tokens=False) == tokenizer.text_to_ids(marked), marked
+
+
+def test_sentencepiece_models_of_another_kind_are_saved_for_sentencepiece(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "corpus.txt").write_text("What is it? It is fine.\n" * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "c"), vocab_size=20, model_type="char",
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "c.model")
+    tokenizer.save(tmp_path / "saved")
+    assert "no equal among Hugging Face's" in caplog.text and not (tmp_path / "saved" / "tokenizer.json").exists()
+    assert load_tokenizer(tmp_path / "saved").text_to_ids("It is") == tokenizer.text_to_ids("It is")
 
 
 def test_sentencepiece_model_with_chat_template(sentencepiece_model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
+from nemo_style_aligner.weights.huggingface import (
+    HuggingFaceCheckpoint,
+    copy_tokenizer_files,
+    read_architecture,
+    write_checkpoint,
+)
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -425,6 +430,18 @@ def tiny_tokenizer(directory: Path) -> None:
         tokenizer_object=fast, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template="{{ messages }}"
     )
     tokenizer.save_pretrained(directory)
+
+
+def test_a_tokenizers_files_are_copied_whole(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "in")
+    (tmp_path / "in" / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates/tool_use.jinja", "tekken.json", "generation_config.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    (tmp_path / "in" / "model.safetensors").write_bytes(b"weights")
+    copy_tokenizer_files(tmp_path / "in", tmp_path / "out")
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
+    assert names > {"additional_chat_templates/tool_use.jinja", "tekken.json", "generation_config.json"}
+    assert "tokenizer.json" in names and "model.safetensors" not in names
 
 
 @pytest.mark.parametrize("classifier", [False, True])

@@ -2,15 +2,17 @@
 
 Two backends: a Hugging Face directory (``tokenizer.json`` and friends) through transformers, and a
 sentencepiece ``.model`` file through sentencepiece itself. Everything is read from local files; the
-network is never touched.
+network is never touched. A directory's files are kept as they are: what is saved is what was loaded, byte by byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
 import itertools
 import json
+import logging
 import re
 import shutil
 from abc import ABC, abstractmethod
@@ -23,11 +25,16 @@ import sentencepiece
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
+
+logger = logging.getLogger(__name__)
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
+_PORTABLE_CLASS = "PreTrainedTokenizerFast"  # which takes a tokenizer.json as it is, in every version of transformers
 
 # `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3).
 # Behind a model it overrides the model's own: messages that follow each other are merged.
@@ -36,9 +43,28 @@ _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3, 0])
 # Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.
 _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n"
 
-# What templates that tell today's date (Llama 3.1 and later) say where they do not know it: data depend on no day.
+# Behind a special token, in many vocabularies, text begins in another way than at the beginning.
+_BEHIND_SPECIAL = ("It is 39", " naturally")
+_SPECIALS_IN_EXAMPLE = 16
+
+# The day of templates that tell today's date (Llama 3.1 and later, GPT-OSS): data depend on no day.
 _DATE = "26 Jul 2024"
+_DAY = datetime.date(2024, 7, 26)
+# In the template's source: transformers hands templates no function of ours.
+_TODAY = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
+
 GENERATION_CONFIG = "generation_config.json"
+# Files of a model directory that belong to its tokenizer and its use, not to its weights.
+TOKENIZER_FILES = (
+    "*.model",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "vocab.*",
+    "merges.txt",
+    "*token*.json",
+    "tekken.json",
+    GENERATION_CONFIG,
+)
 
 
 class TokenizerError(ValueError):
@@ -49,23 +75,44 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     Attributes:
-        eos_id: the stop token, which ends a response.
+        eos_id: the stop token, which ends a response; see also `stop_ids`.
         bos_id: None where the tokenizer has none.
         pad_id: falls back to ``eos_id``.
+        unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         chat_template: Jinja source, or None.
-        generation_config: the text of the ``generation_config.json`` that lay beside it, or None. Nothing here reads
-            it; it goes with the tokenizer from archive to archive, to whom the model is exported for.
+        generation_config: the text of the ``generation_config.json`` that lay beside it, or None. Of it only
+            `stop_ids` are read here; it goes with the tokenizer from archive to archive, to whom the model is
+            exported for.
     """
 
     generation_config: str | None = None
     eos_id: int
     bos_id: int | None
     pad_id: int
+    unk_id: int | None
     vocab_size: int
     special_ids: frozenset[int]
     chat_template: str | None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: ``eos_id``, then those that the generation config names besides.
+
+        Chat models have more than one: Llama 3's ``<|eot_id|>``, Qwen's ``<|im_end|>`` beside ``<|endoftext|>``.
+
+        Raises:
+            TokenizerError: the generation config cannot be read.
+        """
+        if self.generation_config is None:
+            return (self.eos_id,)
+        try:
+            named = json.loads(self.generation_config).get("eos_token_id")
+            named = [] if named is None else named if isinstance(named, list) else [named]
+            return tuple(dict.fromkeys([self.eos_id, *map(int, named)]))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise TokenizerError(f"the tokenizer's {GENERATION_CONFIG} cannot be read: {error}") from error
 
     def text_to_ids(self, text: str) -> list[int]:
         """Ids of ``text``, with no special tokens added. Special tokens spelt out in the text count as such."""
@@ -123,7 +170,10 @@ class Tokenizer(ABC):
 
     def fingerprint(self) -> str:
         """The same for tokenizers that turn text into the same ids, as far as an example shows; 16 hex digits."""
-        ids = self.text_to_ids(_EXAMPLE)
+        special = sorted(self.special_ids - {self.eos_id, self.bos_id, self.unk_id})[:_SPECIALS_IN_EXAMPLE]
+        known = [self.eos_id] if self.bos_id is None else [self.bos_id, self.eos_id]
+        tokens = [self.ids_to_text([i], keep_special=True) for i in known + special]
+        ids = self.texts_to_ids([_EXAMPLE, *(token + text for token in tokens for text in _BEHIND_SPECIAL)])
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
     def save(self, directory: Path) -> None:
@@ -158,7 +208,7 @@ class Tokenizer(ABC):
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=self.chat_template,
+                chat_template=_TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template),
                 add_generation_prompt=add_generation_prompt,
                 date_string=_DATE,
                 **self._template_variables(),
@@ -180,13 +230,19 @@ def _behind(before: list[int], both: list[int]) -> list[int] | None:
 class HuggingFaceTokenizer(Tokenizer):
     """Wraps a fast tokenizer of transformers."""
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, files: Mapping[str, bytes]) -> None:
+        """``files`` are those that it was loaded from, by their names; `save` writes them.
+
+        What transformers would write is not the same tokenizer (``legacy`` is lost), nor can other versions read it.
+        """
         if tokenizer.eos_token_id is None:
             raise TokenizerError(
                 "the tokenizer has no end-of-sequence token, without which no response can end: "
                 'set "eos_token" in its tokenizer_config.json'
             )
         self._tokenizer = tokenizer
+        self._files = files
+        self.unk_id = tokenizer.unk_token_id
         self.eos_id = tokenizer.eos_token_id
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -218,7 +274,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return found if found is not None and self._tokenizer.convert_ids_to_tokens(found) == token else None
 
     def _save(self, directory: Path) -> None:
-        self._tokenizer.save_pretrained(str(directory))
+        for name, content in self._files.items():
+            file = directory / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
 
     def _template_variables(self) -> dict[str, str]:
         return {name: value for name, value in self._tokenizer.special_tokens_map.items() if isinstance(value, str)}
@@ -239,6 +298,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos_id = model.eos_id()
         self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+        self.unk_id = model.unk_id()
         self.vocab_size = model.get_piece_size()
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.chat_template = chat_template
@@ -274,16 +334,24 @@ class SentencePieceTokenizer(Tokenizer):
         return index if self._model.id_to_piece(index) == token else None
 
     def _save(self, directory: Path) -> None:
+        """Its model, and a ``tokenizer.json`` of the same ids for transformers, if there can be one."""
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / "tokenizer.model"
         if target.resolve() != self._model_file.resolve():
             shutil.copyfile(self._model_file, target)
-        config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False, _BACKEND_KEY: "sentencepiece"}
-        config |= {"unk_token": self._model.id_to_piece(self._model.unk_id())} | self._template_variables()
-        config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self.chat_template is not None:
-            (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        config: dict[str, Any] = {_BACKEND_KEY: "sentencepiece"} | self._template_variables()
+        config["unk_token"] = self._model.id_to_piece(self._model.unk_id())
+        fast = to_fast_tokenizer(self._model)
+        if fast is None:
+            logger.warning(
+                "%s has no equal among Hugging Face's tokenizers: what is saved is for sentencepiece", self._model_file
+            )
+            config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+            config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}
+        else:
+            config["tokenizer_class"] = _PORTABLE_CLASS
+            fast.save(str(directory / "tokenizer.json"))
+        _write_config(directory, config, self.chat_template)
 
     def _template_variables(self) -> dict[str, str]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
@@ -312,6 +380,31 @@ def tokenizer_argument(path: str) -> Tokenizer:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def save_made(tokenizer: transformers.PreTrainedTokenizerFast, directory: str | Path) -> None:
+    """Write a tokenizer that was made here, in a form that transformers 4 and 5 read as it is.
+
+    ``save_pretrained`` of 5 writes class names and types of values that 4 does not know.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    config = {"tokenizer_class": _PORTABLE_CLASS, "clean_up_tokenization_spaces": False, **special}
+    _write_config(directory, config, tokenizer.chat_template)
+
+
+def _write_config(directory: Path, config: Mapping[str, Any], chat_template: str | None) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if chat_template is not None:
+        (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def tokenizer_files(directory: Path) -> dict[str, Path]:
+    """A directory's `TOKENIZER_FILES` by their names within it."""
+    files = sorted(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern) if file.is_file())
+    return {file.relative_to(directory).as_posix(): file for file in files}
+
+
 def _load(path: Path) -> Tokenizer:
     if path.is_file():
         if path.suffix != ".model":
@@ -319,7 +412,8 @@ def _load(path: Path) -> Tokenizer:
         return SentencePieceTokenizer(path)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such tokenizer directory or .model file (nothing is downloaded)")
-    if (path / "tokenizer.json").is_file() or _foreign_config(path):
+    backend = _stored_backend(path)
+    if backend != "sentencepiece" and ((path / "tokenizer.json").is_file() or backend is not None):
         return _load_hugging_face(path)
     models = sorted(path.glob("*.model"))
     if len(models) != 1:
@@ -329,15 +423,32 @@ def _load(path: Path) -> Tokenizer:
     return SentencePieceTokenizer(models[0], template.read_text(encoding="utf-8") if template.is_file() else None)
 
 
-def _foreign_config(directory: Path) -> bool:
-    """Whether there is a tokenizer_config.json that this module did not write beside a sentencepiece model."""
+def _stored_backend(directory: Path) -> str | None:
+    """What reads a directory, as its tokenizer_config.json says; None where there is none."""
     file = directory / "tokenizer_config.json"
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get(_BACKEND_KEY) is None
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get(_BACKEND_KEY, "huggingface")
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
 
 
 def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
+    """A ``tokenizer.json`` counts as it is: the classes of transformers 5 keep only vocabulary and merges of it."""
+    as_it_is = transformers.PreTrainedTokenizerFast
+    whole = (directory / "tokenizer.json").is_file()
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(
+            str(directory), local_files_only=True
+        )
+        if loaded.eos_token is None:  # old files leave special tokens to the class
+            named = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
+                token = getattr(named, name)
+                if token in loaded.get_vocab() and getattr(loaded, name) is None:
+                    setattr(loaded, name, token)
+    except Exception as error:
         raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
-    return HuggingFaceTokenizer(loaded)
+    files = {name: file.read_bytes() for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
+    return HuggingFaceTokenizer(loaded, files)

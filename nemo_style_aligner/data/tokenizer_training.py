@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 import transformers
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, save_made
 
 
 def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> Tokenizer:
@@ -29,13 +29,10 @@ def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> To
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")
     backend.decoder = tokenizers.decoders.Fuse()
     backend.add_special_tokens(specials)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|endoftext|>",
-        pad_token="<|pad|>",
-        unk_token="<|unk|>",
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(str(directory))
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|pad|>", unk_token="<|unk|>"
+    )
+    save_made(made, directory)
     return load_tokenizer(directory)
 
 
@@ -58,7 +55,5 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | 
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=eos, pad_token=eos, clean_up_tokenization_spaces=False
-    ).save_pretrained(str(directory))
+    save_made(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=eos), directory)
     return load_tokenizer(directory)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.data.tokenizer import save_made
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class GGUFCheckpoint:
                     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
                 ]
             )
-        tokenizer.save_pretrained(directory)
+        save_made(tokenizer, directory)
 
     def check_splitting(self) -> None:
         """Raise if nobody here knows how texts are split before the vocabulary's merges apply (``tokenizer.ggml.pre``).

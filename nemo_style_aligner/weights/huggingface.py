@@ -16,15 +16,12 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
-from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG
+from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
-
-# Files of a model directory that belong to its tokenizer and its use, not to its weights.
-_TOKENIZER_FILES = ("*.model", "*.jinja", "vocab.*", "merges.txt", "*token*.json", GENERATION_CONFIG)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
 
@@ -383,9 +380,9 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, in
     """
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in _TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, target / file.name)
+    for name, file in tokenizer_files(source).items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / name)
     if not (target / "tokenizer_config.json").is_file():
         return {}
     from transformers import AutoTokenizer
