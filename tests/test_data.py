@@ -505,6 +505,12 @@ def test_calls_tools_and_thoughts_reach_the_chat_template(tmp_path: Path, tokeni
     assert learnt(tokenizer, item).replace("_", "") == f"{call}<think>hm</think>a]"
 
 
+def test_templates_that_take_no_null_as_content_take_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    strict = TOOLS_TEMPLATE.replace("m.content or ''", "m.content + ''")
+    item = sft(tmp_path, with_template(tokenizer, tmp_path / "t", strict), {"messages": SUM[:2]}, max_seq_length=200)[0]
+    assert learnt(tokenizer, item).strip("_") == '<call>add {"a": 6}]'
+
+
 def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Also where only the last response can be found, since thoughts are left out of earlier ones."""
     first = THOUGHTFUL | {"content": "b", "weight": 0}
@@ -521,7 +527,7 @@ def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path
     "messages, record, complaint",
     [
         ([SUM[0], CALL | {"content": ""}], {}, "leaves out 'tool_calls' of turn 2"),
-        ([SUM[0], CALL], {}, "refuses the conversation"),  # CHATML adds the content to a string
+        ([SUM[0], CALL], {}, "leaves out 'tool_calls' of turn 2"),
         ([SUM[0], CALL | {"content": "", "weight": 0}, *SUM[::2], THOUGHTFUL], {}, "leaves out 'tool_calls' of turn 2"),
         ([SUM[0], THOUGHTFUL], {}, "leaves out 'reasoning_content' of turn 2"),
         ([SUM[0], {"role": "assistant", "content": "a"}], {"tools": TOOLS}, "leaves out 'tools'"),

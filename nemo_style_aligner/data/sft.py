@@ -9,6 +9,7 @@ Three kinds of line, told apart by their keys:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import string
@@ -368,6 +369,11 @@ class _TemplateRendering:
 
     def segments(self) -> list[_Segment]:
         """The chat in parts, targets apart from what is not learnt."""
+        if any(message["content"] is None for message in self._messages):
+            with contextlib.suppress(TokenizerError):
+                return self._segments()
+            # Some templates know null beside tool calls, others only "".
+            self._messages = [message | {"content": message["content"] or ""} for message in self._messages]
         try:
             return self._segments()
         except TokenizerError as error:
@@ -388,7 +394,8 @@ class _TemplateRendering:
             if not whole.startswith(answered):
                 self._record.fail(
                     f"the tokenizer's chat template renders turn {i + 1} in another way when it is not the last, so "
-                    f"its place cannot be found: cut the conversation after one response, or change the template"
+                    'its place cannot be found: cut the conversation after one response, give the others "weight": 0 '
+                    "(of 'messages'), or change the template"
                 )
             if not answered.startswith(prompt):
                 end = prompt[len(_common_start(prompt, answered)) :]
