@@ -480,13 +480,17 @@ TOOLS_TEMPLATE = """{%- if tools %}[tools{% for tool in tools %} {{ tool.functio
 {%- for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}
 {{- '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-CALL = {
+CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6}'}}],
 }
-SUM = [{"role": "user", "content": "q"}, CALL, {"role": "tool", "content": "16", "tool_call_id": "1"}]
-THOUGHTFUL = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+SUM: list[dict[str, Any]] = [
+    {"role": "user", "content": "q"},
+    CALL,
+    {"role": "tool", "content": "16", "tool_call_id": "1"},
+]
+THOUGHTFUL: dict[str, Any] = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
 
 
 def with_template(tokenizer: Tokenizer, folder: Path, template: str) -> Tokenizer:
@@ -515,7 +519,10 @@ def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path
     """Also where only the last response can be found, since thoughts are left out of earlier ones."""
     first = THOUGHTFUL | {"content": "b", "weight": 0}
     nulls = {"tool_calls": None, "name": None, "weight": None}
-    row = {"tools": None, "messages": [{**SUM[0], **nulls}, first, SUM[0], {**THOUGHTFUL, **nulls, "tool_calls": []}]}
+    row: dict[str, Any] = {
+        "tools": None,
+        "messages": [{**SUM[0], **nulls}, first, SUM[0], {**THOUGHTFUL, **nulls, "tool_calls": []}],
+    }
     for template in (TOOLS_TEMPLATE, None):
         chat = tokenizer if template is None else with_template(tokenizer, tmp_path / "t", template)
         messages = [{k: v for k, v in m.items() if k != "reasoning_content" or template} for m in row["messages"]]
