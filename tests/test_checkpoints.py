@@ -45,6 +45,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
+from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.parallel import agreement
@@ -135,6 +136,38 @@ def test_what_nemos_converters_leave_out_is_found(tmp_path: Path) -> None:
     assert load_nemo_config(tmp_path / "foreign.nemo") == config | {"vocab_size": tokenizer.vocab_size}
     shutil.rmtree(tmp_path / "tokenizer")
     assert load_nemo_config(tmp_path / "foreign.nemo") == config
+
+
+def test_what_nemos_converters_put_in_is_not_taken_for_a_tokenizer(tmp_path: Path) -> None:
+    """Qwen2's have its vocab.json, without merges, beside the name of what it was made of."""
+    tokenizer = train_character_tokenizer("abc 123", tmp_path / "tokenizer")
+
+    def archive(files: dict[str, str], **section: object) -> Path:
+        path = tmp_path / "foreign.nemo"
+        with tarfile.open(path, "w") as tar:
+            _add(tar, "model_config.yaml", yaml.safe_dump({"num_layers": 2, "tokenizer": section}).encode())
+            for name, content in files.items():
+                _add(tar, name, content.encode())
+        return path
+
+    vocabulary = {"ab_vocab.json": '{"a": 0, "b": 1}', "ab_merges.txt": ""}
+    found = archive(vocabulary, library="huggingface", model="nemo:ab_vocab.json", type=str(tmp_path / "tokenizer"))
+    assert load_nemo_tokenizer(found).text_to_ids("a1") == tokenizer.text_to_ids("a1")
+    nowhere = archive(vocabulary, library="huggingface", model="nemo:ab_vocab.json", type="Qwen/Qwen2-7B")
+    with pytest.raises(FileNotFoundError, match=r"names Qwen/Qwen2-7B, which is no directory.*tar -xf"):
+        load_nemo_tokenizer(nowhere)
+    whole = {"ab_tokenizer.json": (tmp_path / "tokenizer" / "tokenizer.json").read_text()}
+    with pytest.raises(TokenizerError, match="end-of-sequence"):  # it is one, but names no special tokens
+        load_nemo_tokenizer(archive(whole, library="huggingface", model="nemo:ab_tokenizer.json"))
+    broken = {"ab_tokenizer.json": '{"model": {"type": "BPE"}, "added_tokens": []}'}
+    with pytest.raises(TokenizerError, match="transformers cannot load this tokenizer"):
+        load_nemo_tokenizer(archive(broken, library="huggingface", model="nemo:ab_tokenizer.json"))
+    with pytest.raises(TokenizerError, match="library tiktoken are not read; unpack it"):
+        load_nemo_tokenizer(archive({"ab_vocab.json": "[]"}, library="tiktoken", model="nemo:ab_vocab.json"))
+    with pytest.raises(TokenizerError, match="library megatron GPT2BPETokenizer are not read"):
+        load_nemo_tokenizer(
+            archive(vocabulary, library="megatron", type="GPT2BPETokenizer", vocab_file="nemo:ab_vocab.json")
+        )
 
 
 def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:

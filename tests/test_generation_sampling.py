@@ -256,6 +256,15 @@ def test_stop_tokens_that_the_model_lacks_are_looked_for_as_text_alone() -> None
     assert _first_end([5, 12, 23, 6], condition) == (3, "stop")
 
 
+def test_more_tokens_than_one_may_end_a_sequence() -> None:
+    """As a generation config lists them; those that the model lacks are left out."""
+    for ignored, expected in ((False, (1, 4, 91)), (True, (91,))):
+        params = SamplingParams(max_new_tokens=6, stop_strings=("<|im_end|>",), ignore_eos=ignored)
+        condition = StopCondition(params, 1, _text, _SPECIAL.get, vocab_limit=92, more_eos_ids=(4, 92, -1))
+        assert condition.stop_ids == expected
+        assert _first_end([5, 4, 6, 91], condition) == ((4, "stop") if ignored else (2, "stop"))
+
+
 def test_engine_ends_responses_at_stop_strings() -> None:
     model = hf_model()
     engine = engine_for(model=model, detokenize=_text, token_to_id=_SPECIAL.get)

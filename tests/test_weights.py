@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import transformers
+import yaml
 from small_models import TensorSource
 from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -475,6 +479,36 @@ def test_an_archive_whose_tokenizer_is_a_name_says_so(tmp_path: Path) -> None:
     (tmp_path / "model" / "model_config.yaml").write_text(config)
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer.*put a Hugging Face tokenizer's files into"):
         nemo_to_hf(tmp_path / "model", tmp_path / "out", torch.bfloat16)
+
+
+def test_a_sentencepiece_model_becomes_a_tokenizer_of_hugging_faces(tmp_path: Path) -> None:
+    """As NeMo's own archives carry one, under a name of NeMo's."""
+    random_hf_model(FAMILIES["llama"]()).bfloat16().save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").unlink(missing_ok=True)
+    tiny_tokenizer(tmp_path / "in")
+    (tmp_path / "model.nemo").mkdir()
+    archive = tmp_path / "model.nemo"
+    hf_to_nemo(tmp_path / "in", archive, torch.bfloat16)
+    for unwanted in [*(archive / "tokenizer").iterdir(), archive / "checksums.json"]:
+        unwanted.unlink()
+    (archive / "tokenizer").rmdir()
+    (tmp_path / "corpus.txt").write_text("What is it? It is fine, is it not?\n" * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(archive / "ab12_tokenizer"), vocab_size=60,
+        model_type="bpe", remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    config = yaml.safe_load((archive / "model_config.yaml").read_text())
+    config["tokenizer"] = {"library": "sentencepiece", "model": "nemo:ab12_tokenizer.model"}
+    (archive / "model_config.yaml").write_text(yaml.safe_dump(config))
+
+    nemo_to_hf(archive, tmp_path / "out", torch.bfloat16)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(archive / "ab12_tokenizer.model"))
+    for text in ("What  is it?", "fine   is it\n  not"):
+        assert theirs.encode(text, add_special_tokens=False) == reference.encode(text)
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert written.generation_config.eos_token_id == written.config.eos_token_id == theirs.eos_token_id == 2
+    assert load_tokenizer(tmp_path / "out").fingerprint() == load_nemo_tokenizer(archive).fingerprint()
 
 
 def test_conversion_script_ends_with_one_line_about_a_mistake(tmp_path: Path) -> None:

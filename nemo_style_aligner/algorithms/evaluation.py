@@ -118,6 +118,7 @@ def evaluate(
         num_slots=min(num_slots, len(items)),
         max_sequence_length=len(bos) + max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
         eos_id=base.tokenizer.eos_id,
+        more_eos_ids=base.tokenizer.stop_ids[1:],
         vocab_limit=min(base.tokenizer.vocab_size, base.architecture.vocab_size),
         detokenize=base.tokenizer.ids_to_text,
         token_to_id=base.tokenizer.token_to_id,

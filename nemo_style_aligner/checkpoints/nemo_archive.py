@@ -65,6 +65,10 @@ _CHECKSUMS = "checksums.json"
 _HEAD = MODEL_PREFIX + "rm_head."
 _OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
 _EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
+_WHAT_TO_DO = (
+    f"unpack it (tar -xf) and put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they "
+    "read the archive"
+)
 _COPIED_AT_ONCE = 16 << 20  # bytes; tarfile would copy 16 KiB at once
 
 
@@ -313,6 +317,7 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
+        TokenizerError: it cannot be read, or is of a kind that is not.
     """
     folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
     tokenizer = load_tokenizer(_extract_tokenizer(Path(path), Path(folder.name)))
@@ -340,23 +345,44 @@ def _extract_tokenizer(path: Path, target: Path) -> Path:
             source.extract(names, target, strip=_TOKENIZER)
             return target
         section = _read_config(source).get("tokenizer") or {}
+        _refuse_foreign_tokenizers(path, section)
         for key in ("model", "tokenizer_model", "vocab_file"):
             reference = section.get(key)
             if isinstance(reference, str) and reference.startswith("nemo:"):
                 name = safe_name(reference.removeprefix("nemo:"))
                 source.extract([name], target)
-                return _hugging_face_folder(target / name)
-        if section.get("library") == "huggingface" and section.get("type") and Path(section["type"]).is_dir():
-            return Path(section["type"])  # where NeMo's converter found it
+                if (found := _tokenizer_of_file(target / name)) is not None:
+                    return found
+        kind = section.get("type")
+        if section.get("library") == "huggingface" and kind and Path(kind).is_dir():
+            return Path(kind)  # where NeMo's converter found it
+    where = f" (its config names {kind}, which is no directory here; nothing is downloaded)" if kind else ""
     raise FileNotFoundError(
-        f"{path} has no tokenizer: neither {_TOKENIZER}/ nor a nemo: reference in its config; unpack it (tar -xf) and "
-        f"put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they read the archive"
+        f"{path} has no tokenizer{where}: neither {_TOKENIZER}/ nor a nemo: reference in its config to a sentencepiece "
+        f"model or a tokenizer.json; {_WHAT_TO_DO}"
     )
 
 
-def _hugging_face_folder(file: Path) -> Path:
-    """A sentencepiece file as it is; a ``tokenizer.json`` under its proper name, which its folder then stands for."""
+def _refuse_foreign_tokenizers(path: Path, section: Mapping[str, Any]) -> None:
+    library, kind = section.get("library"), section.get("type")
+    if library == "tiktoken" or (library == "megatron" and str(kind).startswith("GPT2BPE")):
+        name = library if library == "tiktoken" else f"{library} {kind}"
+        raise TokenizerError(f"{path}: tokenizers of the library {name} are not read; {_WHAT_TO_DO}")
+
+
+def _tokenizer_of_file(file: Path) -> Path | None:
+    """A sentencepiece file as it is; a ``tokenizer.json`` under its proper name, which its folder then stands for.
+
+    None for another JSON file: NeMo's converters put in a ``vocab.json``, which has no merges.
+    """
     if file.suffix != ".json":
         return file
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{file.name} in the archive is not JSON: {error}") from error
+    if not isinstance(content, dict) or not {"model", "added_tokens"} <= content.keys():
+        file.unlink()
+        return None
     os.rename(file, file.with_name("tokenizer.json"))
     return file.parent

@@ -36,7 +36,7 @@ class SamplingParams:
     top_p: float = 1.0  # 1: off
     repetition_penalty: float = 1.0  # 1: off; over prompt and response
     stop_strings: tuple[str, ...] = ()
-    ignore_eos: bool = False  # sample the end-of-sequence token like any other: forced lengths, for benchmarks
+    ignore_eos: bool = False  # sample end-of-sequence tokens like any other: forced lengths, for benchmarks
     seed: int = 0  # of the run; combined with each request's own seed
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from nemo_style_aligner.generation.engine import (
     GenerationEngine,
@@ -28,6 +28,7 @@ class EngineLifecycle(GenerationEngine):
         num_slots: int,
         max_sequence_length: int,
         eos_id: int,
+        more_eos_ids: Sequence[int] = (),
         vocab_limit: int | None = None,
         detokenize: Detokenize | None = None,
         token_to_id: TokenToId | None = None,
@@ -39,6 +40,7 @@ class EngineLifecycle(GenerationEngine):
             num_slots: sequences generated at the same time, at most.
             max_sequence_length: prompt plus response tokens, at most.
             eos_id: token that ends every response.
+            more_eos_ids: tokens that do so, too, as chat models have them.
             vocab_limit: ids at and above it are never sampled; the tokenizer's size, where the model's vocabulary
                 is larger. None: the model's.
             detokenize: ids to text, special tokens left out; needed for textual stop strings.
@@ -60,7 +62,7 @@ class EngineLifecycle(GenerationEngine):
         self._vocab_limit = limit
         self._num_slots = num_slots
         self._max_sequence_length = max_sequence_length
-        self._eos_id = eos_id
+        self._eos_id, self._more_eos_ids = eos_id, tuple(more_eos_ids)
         self._detokenize = detokenize
         self._token_to_id = token_to_id
         self._num_compilations = 0
@@ -95,7 +97,9 @@ class EngineLifecycle(GenerationEngine):
             raise RuntimeError(
                 "generate() without whole weights: a refit must succeed after build, reload or a failed one"
             )
-        stop = StopCondition(sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit)
+        stop = StopCondition(
+            sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
+        )
         return self._run(requests, sampling, stop)
 
     def _run(

@@ -20,7 +20,7 @@ class StopCondition:
     text, of which only a tail long enough to hold it is decoded, and only where its last token may end a stop string.
 
     Attributes:
-        stop_ids: ids that end a response, the end-of-sequence id first unless it is to be ignored.
+        stop_ids: ids that end a response, the end-of-sequence ids first unless they are to be ignored.
     """
 
     def __init__(
@@ -30,13 +30,17 @@ class StopCondition:
         detokenize: Detokenize | None = None,
         token_to_id: TokenToId | None = None,
         vocab_limit: int | None = None,
+        more_eos_ids: Sequence[int] = (),
     ) -> None:
         """Ids at and above ``vocab_limit``, which are never sampled, are left out.
+
+        ``more_eos_ids`` end a sequence as ``eos_id`` does.
 
         Raises:
             ValueError: a stop string can be matched neither by id nor by text.
         """
-        stop_ids = [] if params.ignore_eos else [eos_id]
+        known = [i for i in more_eos_ids if i >= 0 and (vocab_limit is None or i < vocab_limit)]
+        stop_ids = [] if params.ignore_eos else [eos_id, *known]
         for string in params.stop_strings:
             token = token_to_id(string) if token_to_id is not None else None
             if token is not None:

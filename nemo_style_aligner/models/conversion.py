@@ -24,7 +24,6 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
-    nemo_tokenizer_dir,
     save_nemo,
 )
 from nemo_style_aligner.data.tokenizer import load_tokenizer
@@ -156,11 +155,10 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
                 progress.update()
 
     if dist.get_rank() == 0:
-        with nemo_tokenizer_dir(input_path) as folder:
-            tokenizer_dir = folder if folder.is_dir() else folder.parent
-            write_checkpoint(
-                output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=tokenizer_dir
-            )
+        with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+            # Saved rather than copied: a sentencepiece model alone says nothing to transformers.
+            load_nemo_tokenizer(input_path).save(Path(folder))
+            write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)
     else:
         for _ in export_weights(model):
             pass

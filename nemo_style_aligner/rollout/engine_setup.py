@@ -120,6 +120,7 @@ def _engine_options(
         "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
         "max_sequence_length": max_sequence_length,
         "eos_id": tokenizer.eos_id,
+        "more_eos_ids": tokenizer.stop_ids[1:],
         "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
         "detokenize": tokenizer.ids_to_text,
         "token_to_id": tokenizer.token_to_id,
