@@ -472,6 +472,21 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, token
         sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
 
 
+def test_a_template_that_ends_responses_with_a_token_that_ends_no_generation_is_warned_of(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ChatML's does, learnt by a base model whose EOS token is another."""
+    sft(tmp_path, tokenizer, MESSAGES, MESSAGES)
+    end = tokenizer.ids_to_text(tokenizer.text_to_ids("<|im_end|>")[-1:], keep_special=True)
+    warnings = [record.getMessage() for record in caplog.records if "end_strings" in record.getMessage()]
+    assert len(warnings) == 1 and f"sft.jsonl:1: the chat template ends a response with {end!r}" in warnings[0]
+    caplog.clear()
+    ends = json.dumps({"eos_token_id": [tokenizer.eos_id, tokenizer.token_to_id(end)]})
+    monkeypatch.setattr(tokenizer, "generation_config", ends)
+    sft(tmp_path, tokenizer, MESSAGES)
+    assert "end_strings" not in caplog.text
+
+
 # As Qwen3's: tools in the first turn, thoughts and calls in the assistant's, and thoughts left out of earlier ones.
 TOOLS_TEMPLATE = """{%- if tools %}[tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}]{% endif %}
 {%- for m in messages %}{{ m.role }}:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from nemo_style_aligner.data.datasets import RaggedInts, read_records, report_dr
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+
+logger = logging.getLogger(__name__)
 
 _SEPARATOR = 0  # NeMo-Aligner's, whichever token that is
 _ENTRIES = {"tool_calls": "calls", "tools": "tools"}  # what lists have; others have turns
@@ -109,6 +113,7 @@ class SFTDataset:
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
         self._bos = tokenizer.bos_ids(options.add_bos, "model.data.*.add_bos")
         self._tokenizer, self._options = tokenizer, options
+        self._stop_ids, self._warned_of_ends = frozenset(tokenizer.stop_ids), False
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)
         for record in records:
@@ -205,7 +210,23 @@ class SFTDataset:
         for segment, ids in zip(segments, encoded, strict=True):
             token_ids += ids
             targets += self._response_targets(ids) if segment.is_target else [0] * len(ids)
+        if self._options.chat_prompt_tokens is None:
+            self._check_end(record, [i for i, is_target in zip(token_ids, targets, strict=True) if is_target])
         return SFTItem(token_ids, targets)
+
+    def _check_end(self, record: Record, learnt: Sequence[int]) -> None:
+        """Warn, once, where generation would go on behind what ends a response here."""
+        if learnt and learnt[-1] not in self._stop_ids and not self._warned_of_ends:
+            self._warned_of_ends = True
+            warn_for_all_ranks(
+                logger,
+                "%s:%d: the chat template ends a response with %r, which is neither the tokenizer's EOS token nor in "
+                "its generation_config.json: name it in model.ppo.sampling_params.end_strings, and to evaluate_gpt.py "
+                "with --end-strings, or responses will not end there",
+                record.path,
+                record.line,
+                self._tokenizer.ids_to_text(learnt[-1:], keep_special=True),
+            )
 
     def _response_targets(self, ids: Sequence[int]) -> list[int]:
         """Ones up to the response's end token; templates write a line break after it that nobody generates."""
