@@ -29,6 +29,11 @@ from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Of transformers 4: a tokenizer.json is loaded as it is, not by its config's class; see `_load_hugging_face`.
+logging.getLogger("transformers.tokenization_utils_base").addFilter(
+    lambda record: "tokenizer class you load" not in record.getMessage()
+)
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
