@@ -706,6 +706,7 @@ def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool) -> None:
         "from nemo_style_aligner.config import ConfigError\n"
         "from nemo_style_aligner.parallel import ending\n"
         f"ending.in_slurm_step = lambda _: {not is_told}\n"
+        "ending.shutil.which = lambda _: None\n"  # no step to cancel, also where Slurm is installed
         "ending._ANY_RANK_SECONDS = 0.1\n"
         "ending.install_excepthook()\n"
         "raise ConfigError('a key is wrong')\n"
