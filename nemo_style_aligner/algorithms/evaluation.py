@@ -18,6 +18,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rollout.engine_setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -117,11 +118,7 @@ def evaluate(
         dtype=base.dtype,
         num_slots=min(num_slots, len(items)),
         max_sequence_length=len(bos) + max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
-        eos_id=base.tokenizer.eos_id,
-        more_eos_ids=base.tokenizer.stop_ids[1:],
-        vocab_limit=min(base.tokenizer.vocab_size, base.architecture.vocab_size),
-        detokenize=base.tokenizer.ids_to_text,
-        token_to_id=base.tokenizer.token_to_id,
+        **vocabulary_options(base.architecture, base.tokenizer),
         device=device(),
     )
     engine.build()

@@ -119,6 +119,13 @@ def _engine_options(
     return {
         "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
         "max_sequence_length": max_sequence_length,
+        **vocabulary_options(architecture, tokenizer),
+    }
+
+
+def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What every engine is told of a model's vocabulary and its tokenizer; see `EngineLifecycle`."""
+    return {
         "eos_id": tokenizer.eos_id,
         "more_eos_ids": tokenizer.stop_ids[1:],
         "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
