@@ -157,8 +157,6 @@ class HttpClient:
 
     def __init__(self, base_url: str, *, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
-        # The name has an IPv6 address, too. Somebody else may listen there, and pass the service's proof on.
-        self._url = self.base_url.replace("//localhost:", "//127.0.0.1:")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._peer = _Peer(token)
         self._local = threading.local()
@@ -249,7 +247,7 @@ class HttpClient:
         sending.silence_s, sending.deadline = limits.read_s, deadline
         with session.request(
             method,
-            self._url + path,
+            self.base_url + path,
             data=body,
             headers=headers,
             timeout=(min(limits.connect_s, remaining), min(limits.read_s, remaining)),
@@ -399,7 +397,8 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
 def _ipv4_of(host: str) -> str:
     """An IPv4 address that ``host`` has as well, else ``host``.
 
-    Services listen at IPv4's unless told otherwise: at IPv6's of the same machine and port somebody else may listen.
+    Services listen at IPv4's unless told otherwise: at IPv6's of the same machine and port (localhost has both)
+    somebody else may listen, and pass the service's proof on.
     """
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])

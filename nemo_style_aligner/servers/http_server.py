@@ -303,7 +303,7 @@ def _proving(environ: Mapping[str, Any], start_response: Any, token: str | None,
 
 
 def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
-    if host == "localhost":  # by that name, clients look for it at IPv4's address: see `HttpClient`
+    if host == "localhost":  # by that name, clients look for it at IPv4's address: see `http_client`
         host = "127.0.0.1"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
