@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
+from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
 
 
 class LocalSelfAttention(SelfAttention):
@@ -69,7 +70,8 @@ class CausalAttention(MegatronModule):
     """Core attention on `scaled_dot_product_attention`: causal, with grouped queries.
 
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
-    other mask is wanted. Of packed rows sequences of about the same length are computed side by side.
+    other mask is wanted. Sequences of packed rows are computed in one call of torch's varlen attention where there is
+    one, else those of about the same length side by side.
     """
 
     def __init__(
@@ -113,6 +115,10 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         if len(packed.lengths) == 1:
             return self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
+        drops_out = self.training and self.dropout > 0
+        if not drops_out and has_varlen_attention(query, key):
+            boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            return varlen_attention(query, key, value, boundaries, longest, self.softmax_scale).flatten(1)[:, None]
         if packed.blocks is None:
             packed.blocks = AttentionBlocks.of(packed.lengths, query.device)
         outputs = []

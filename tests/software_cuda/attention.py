@@ -1,5 +1,8 @@
 """Run with the software devices: grouped queries in fp32 reach attention without groups, the rest as they are.
 
+Sequences in one row are one call of torch's varlen attention in bf16, and several of `scaled_dot_product_attention`
+in fp32, with dropout, and where varlen attention is wrong or missing.
+
 Prints ``reached`` at the end.
 """
 
@@ -12,7 +15,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.models import varlen_attention
 from nemo_style_aligner.models.attention import CausalAttention
+from nemo_style_aligner.models.packing import PackedSequences, pack_row
+from nemo_style_aligner.models.pipeline import to_device
 
 config = TransformerConfig(
     num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0
@@ -41,5 +47,47 @@ with pytest.MonkeyPatch.context() as patch:
     torch.testing.assert_close(outputs("cuda", torch.float32), outputs("cpu", torch.float32))
     outputs("cuda", torch.bfloat16)
 assert calls == [(4, False), (2, True), (2, True)], calls
+LENGTHS = (5, 1, 200, 130)
+
+
+def packed_outputs(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch.Tensor]:
+    """As `outputs`, of one row of sequences."""
+    wanted = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    row = to_device(pack_row(torch.zeros(wanted.shape, dtype=torch.int64), wanted, 1).sequences, torch.device(device))
+    assert isinstance(row, PackedSequences)
+    draw = torch.Generator().manual_seed(1)
+    parts = [torch.randn(sum(LENGTHS), n, 8, generator=draw).to(dtype).to(device).requires_grad_() for n in (4, 2, 2)]
+    attention.dropout = dropout
+    out = attention(*parts, packed_seq_params=row)
+    assert out.shape == (sum(LENGTHS), 1, 32)
+    weight = torch.randn(out.shape, generator=draw).to(device)
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad((out * weight).sum(), parts))]
+
+
+varlen, rows = varlen_attention.varlen_attention, []
+
+
+def noted_row(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    rows.append((len(query), str(query.dtype)))
+    return varlen(query, *others)
+
+
+def wrong_row(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    return varlen(query, *others) * (query == query[0]).all()  # of one sequence it would be right
+
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("nemo_style_aligner.models.attention.varlen_attention", noted_row)
+    rounded = packed_outputs("cpu", torch.bfloat16)
+    for computed, expected in zip(packed_outputs("cuda", torch.bfloat16), rounded, strict=True):
+        torch.testing.assert_close(computed, expected, atol=0.03, rtol=0.03)
+    assert rows == [(sum(LENGTHS), "torch.bfloat16")], rows
+    torch.testing.assert_close(packed_outputs("cuda", torch.float32), packed_outputs("cpu", torch.float32))
+    packed_outputs("cuda", torch.bfloat16, dropout=0.5)
+    for replacement in (wrong_row, None):
+        varlen_attention._works.cache_clear()
+        patch.setattr(varlen_attention, "varlen_attention", replacement)  # None cannot be called, as torch 2.9's
+        packed_outputs("cuda", torch.bfloat16)
+    assert len(rows) == 1
 print("reached", flush=True)
 os._exit(0)  # torch's threads for backward passes of a device outlive what they need, and may abort the exit

@@ -118,7 +118,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain_kwargs["pin_memory"] = False  # torch of this build has no such memory
     if index is not None and plain_kwargs.get("generator") is None and _takes_generator(func):
         plain_kwargs["generator"] = generators[index]
-    func = _OF_GPUS_ALONE.get(func, func)
+    func = _VARLEN[func.__name__] if func.namespace == "torch_attn" else _OF_GPUS_ALONE.get(func, func)
     result = func(*plain_args, **plain_kwargs)
     if is_late and index is None:
         Transfers.to_cpu(result)
@@ -153,6 +153,76 @@ _OF_GPUS_ALONE = {
     aten.mm.dtype_out: _mm_fp32,
     aten.addmm.dtype_out: _addmm_fp32,
 }
+
+
+def _varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest: int,
+    longest_keys: int,
+    is_causal: bool,
+    scale: float | None,
+    window: list[int],
+    grouped: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of ``torch.nn.attention.varlen``: causal, and with the sizes that flash attention takes."""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if not (is_causal and window == [-1, 0] and starts.dtype == torch.int32 and torch.equal(starts, key_starts)):
+        raise RuntimeError("not what the software device can do")
+    if longest != starts.diff().max() or longest_keys != longest or grouped != (query.shape[1] != key.shape[1]):
+        raise RuntimeError("arguments contradict each other")
+    out = torch.empty_like(query)
+    for rows in map(slice, starts.tolist(), starts.tolist()[1:]):
+        weights, _, values = _varlen_weights(query[rows], key[rows], value[rows], scale)
+        out[rows] = (weights @ values).transpose(0, 1).to(out.dtype)
+    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _varlen_attn_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = rest[5]
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    heads, (groups, channels) = query.shape[1], key.shape[1:]
+    for rows in map(slice, starts.tolist(), starts.tolist()[1:]):
+        weights, keys, values = _varlen_weights(query[rows], key[rows], value[rows], scale)
+        above = grad[rows].float().transpose(0, 1)
+        of_weights = above @ values.transpose(1, 2)
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * (scale or channels**-0.5)
+        parts = (
+            of_scores @ keys,
+            of_scores.transpose(1, 2) @ query[rows].float().transpose(0, 1),
+            weights.transpose(1, 2) @ above,
+        )
+        for whole, part in zip(grads, parts, strict=True):
+            part = part if whole is grads[0] else part.unflatten(0, (groups, heads // groups)).sum(1)
+            whole[rows] = part.transpose(0, 1).to(whole.dtype)
+    return grads
+
+
+def _varlen_weights(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of one sequence [heads, t, t], and keys and values of each head [heads, t, d], in fp32."""
+    key, value = (x.float().transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (key, value))
+    scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1), key, value
+
+
+_VARLEN = {"_varlen_attn.default": _varlen_attn, "_varlen_attn_backward.default": _varlen_attn_backward}
 
 
 def _device_of(func: Any, flat: list[Any], args: Any, kwargs: Any) -> int | None:

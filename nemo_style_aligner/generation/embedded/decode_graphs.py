@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, StepInput
-from nemo_style_aligner.generation.embedded.torch_model import Batch, logits_dtype
+from nemo_style_aligner.generation.embedded.torch_model import logits_dtype
 
 _FIRST_BUCKET_PAGES = 8  # attended lengths of 128, 256, 512, ...
 

@@ -11,43 +11,22 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.generation.embedded.batch import Batch
+from nemo_style_aligner.generation.embedded.choose_attention import choose_attention
+from nemo_style_aligner.generation.embedded.gathered_attention import Attend
 from nemo_style_aligner.generation.embedded.rotary import apply_rotary, rotary_tables
-from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.torch_weights import LayerWeights, Matrix, TorchWeights
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkSegment:
-    """Neighbouring tokens of one sequence: ``length`` from token ``first`` on, which is at position ``start``."""
-
-    first: int
-    length: int
-    start: int
-    pages: torch.Tensor | None  # int64, pages of its positions; None if it starts its sequence: all it sees is here
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """The tokens of one pass on the device: one token for each row of ``tables``, then the segments."""
-
-    token_ids: torch.Tensor  # int64 [t]
-    positions: torch.Tensor  # int64 [t]
-    places: torch.Tensor  # int64 [t]: page * PAGE_TOKENS + offset, where keys and values go
-    tables: torch.Tensor  # int64 [n, p]: pages that decode tokens see
-    segments: tuple[ChunkSegment, ...] = ()
-    output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
     """What all layers of one pass share."""
 
-    batch: Batch
+    places: torch.Tensor  # of the batch
     cos: torch.Tensor  # float32 [t, 1, 1, rotary size / 2]
     sin: torch.Tensor
-    tables: torch.Tensor  # [n * p], flat
-    decode_mask: torch.Tensor  # additive [n, 1, heads per group, p * PAGE_TOKENS]
-    segment_masks: list[torch.Tensor | None]  # [length, end] of each segment; None: plain causal
+    attend: Attend
 
 
 class TorchModel:
@@ -61,6 +40,7 @@ class TorchModel:
         self._heads_per_group = self._shard.num_heads // self._shard.num_groups
         self._tensor_parallel = shape.tensor_parallel
         self._weights = weights
+        self._paging = choose_attention(shape, weights.embedding.device)
         self._pages = pages
         self._cos, self._sin = rotary_tables(self._a, shape.max_sequence_length, weights.embedding.device)
         self._norm_offset = 1.0 if self._a.normalization == "layernorm1p" else 0.0
@@ -69,12 +49,10 @@ class TorchModel:
         """Logits [o, vocab_size], of `logits_dtype`. Collective over the tensor-parallel ranks."""
         hidden = self._embed(batch.token_ids)
         shared = _Shared(
-            batch=batch,
+            places=batch.places,
             cos=self._cos[batch.positions][:, None, None],
             sin=self._sin[batch.positions][:, None, None],
-            tables=batch.tables.flatten(),
-            decode_mask=self._decode_mask(batch),
-            segment_masks=[_segment_mask(segment, hidden.device) for segment in batch.segments],
+            attend=self._paging.of_pass(batch),
         )
         for layer, pages in zip(self._weights.layers, self._pages, strict=True):
             normed = self._norm(hidden, layer.input_norm, layer.input_norm_bias)
@@ -140,7 +118,7 @@ class TorchModel:
         self, layer: LayerWeights, pages: torch.Tensor, normed: torch.Tensor, shared: _Shared
     ) -> torch.Tensor:
         """Self-attention of all tokens, [t, heads * kv_channels], before the output projection."""
-        batch, groups, heads = shared.batch, self._shard.num_groups, self._heads_per_group
+        groups, heads = self._shard.num_groups, self._heads_per_group
         channels, epsilon = self._a.kv_channels, self._a.layernorm_epsilon
         # Of each group its query heads, its key head, its value head.
         qkv = layer.qkv.product(normed, layer.qkv_bias).view(-1, groups, heads + 2, channels)
@@ -153,70 +131,10 @@ class TorchModel:
         else:
             turning.copy_(apply_rotary(turning, shared.cos, shared.sin))
         query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
-        pages.view(-1, 2, groups, channels).index_copy_(0, batch.places, key_value)
-        num_decode = len(batch.tables)
-        attended = [self._decode_attention(pages, query[:num_decode], shared)] if num_decode else []
-        attended += [
-            self._chunk_attention(pages, query, key_value, segment, mask)
-            for segment, mask in zip(batch.segments, shared.segment_masks, strict=True)
-        ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _decode_attention(self, pages: torch.Tensor, query: torch.Tensor, shared: _Shared) -> torch.Tensor:
-        """Attention of one token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d].
-
-        The query heads that share a key head become the rows of one product with it, so keys are never expanded.
-        """
-        rows, groups, _, channels = query.shape
-        seen = pages.index_select(0, shared.tables).view(rows, -1, 2 * groups, channels).transpose(1, 2)
-        out = F.scaled_dot_product_attention(query, seen[:, :groups], seen[:, groups:], attn_mask=shared.decode_mask)
-        return out.reshape(rows, -1)
-
-    def _chunk_attention(
-        self,
-        pages: torch.Tensor,
-        query: torch.Tensor,
-        key_value: torch.Tensor,
-        segment: ChunkSegment,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Causal attention of one chunk over its sequence, [length, heads * d].
-
-        ``query`` [t, groups, heads per group, d] and ``key_value`` [t, 2, groups, d] are the whole pass's.
-        """
-        tokens = slice(segment.first, segment.first + segment.length)
-        if segment.pages is None:
-            seen = key_value[tokens]
-        else:
-            seen = pages.index_select(0, segment.pages).flatten(0, 1)[: segment.start + segment.length]
-            seen = seen.unflatten(1, (2, -1))
-        keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: a group is a batch of its own
-        out = F.scaled_dot_product_attention(
-            query[tokens].permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return out.permute(2, 0, 1, 3).flatten(1)
-
-    def _decode_mask(self, batch: Batch) -> torch.Tensor:
-        """Additive mask over the positions of ``batch.tables``: what comes after each token is hidden."""
-        rows, num_pages = batch.tables.shape
-        device = batch.tables.device
-        hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, -torch.inf)
-        return mask[:, None, None, :].expand(-1, 1, self._heads_per_group, -1)
+        pages.view(-1, 2, groups, channels).index_copy_(0, shared.places, key_value)
+        return shared.attend(pages, query, key_value)
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Of a model that computes in ``dtype``: GPUs add up in float32, and can leave it at that."""
     return torch.float32 if device.type == "cuda" else dtype
-
-
-def _segment_mask(segment: ChunkSegment, device: torch.device) -> torch.Tensor | None:
-    """Which positions each token of a chunk sees; None for a chunk that starts its sequence."""
-    if segment.pages is None:
-        return None
-    end = segment.start + segment.length
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second or two
-
-        return causal_lower_right(segment.length, end)  # flash attention, which takes no masks, knows this one
-    return torch.ones(segment.length, end, dtype=torch.bool, device=device).tril_(segment.start)

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.generation.embedded.arena import Arena
+from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
-from nemo_style_aligner.generation.embedded.torch_model import Batch, ChunkSegment, TorchModel
+from nemo_style_aligner.generation.embedded.torch_model import TorchModel
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
 from nemo_style_aligner.transfers import moved
@@ -153,17 +154,16 @@ class TorchStep(ModelStep):
             positions=packed[1],
             places=packed[2],
             tables=self._to_device(tables[step.slots[:num_decode], :num_pages]),
-            segments=tuple(self._chunk(step, first, length) for first, length in step.segments[num_decode:].tolist()),
+            segments=tuple(_chunk(step, first, length) for first, length in step.segments[num_decode:].tolist()),
             output_rows=None if all_wanted else self._to_device(step.output_rows),
         )
-
-    def _chunk(self, step: StepInput, first: int, length: int) -> ChunkSegment:
-        start = int(step.positions[first])
-        if start == 0:
-            return ChunkSegment(first, length, start, None)
-        num_pages = -(-(start + length) // PAGE_TOKENS)
-        return ChunkSegment(first, length, start, self._to_device(step.block_table[step.slots[first], :num_pages]))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         """int64 tensor of ``array``."""
         return moved(torch.from_numpy(array.astype(np.int64)), self._device)
+
+
+def _chunk(step: StepInput, first: int, length: int) -> ChunkSegment:
+    start = int(step.positions[first])
+    num_pages = -(-(start + length) // PAGE_TOKENS)
+    return ChunkSegment(first, length, start, step.block_table[step.slots[first], :num_pages])
