@@ -34,7 +34,7 @@ for groups, heads, channels in ((1, 1, 64), (2, 3, 8), (3, 4, 80), (1, 20, 32)):
     assert attention.num_parts(3, 4) == 1 < attention.num_parts(3, 80)  # both ways are compared
     for dtype in (torch.float32, torch.float16):
         check(attention, groups, heads, channels, dtype, CPU)
-with pytest.raises(ArithmeticError, match="off in torch.float32"):
+with pytest.raises(ArithmeticError, match="off in"):
     check(Zeros(1, 2, 16, PROCESSORS), 1, 2, 16, torch.float32, CPU)
 
 # What is not a number reaches those that see it, and nobody else.
