@@ -157,11 +157,11 @@ class LayerWeights:
         biased = a.normalization != "rmsnorm"
         self.input_norm, self.input_norm_bias = shelf.norm(f"{prefix}input_layernorm", a.hidden_size, biased)
         self.mlp_norm, self.mlp_norm_bias = shelf.norm(f"{prefix}post_attention_layernorm", a.hidden_size, biased)
-        self.query_norm: torch.Tensor | None = None
-        self.key_norm: torch.Tensor | None = None
+        self.head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries, of keys
         if a.qk_layernorm:
-            self.query_norm, _ = shelf.norm(f"{prefix}self_attn.q_norm", a.kv_channels, has_bias=False)
-            self.key_norm, _ = shelf.norm(f"{prefix}self_attn.k_norm", a.kv_channels, has_bias=False)
+            names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
+            query, key = (shelf.norm(name, a.kv_channels, has_bias=False)[0] for name in names)
+            self.head_norms = query, key
 
 
 class TorchWeights:

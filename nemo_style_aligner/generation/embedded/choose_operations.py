@@ -1,0 +1,114 @@
+"""What the torch step's model computes with: Triton kernels on GPUs that can run them, else torch's functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
+
+logger = logging.getLogger(__name__)
+
+# In parts of the largest number of a result.
+_TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
+_POSITIONS = 1280  # of the longest sequence that is tried
+
+
+def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
+    """The kernels, if this is a GPU that compiles them and computes with them what it should; else the log says why."""
+    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores their attention is slow
+        return TorchOperations(shape, device)
+    try:
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError("Triton is not installed")
+        from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
+
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
+        check(TritonOperations(tried, device, num_processors), tried, device)
+        return TritonOperations(shape, device, num_processors)
+    except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
+        logger.warning("generation computes without Triton's kernels: %s: %s", type(error).__name__, error)
+        return TorchOperations(shape, device)
+
+
+@torch.inference_mode()
+def check(operations: TorchOperations, shape: EngineShape, device: torch.device) -> None:
+    """Let all compile that passes need, and compare it with torch's functions in fp32.
+
+    Raises:
+        ArithmeticError: they differ by more than the dtype explains.
+    """
+    expected = TorchOperations(dataclasses.replace(shape, dtype=torch.float32), device)
+    a, groups, heads, dtype = shape.architecture, expected.groups, expected.heads, shape.dtype
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, generator=draw).to(device, of)
+
+    def compare(name: str, computed: torch.Tensor, exact: torch.Tensor) -> None:
+        error = ((computed.float() - exact.float()).abs().max() / exact.abs().max()).item()
+        if not error < _TOLERANCES[dtype]:
+            raise ArithmeticError(f"{name} by Triton in {dtype}: {error:.2g} of its size off")
+
+    def wide(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.float()
+
+    weight = random(a.hidden_size, of=torch.float32)
+    norm_bias = None if a.normalization == "rmsnorm" else random(a.hidden_size, of=torch.float32)
+    for has_product, has_bias in ((False, False), (True, a.bias)):  # of the first layer, and of the others
+        hidden = random(5, a.hidden_size, of=torch.float32)
+        product = random(5, a.hidden_size) if has_product else None
+        bias = random(a.hidden_size) if has_bias else None
+        exact_hidden = hidden.clone()
+        normed = operations.add_and_norm(hidden, product, bias, weight, norm_bias)
+        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), weight, norm_bias)
+        compare("norm", normed, exact)
+        compare("residual stream", hidden, exact_hidden)
+
+    x = random(5, shape.shard.ffn_size * (2 if a.gated else 1))
+    compare("activation", operations.activate(x), expected.activate(x.float()))
+
+    pages = random(120, PAGE_TOKENS, 2 * groups, a.kv_channels)
+    head_norms = None
+    if a.qk_layernorm:
+        head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
+    for num_pages in (4, 80):  # tokens that decode see positions of so many: in one part, and in several
+        batch = example(num_pages, len(pages), device)
+        qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
+        exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
+        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages)
+        attended = operations.attention_of(batch)(qkv, head_norms, pages)
+        compare("attention", attended, exact)
+        compare("keys and values", pages, exact_pages)
+
+
+def example(num_pages: int, num_all_pages: int, device: torch.device) -> Batch:
+    """Three tokens that decode, a chunk that starts its sequence and one that goes on with another."""
+    order = np.random.default_rng(1).permutation(num_all_pages)
+    last = PAGE_TOKENS * num_pages - 1
+    tables = np.stack([order[:num_pages] for _ in range(3)])  # they share them but for the pages of their own tokens
+    tables[0, 0], tables[2, 37 // PAGE_TOKENS] = order[num_pages : num_pages + 2]
+    rows = [(tables[0], range(1)), (tables[1], range(last, last + 1)), (tables[2], range(37, 38))]
+    chunk_pages = order[num_pages + 2 :]
+    rows += [(chunk_pages[:4], range(50)), (chunk_pages[4:16], range(21, 100))]
+    positions = np.concatenate([np.array(places) for _, places in rows])
+    places = np.concatenate(
+        [pages[np.array(seen) // PAGE_TOKENS] * PAGE_TOKENS + np.array(seen) % PAGE_TOKENS for pages, seen in rows]
+    )
+    return Batch(
+        token_ids=torch.empty(0, device=device),  # nobody looks at them
+        positions=torch.from_numpy(positions).to(device),
+        places=torch.from_numpy(places).to(device),
+        tables=torch.from_numpy(tables).to(device),
+        segments=(
+            ChunkSegment(3, 50, 0, chunk_pages[:4].astype(np.int32)),
+            ChunkSegment(53, 79, 21, chunk_pages[4:16].astype(np.int32)),
+        ),
+    )

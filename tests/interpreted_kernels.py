@@ -1,0 +1,85 @@
+"""Run with TRITON_INTERPRET=1: the engine's kernels for GPUs, as Triton's interpreter computes them on the CPU.
+
+In fp32 and fp16: the interpreter multiplies no bf16. Prints ``equal`` at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from generation_models import VOCAB, architecture, engine_for, hf_model
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded import torch_model
+from nemo_style_aligner.generation.embedded.choose_operations import check, example
+from nemo_style_aligner.generation.embedded.paged_attention import PagedAttention
+from nemo_style_aligner.generation.embedded.step import EngineShape
+from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+
+CPU = torch.device("cpu")
+PROCESSORS = 8
+LARGE = ModelArchitecture(
+    num_layers=1, hidden_size=1100, ffn_hidden_size=1300, num_attention_heads=12, num_query_groups=3, vocab_size=8,
+    kv_channels=80, rotary_percentage=0.4, qk_layernorm=True,
+)  # fmt: skip
+ONE_GROUP = dataclasses.replace(LARGE, num_attention_heads=20, num_query_groups=1, kv_channels=32, activation="gelu")
+
+
+def operations_for(shape: EngineShape, device: torch.device) -> TritonOperations:
+    return TritonOperations(shape, device, PROCESSORS)
+
+
+def checked(a: ModelArchitecture, dtype: torch.dtype) -> None:
+    shape = EngineShape(a, dtype, num_slots=4, max_sequence_length=1280, num_pages=8, max_step_tokens=8)
+    check(operations_for(shape, CPU), shape, CPU)
+
+
+for each in (LARGE, architecture("llama-geglu-bias"), architecture("nemotron")):
+    checked(each, torch.float32)
+checked(ONE_GROUP, torch.float16)
+
+with pytest.MonkeyPatch.context() as patch:
+    for name, wrong in (
+        ("norm", lambda ops, hidden, *_: hidden * 2),
+        ("activation", lambda ops, x: torch.relu(x[:, : x.shape[1] // 2])),
+        ("attention", lambda ops, batch: lambda qkv, norms, pages: qkv[:, : ops.groups * ops.heads * 8]),
+    ):
+        method = {"norm": "add_and_norm", "activation": "activate", "attention": "attention_of"}[name]
+        with patch.context() as one, pytest.raises(ArithmeticError, match=f"{name} by Triton"):
+            one.setattr(TritonOperations, method, wrong)
+            checked(architecture(), torch.float32)
+
+# What is not a number reaches those that see it, and nobody else.
+for num_pages in (4, 80):
+    batch = example(num_pages, 120, CPU)
+    attention = PagedAttention(1, 2, 16, PROCESSORS)
+    assert (attention.num_parts(3, num_pages) == 1) == (num_pages == 4)  # both ways are compared
+    pages = torch.ones(120, 16, 2, 16)
+    pages[batch.tables[1, -1], -1] = torch.nan  # the last that the second token sees
+    query = torch.ones(len(batch.positions), 1, 2, 16)
+    bad = attention.of_pass(batch)(pages, query, query).isnan()
+    assert bad.any(1).nonzero().tolist() == [[1]] and bad[1].all()
+
+
+def responses(**options: object) -> list[GenerationResult]:
+    """Of prompts that share pages, are cut into chunks, and enter while others decode."""
+    draw = random.Random(3)
+    common = [draw.randrange(2, VOCAB) for _ in range(20)]
+    prompts = [common[: draw.choice((0, 17, 20))] + [draw.randrange(2, VOCAB)] * draw.randint(1, 30) for _ in range(6)]
+    engine = engine_for(model=model, step="torch", prefill_chunk_tokens=11, prefill_share=1.0, **options)
+    requests = [GenerationRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
+    return sorted(engine.generate(requests, SamplingParams(max_new_tokens=6, seed=2)), key=lambda r: r.request_id)
+
+
+model = hf_model()
+expected = responses()
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(torch_model, "choose_operations", operations_for)
+    for result, other in zip(responses(), expected, strict=True):
+        assert result.token_ids == other.token_ids
+        torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+print("equal", flush=True)
