@@ -12,6 +12,14 @@ from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`RMSNorm` of x [..., h] with a weight [h] of any dtype; on GPUs torch's, which is one kernel each way there."""
+    if x.is_cuda and x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    out: torch.Tensor = RMSNorm.apply(x, weight.float(), eps)
+    return out
+
+
 class RMSNorm(torch.autograd.Function):
     """x / rms(x) * weight over the last dimension, computed in fp32 (arXiv:1910.07467)."""
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from nemo_style_aligner.models.attention import CausalAttention, LocalSelfAttention
-from nemo_style_aligner.models.fused import RMSNorm, SwiGLU
+from nemo_style_aligner.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
@@ -85,15 +85,14 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
-        shape = (x.shape[-1],)
         if self.bias is None:
-            out = RMSNorm.apply(x, weight, self.eps)
+            out = rms_norm(x, self.weight, self.eps)
             if self.is_recomputed and out.requires_grad:
-                kept, scale = x.detach(), weight.detach()
-                computed_again(out, lambda: RMSNorm.compute(kept, scale, self.eps)[0])
+                kept, scale = x.detach(), self.weight.detach()
+                computed_again(out, lambda: rms_norm(kept, scale, self.eps))
             return out
-        return F.layer_norm(x.float(), shape, weight, self.bias.float(), self.eps).to(x.dtype)
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        return F.layer_norm(x.float(), (x.shape[-1],), weight, self.bias.float(), self.eps).to(x.dtype)
 
 
 class Layer(TransformerLayer):
