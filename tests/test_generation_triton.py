@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -17,6 +18,8 @@ from generation_models import architecture
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import choose_operations
+from nemo_style_aligner.generation.embedded.batch import Batch
+from nemo_style_aligner.generation.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
 
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 SHARED_MEMORY = 101_376
 """Bytes that a block of threads may have on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
-FLOATS = ("scale", "epsilon")
+CPU = torch.device("cpu")
 
 
 def test_interpreted_kernels_equal_torch(tmp_path: Path) -> None:
@@ -56,67 +59,89 @@ BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
 
 
+def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> None:
+    """Call all of ``operations``, as models do."""
+    a = operations.architecture
+    weight = torch.empty(a.hidden_size)
+    product_bias, bias = (weight.bfloat16(), weight) if a.bias else (None, None)
+    hidden = torch.empty(rows, a.hidden_size)
+    operations.add_and_norm(hidden, None, None, weight, bias)
+    operations.add_and_norm(hidden, hidden.bfloat16(), product_bias, weight, bias)
+    operations.activate(torch.empty(rows, a.ffn_hidden_size * (2 if a.gated else 1), dtype=torch.bfloat16))
+    norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
+    for batch in batches:
+        size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
+        qkv = torch.empty(size, dtype=torch.bfloat16)
+        operations.attention_of(batch)(qkv, norms, qkv)
+
+
 @pytest.mark.parametrize(
     ("capability", "architectures"), [(80, [LLAMA]), (90, [LLAMA, BIASED, NORMED_HEADS]), (100, [LLAMA])]
 )
 def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to machine code, with the options that calls have, for models of usual and of unusual shapes."""
+    """Down to machine code; once for a model and no more, whatever the sizes of passes and the places of inputs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+    from triton.runtime import driver
 
     from nemo_style_aligner.generation.embedded import paged_attention, triton_operations
 
-    calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    class Driver:
+        """Of a GPU that nothing is started on."""
 
-    class Noted:
+        def get_current_device(self) -> int:
+            return capability
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    class Compiled:
+        """A kernel that is compiled where it would be started."""
+
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **options: calls.append((self.kernel, list(args), options))
+            return functools.partial(self.kernel.run, grid=grid, warmup=True)
 
-    kernels = {paged_attention: ["attend", "add_parts"], triton_operations: ["add_and_norm", "activate"]}
-    kernels[triton_operations].append("rotate_and_store")
-    for module, names in kernels.items():
+        def variants(self) -> list[Any]:
+            return list(self.kernel.device_caches[capability][0].values())
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    kernels = {}
+    for module, names in (
+        (paged_attention, ("attend", "add_parts")),
+        (triton_operations, ("add_and_norm", "activate", "rotate_and_store")),
+    ):
         for name in names:
-            monkeypatch.setattr(module, f"{name}_kernel", Noted(getattr(module, f"{name}_kernel")))
+            kernels[name] = Compiled(getattr(module, f"{name}_kernel"))
+            monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
+
     for a in architectures:
         shape = EngineShape(a, torch.bfloat16, num_slots=4, max_sequence_length=64, num_pages=8, max_step_tokens=8)
-        operations = triton_operations.TritonOperations(shape, torch.device("cpu"), num_processors=108)
-        hidden, weight = torch.empty(5, a.hidden_size), torch.empty(a.hidden_size)
-        biases = (weight.bfloat16(), weight) if a.bias else (None, None)
-        operations.add_and_norm(hidden, None, None, weight, biases[1])
-        operations.add_and_norm(hidden, hidden.bfloat16(), biases[0], weight, biases[1])
-        operations.activate(hidden.bfloat16())
-        for num_pages in (4, 80):
-            batch = choose_operations.example(num_pages, 120, torch.device("cpu"))
-            size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
-            qkv = torch.empty(size, dtype=torch.bfloat16)
-            norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
-            operations.attention_of(batch)(qkv, norms, qkv)
-    assert len(calls) == len(architectures) * (
-        3 + 7
-    )  # attention: one part, several and their sum, chunks and rotations of each batch
+        operations = triton_operations.TritonOperations(shape, CPU, num_processors=108)
+        before = {name: len(kernel.variants()) for name, kernel in kernels.items()}
+        compute(
+            operations, 5, [choose_operations.example(num_pages, 120, CPU) for num_pages in (4, 80)]
+        )  # as when it is built
+        made = {name: len(kernel.variants()) - before[name] for name, kernel in kernels.items()}
+        assert made == {"attend": 3, "add_parts": 1, "add_and_norm": 2, "activate": 1, "rotate_and_store": 1}
+        for rows in (1, 16, 131):
+            graphs = [inputs_of_graph(torch.zeros(rows, 2 + pages, dtype=torch.int32)) for pages in (1, 5, 16, 300)]
+            compute(operations, rows, graphs)
+        assert made == {name: len(kernel.variants()) - before[name] for name, kernel in kernels.items()}
 
-    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
-    for kernel, args, options in calls:
-        values = dict(zip(kernel.arg_names, args, strict=False))
-        signature = {
-            name: types[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if name in FLOATS else "i32"
-            for name, value in values.items()
-        }
-        constants = {name: value for name, value in options.items() if not name.startswith("num_")}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        launch = {name: value for name, value in options.items() if name.startswith("num_")}
-        compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= SHARED_MEMORY
-        if kernel.__name__ == "attend_kernel":  # on tensor cores
-            assert re.search(r"\b(wg)?mma|tcgen05\.mma", compiled.asm["ptx"])
+    for name, kernel in kernels.items():
+        for compiled in kernel.variants():
+            assert compiled.asm["cubin"]
+            assert compiled.metadata.shared <= SHARED_MEMORY
+            if name == "attend":  # on tensor cores
+                assert re.search(r"\b(wg)?mma|tcgen05\.mma", compiled.asm["ptx"])
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -134,7 +159,7 @@ def test_without_the_kernels_torch_computes(
 
     def of_torch(shape: EngineShape, device: torch.device) -> TorchOperations:
         assert device.type == "cuda"
-        made.append(TorchOperations(shape, torch.device("cpu")))
+        made.append(TorchOperations(shape, CPU))
         return made[-1]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
