@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from typing import Any
 
@@ -293,16 +294,22 @@ def errors(results: list[GenerationResult], model: PreTrainedModel, exact: PreTr
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "nemotron"])
-def test_long_prompts_in_bf16_by_graphs_and_eagerly(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_in_bf16_by_graphs_and_eagerly(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Prompts in chunks beside decoding, shared pages, grouped-query heads: both err no more than HF's own bf16.
 
-    Graphs and eager passes round differently, so their tokens may differ. On a CPU the buckets only, without graphs.
+    Graphs and eager passes round differently, so their tokens may differ. On a CPU the buckets only, without graphs. On
+    a GPU Triton's kernels compute, or this fails.
     """
+    caplog.set_level(logging.INFO)
+    operations = "Triton's kernels" if device == "cuda" else "torch's functions"
     options: dict[str, Any] = {"num_slots": 6, "max_sequence_length": 300, "prefill_chunk_tokens": 24}
     options |= {"device": device, "dtype": torch.bfloat16}
     for graphs in (True, False):
         have_graphs(monkeypatch, graphs)
         engine = engine_for(family, **options)
+        assert operations in caplog.messages[-1]
         captures = engine.num_compilations
         assert (captures > 1) == graphs
         for version, seed in enumerate((0, 5, 0)):

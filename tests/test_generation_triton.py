@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -57,6 +58,19 @@ def architecture_of(hidden: int, heads: int, groups: int, channels: int, **featu
 LLAMA = architecture_of(4096, 32, 8, 128)
 BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation="gelu", bias=True)
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
+
+
+def stack_bytes(cubin: bytes, directory: Path) -> int:
+    """Memory that a thread has in place of registers."""
+    from triton import knobs
+
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    (found,) = re.findall(r"STACK:(\d+)", usage.stdout)
+    return int(found)
 
 
 def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> None:
@@ -140,6 +154,7 @@ def test_kernels_compile(
         for compiled in kernel.variants():
             assert compiled.asm["cubin"]
             assert compiled.metadata.shared <= SHARED_MEMORY
+            assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, (name, compiled.src.constants)
             if name == "attend":  # on tensor cores
                 assert re.search(r"\b(wg)?mma|tcgen05\.mma", compiled.asm["ptx"])
 
@@ -162,7 +177,9 @@ def test_without_the_kernels_torch_computes(
         made.append(TorchOperations(shape, CPU))
         return made[-1]
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
     monkeypatch.setattr(choose_operations, "TorchOperations", of_torch)
     size = {"num_slots": 2, "max_sequence_length": 32, "num_pages": 4, "max_step_tokens": 8}
     with caplog.at_level(logging.WARNING):
@@ -171,3 +188,23 @@ def test_without_the_kernels_torch_computes(
             assert choose_operations.choose_operations(shape, torch.device("cuda", 0)) is made[-1]
     (record,) = caplog.records
     assert ("no driver" if installed else "Triton is not installed") in record.getMessage()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("broken")])
+def test_errors_of_the_gpu_are_not_taken_for_errors_of_the_kernels(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choose_operations, "check", failing)
+    monkeypatch.setattr(choose_operations, "TorchOperations", None)
+    monkeypatch.setattr("nemo_style_aligner.generation.embedded.triton_operations.TritonOperations", failing)
+    shape = EngineShape(
+        architecture(), torch.bfloat16, num_slots=2, max_sequence_length=32, num_pages=4, max_step_tokens=8
+    )
+    with pytest.raises(type(error)):
+        choose_operations.choose_operations(shape, torch.device("cuda", 0))
+    assert not caplog.records

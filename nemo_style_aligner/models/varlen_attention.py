@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
+_SEVERAL_CALLS = "sequences in one row attend in several calls, not in one of torch's varlen attention"
 _TOLERANCE = 0.03  # of bf16 and fp16, in parts of the largest number of each result
 
 
@@ -38,11 +41,14 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, which takes a second or two
 
+    options: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 does not ask
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     out = varlen_attn(
         *(query, key, value, boundaries, boundaries, longest, longest),
         scale=scale,
         window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     assert isinstance(out, torch.Tensor)  # nothing else was asked for
     return out
@@ -59,13 +65,15 @@ def has_varlen_attention(query: torch.Tensor, key: torch.Tensor) -> bool:
 def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
     try:
         error = _largest_error(heads, groups, channels, dtype, device)
-    except (ImportError, TypeError, RuntimeError) as failure:  # of torch before 2.11, of older GPUs, of odd sizes
-        reason = f"{type(failure).__name__}: {failure}"
-    else:
-        if error < _TOLERANCE:
-            return True
-        reason = f"its results are {error:.2g} of their size off"
-    logger.info("sequences in one row attend in several calls, not in one of torch's varlen attention: %s", reason)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # says nothing of varlen attention
+    except (ImportError, TypeError, RuntimeError) as failure:  # of older versions of torch, of older GPUs, of odd sizes
+        torch.cuda.synchronize(device)  # raises what a kernel that broke off has left behind
+        logger.info("%s: %s: %s", _SEVERAL_CALLS, type(failure).__name__, failure)
+        return False
+    if error < _TOLERANCE:
+        return True
+    logger.warning("%s: its results are %.2g of their size off", _SEVERAL_CALLS, error)
     return False
 
 

@@ -146,6 +146,8 @@ def _cuda_functions(count: int) -> dict[str, Any]:
         "device_count": lambda: count,
         "current_device": lambda: _backend.software_cuda_exchange(-1),
         "set_device": set_device,
+        "_exchange_device": _backend.software_cuda_exchange,
+        "_maybe_exchange_device": _backend.software_cuda_exchange,
         "get_device_properties": properties,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "software",

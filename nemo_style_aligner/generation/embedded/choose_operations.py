@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 # In parts of the largest number of a result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
 _POSITIONS = 1280  # of the longest sequence that is tried
+_MANY_PROCESSORS = 2**16  # for which attention is divided, whatever the number of heads
 
 
 def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
@@ -25,17 +26,28 @@ def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperatio
     if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores their attention is slow
         return TorchOperations(shape, device)
     try:
-        if importlib.util.find_spec("triton") is None:
-            raise ImportError("Triton is not installed")
-        from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
-
-        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
-        check(TritonOperations(tried, device, num_processors), tried, device)
-        return TritonOperations(shape, device, num_processors)
+        with torch.cuda.device(device):
+            return _triton_operations(shape, device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # there is no room for anything else either, or the GPU will compute nothing any more
     except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
+        torch.cuda.synchronize(device)  # raises what a kernel that broke off has left behind
         logger.warning("generation computes without Triton's kernels: %s: %s", type(error).__name__, error)
         return TorchOperations(shape, device)
+
+
+def _triton_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError("Triton is not installed")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} has no bf16 on tensor cores")
+    from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
+
+    tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
+    check(TritonOperations(tried, device, num_processors=_MANY_PROCESSORS), tried, device)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return TritonOperations(shape, device, num_processors)
 
 
 @torch.inference_mode()

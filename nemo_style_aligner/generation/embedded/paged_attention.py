@@ -25,13 +25,13 @@ from nemo_style_aligner.transfers import moved
 
 _LEAST_ROWS = 16  # of a product on tensor cores: those of one decoding token are filled up to it
 _LEAST_WIDTH = 16  # the same of channels
-_CHUNK_ROWS = 64  # queries of a program for chunks: heads times tokens
-_WARPS = 4
-_WIDE = 128  # channels from which on chunks need the registers of twice as many warps
-_BLOCK_BYTES = 2**14  # of keys that a program loads at a time, and as many of values
+_BLOCK_BYTES = 2**13  # of keys that a program loads at a time, and as many of values
 _MOST_POSITIONS = 64  # the same in positions
+_MANY_RESULTS = 2**14  # of a program, rows times channels: from here on they need the registers of 8 warps
+_STAGES = 5  # Triton needs so many to load a block while another is multiplied: which pages it is in is loaded before
 _PROGRAMS_PER_PROCESSOR = 4  # that are wanted at least when tokens decode
 _POSITIONS_PER_PART = 256  # at least: shorter parts cost more to add up than they gain
+_MOST_POSITIONS_PER_PART = 1024  # about: else all would wait for one long sequence beside many short ones
 _MOST_PARTS = 32
 
 
@@ -64,7 +64,8 @@ class PagedAttention:
         self._wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors
         self._width = max(_LEAST_WIDTH, triton.next_power_of_2(channels))
         self._decode_rows = max(_LEAST_ROWS, triton.next_power_of_2(heads_per_group))
-        self._chunk_rows = max(_CHUNK_ROWS, self._decode_rows)
+        # Queries of a program for chunks, heads times tokens. At 128 channels Triton divides 64 of them badly.
+        self._chunk_rows = max(128 if self._width == 128 else 64, self._decode_rows)
 
     def of_pass(self, batch: Batch) -> Attend:
         """For all layers of ``batch``."""
@@ -83,8 +84,10 @@ class PagedAttention:
 
     def num_parts(self, n: int, p: int) -> int:
         """Into how many parts the positions of ``n`` sequences that decode, of up to ``p`` pages, are divided."""
+        positions = p * PAGE_TOKENS
         wanted = triton.cdiv(self._wanted_programs, n * self._groups)
-        return min(_MOST_PARTS, wanted, triton.cdiv(p * PAGE_TOKENS, _POSITIONS_PER_PART))
+        wanted = max(wanted, triton.cdiv(positions, _MOST_POSITIONS_PER_PART))
+        return min(_MOST_PARTS, wanted, triton.cdiv(positions, _POSITIONS_PER_PART))
 
     def _chunk_blocks(self, batch: Batch) -> _Blocks:
         tokens = self._chunk_rows // self._heads
@@ -103,6 +106,7 @@ class PagedAttention:
         """Fill the rows of ``out``, of the shape of ``query``, that ``blocks`` speak of."""
         decodes = blocks.chunks is None
         n, p = blocks.tables.shape
+        rows = self._decode_rows if decodes else self._chunk_rows
         parts = self.num_parts(n, p) if decodes else 1
         partial, log_sums = out, out  # not touched
         if parts > 1:
@@ -113,18 +117,21 @@ class PagedAttention:
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
             *(out, partial, log_sums),
             self._channels**-0.5 * math.log2(math.e),
-            *(query.stride(0), query.stride(1), blocks.tables.stride(0), positions.stride(0)),
+            # In heads, so that Triton sees that their channels can be loaded side by side.
+            *(query.stride(0) // self._channels, query.stride(1) // self._channels),
+            *(blocks.tables.stride(0), positions.stride(0)),
             GROUPS=self._groups,
             HEADS=self._heads,
             CHANNELS=self._channels,
             PAGE=PAGE_TOKENS,
-            ROWS=self._decode_rows if decodes else self._chunk_rows,
+            ROWS=rows,
             WIDTH=self._width,
             BLOCK=_block(self._width * query.element_size()),
             IN_CHUNKS=not decodes,
             IN_PARTS=parts > 1,
-            num_warps=_WARPS if decodes or self._width < _WIDE else 2 * _WARPS,
-            num_stages=2,
+            num_warps=8 if rows * self._width >= _MANY_RESULTS else 4,
+            num_stages=_STAGES,
+            enable_fp_fusion=True,
         )
         if parts > 1:
             add_parts_kernel[n, self._groups * self._heads](
@@ -132,6 +139,7 @@ class PagedAttention:
                 CHANNELS=self._channels,
                 WIDTH=self._width,
                 MOST_PARTS=_MOST_PARTS,
+                enable_fp_fusion=True,
             )
 
 
@@ -189,8 +197,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     tokens, heads = rows // HEADS, rows % HEADS
     is_row, is_channel = tokens < num_tokens, channels < CHANNELS
     is_real = is_row[:, None] & is_channel[None, :]
-    own = query + (first_token + tokens) * query_stride + group * group_stride + heads * CHANNELS
-    q = tl.load(own[:, None] + channels[None, :], mask=is_real, other=0.0)
+    result = ((first_token + tokens) * GROUPS + group) * HEADS + heads
 
     first_position = tl.load(positions + first_token * position_stride).to(tl.int32)
     own_positions = first_position + tokens
@@ -198,7 +205,14 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     per_part = tl.cdiv(tl.cdiv(end, BLOCK), num_parts) * BLOCK
     begin = part * per_part
     end = tl.minimum(begin + per_part, end)
+    if IN_PARTS:
+        result = result * num_parts + part
+        if begin >= end:  # nothing to see: its share of the whole is 0
+            tl.store(log_sums + result, float("-inf"), mask=is_row)
+            return
 
+    own = (first_token + tokens) * query_stride + group * group_stride + heads
+    q = tl.load(query + own[:, None] * CHANNELS + channels[None, :], mask=is_real, other=0.0)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -221,11 +235,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
         attended = attended * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = now_highest
 
-    # A part may see nothing: its sum is 0, the logarithm of it -inf, its share of the whole 0.
-    attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
-    result = ((first_token + tokens) * GROUPS + group) * HEADS + heads
+    attended = attended / total[:, None]
     if IN_PARTS:
-        result = result * num_parts + part
         tl.store(partial + result[:, None] * CHANNELS + channels[None, :], attended, mask=is_real)
         tl.store(log_sums + result, highest + tl.log2(total), mask=is_row)
     else:
@@ -246,10 +257,11 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     """Token and head of this program are its place in the grid. The mean of its parts, weighted with their sums."""
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     parts, channels = tl.arange(0, MOST_PARTS), tl.arange(0, WIDTH)
-    is_part, is_channel = parts < num_parts, channels < CHANNELS
-    sums = tl.load(log_sums + head * num_parts + parts, mask=is_part, other=float("-inf"))
+    is_channel = channels < CHANNELS
+    sums = tl.load(log_sums + head * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
     weights = tl.exp2(sums - tl.max(sums, 0))
+    saw_something = sums != float("-inf")  # the others have written no result
     places = (head * num_parts + parts)[:, None] * CHANNELS + channels[None, :]
-    values = tl.load(partial + places, mask=is_part[:, None] & is_channel[None, :], other=0.0)
+    values = tl.load(partial + places, mask=saw_something[:, None] & is_channel[None, :], other=0.0)
     mean = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(out + head * CHANNELS + channels, mean.to(out.dtype.element_ty), mask=is_channel)

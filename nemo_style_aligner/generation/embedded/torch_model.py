@@ -28,6 +28,11 @@ class TorchModel:
         self._pages = pages
         self._operations = choose_operations(shape, weights.embedding.device)
 
+    @property
+    def operations(self) -> str:
+        """What computes all but matrix products."""
+        return self._operations.name
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [o, vocab_size], of `logits_dtype`. Collective over the tensor-parallel ranks."""
         ops, weights = self._operations, self._weights

@@ -28,6 +28,8 @@ d], of which it fills the places of the pass's keys and values.
 class TorchOperations:
     """With torch's functions. The residual stream and norms are float32 whatever the dtype of the rest."""
 
+    name = "torch's functions"
+
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self.architecture = a = shape.architecture
         self.groups = shape.shard.num_groups

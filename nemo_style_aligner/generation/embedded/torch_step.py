@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,16 +98,17 @@ class TorchStep(ModelStep):
         self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
-            with torch.inference_mode():  # as `forward` computes
+            with torch.inference_mode(), self._on_device():  # as `forward` computes
                 self._graphs.capture()
             self._num_compilations += self._graphs.num_graphs
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         """See `ModelStep.forward`; float32 on a GPU, else in the engine's dtype."""
-        if self._graphs is not None and len(step.segments) == step.num_decode:
-            return self._graphs.run(step)
-        return self._model.forward(self._batch(step))
+        with self._on_device():
+            if self._graphs is not None and len(step.segments) == step.num_decode:
+                return self._graphs.run(step)
+            return self._model.forward(self._batch(step))
 
     def clear_pages(self) -> None:
         """See `ModelStep.clear_pages`."""
@@ -126,7 +129,8 @@ class TorchStep(ModelStep):
         acquire(self._buffers)
         self._pages.acquire()
         if self._graphs is not None:
-            self._graphs.capture()
+            with self._on_device():
+                self._graphs.capture()
 
     @property
     def num_compilations(self) -> int:
@@ -137,7 +141,7 @@ class TorchStep(ModelStep):
     def description(self) -> str:
         """See `ModelStep.description`."""
         graphs = f", {self._num_compilations - 1} decode graphs" if self._graphs is not None else ""
-        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}"
+        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}, {self._model.operations}"
 
     def _batch(self, step: StepInput) -> Batch:
         """``step`` on the device."""
@@ -157,6 +161,10 @@ class TorchStep(ModelStep):
             segments=tuple(_chunk(step, first, length) for first, length in step.segments[num_decode:].tolist()),
             output_rows=None if all_wanted else self._to_device(step.output_rows),
         )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Kernels of ours and graphs go to the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         """int64 tensor of ``array``."""

@@ -23,6 +23,8 @@ _ACTIVE_BLOCK = 1024  # results of a program of the MLP's non-linearity
 class TritonOperations(TorchOperations):
     """The kernels for one shape of models; each is compiled at its first call, whatever the sizes of passes."""
 
+    name = "Triton's kernels"
+
     def __init__(self, shape: EngineShape, device: torch.device, num_processors: int) -> None:
         """``num_processors``: of the GPU (streaming multiprocessors)."""
         super().__init__(shape, device)
@@ -59,6 +61,7 @@ class TritonOperations(TorchOperations):
             HAS_PRODUCT_BIAS=product_bias is not None,
             IS_LAYER_NORM=bias is not None,
             num_warps=_warps(block),
+            enable_fp_fusion=True,
         )
         return out
 
@@ -69,7 +72,12 @@ class TritonOperations(TorchOperations):
         size = width // 2 if is_gated else width
         out = torch.empty(t, size, dtype=x.dtype, device=x.device)
         activate_kernel[(t, triton.cdiv(size, _ACTIVE_BLOCK))](
-            *(x, out), SIZE=size, BLOCK=_ACTIVE_BLOCK, ACTIVATION=self._activation, IS_GATED=is_gated
+            *(x, out),
+            SIZE=size,
+            BLOCK=_ACTIVE_BLOCK,
+            ACTIVATION=self._activation,
+            IS_GATED=is_gated,
+            enable_fp_fusion=True,
         )
         return out
 
@@ -93,6 +101,7 @@ class TritonOperations(TorchOperations):
                 WIDTH=self._width,
                 HAS_NORMS=norms is not None,
                 num_warps=_warps(self._rows * self._width),
+                enable_fp_fusion=True,
             )
             return attend(pages, qkv[:, :, : self.heads], qkv)
 
