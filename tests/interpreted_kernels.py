@@ -13,7 +13,7 @@ import torch
 from generation_models import VOCAB, architecture, engine_for, hf_model
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded import torch_model
+from nemo_style_aligner.generation.embedded import torch_step
 from nemo_style_aligner.generation.embedded.choose_operations import check, example
 from nemo_style_aligner.generation.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.generation.embedded.step import EngineShape
@@ -78,7 +78,7 @@ def responses(**options: object) -> list[GenerationResult]:
 model = hf_model()
 expected = responses()
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(torch_model, "choose_operations", operations_for)
+    patch.setattr(torch_step, "TorchOperations", operations_for)
     for result, other in zip(responses(), expected, strict=True):
         assert result.token_ids == other.token_ids
         torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)

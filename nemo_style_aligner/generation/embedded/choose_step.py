@@ -19,7 +19,10 @@ StepChoice = Literal["auto", "native", "torch"]
 
 
 def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-    """The step that ``choice`` asks for, built. "auto" on a CPU is the native step, or torch where that cannot be had.
+    """The step that ``choice`` asks for, built.
+
+    "auto" on a CPU is the native step, or torch where that cannot be had; on a GPU torch with Triton's kernels, which
+    "torch" does without.
 
     The torch step takes of ``lent`` what it can compute with in place, the native step what it packs at each refit.
 
@@ -42,7 +45,7 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, le
             raise error
         logger.warning("generation falls back to the slower torch step: %s", error)
         lent.give_back()
-    fallback = TorchStep(shape, device, lent)
+    fallback = TorchStep(shape, device, lent, use_kernels=choice != "torch")
     fallback.build()
     return fallback
 

@@ -10,15 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.generation.embedded.batch import Batch
-from nemo_style_aligner.generation.embedded.choose_operations import choose_operations
 from nemo_style_aligner.generation.embedded.step import EngineShape
+from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
 from nemo_style_aligner.generation.embedded.torch_weights import Matrix, TorchWeights
 
 
 class TorchModel:
     """Computes logits from a `Batch`, reading weights and reading and writing pages; it has no state of its own."""
 
-    def __init__(self, shape: EngineShape, weights: TorchWeights, pages: list[torch.Tensor]) -> None:
+    def __init__(
+        self, shape: EngineShape, weights: TorchWeights, pages: list[torch.Tensor], operations: TorchOperations
+    ) -> None:
         """``pages``: per layer [pages, PAGE_TOKENS, 2 * groups, kv_channels], keys and then values."""
         self._a = shape.architecture
         self._dtype = shape.dtype
@@ -26,12 +28,7 @@ class TorchModel:
         self._tensor_parallel = shape.tensor_parallel
         self._weights = weights
         self._pages = pages
-        self._operations = choose_operations(shape, weights.embedding.device)
-
-    @property
-    def operations(self) -> str:
-        """What computes all but matrix products."""
-        return self._operations.name
+        self._operations = operations
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [o, vocab_size], of `logits_dtype`. Collective over the tensor-parallel ranks."""

@@ -11,10 +11,12 @@ import torch
 
 from nemo_style_aligner.generation.embedded.arena import Arena
 from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
+from nemo_style_aligner.generation.embedded.choose_operations import choose_operations
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import TorchModel
+from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
 from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
 from nemo_style_aligner.transfers import moved
@@ -71,11 +73,25 @@ class TorchStep(ModelStep):
     Graphs hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures them again.
     """
 
-    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights, graphs: bool | None = None) -> None:
-        """``lent``: to compute with in place. ``graphs``: decode in padded buckets of fixed shape; None: on CUDA."""
+    def __init__(
+        self,
+        shape: EngineShape,
+        device: torch.device,
+        lent: LentWeights,
+        graphs: bool | None = None,
+        use_kernels: bool = True,
+    ) -> None:
+        """A step that is yet to be built.
+
+        Args:
+            lent: weights to compute with in place.
+            graphs: decode in padded buckets of fixed shape; None: on CUDA.
+            use_kernels: Triton's, where a GPU runs them; else torch's functions alone.
+        """
         self._shape = shape
         self._device = device
         self._lent = lent
+        self._use_kernels = use_kernels
         self._use_graphs = device.type == "cuda" if graphs is None else graphs
         self._graphs: DecodeGraphs | None = None
         self._num_compilations = 0
@@ -94,7 +110,10 @@ class TorchStep(ModelStep):
             weights.num_bytes / 1e6,
         )
         self._pages = _Pages(shape, self._device)
-        self._model = TorchModel(shape, weights, self._pages.layers)
+        choose = choose_operations if self._use_kernels else TorchOperations
+        operations = choose(shape, self._device)
+        self._operations_name = operations.name
+        self._model = TorchModel(shape, weights, self._pages.layers, operations)
         self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
@@ -141,7 +160,7 @@ class TorchStep(ModelStep):
     def description(self) -> str:
         """See `ModelStep.description`."""
         graphs = f", {self._num_compilations - 1} decode graphs" if self._graphs is not None else ""
-        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}, {self._model.operations}"
+        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}, {self._operations_name}"
 
     def _batch(self, step: StepInput) -> Batch:
         """``step`` on the device."""
