@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from generation_models import VOCAB, architecture, engine_for, hf_model
+from generation_models import VOCAB, architecture, engine_for, have_graphs, hf_model
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import torch_step
@@ -78,8 +78,10 @@ def responses(**options: object) -> list[GenerationResult]:
 model = hf_model()
 expected = responses()
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(torch_step, "TorchOperations", operations_for)
-    for result, other in zip(responses(), expected, strict=True):
-        assert result.token_ids == other.token_ids
-        torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+    patch.setattr(torch_step, "choose_operations", operations_for)
+    for graphs in (False, True):
+        have_graphs(patch, graphs)
+        for result, other in zip(responses(), expected, strict=True):
+            assert result.token_ids == other.token_ids
+            torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
 print("equal", flush=True)

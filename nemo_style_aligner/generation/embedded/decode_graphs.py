@@ -1,4 +1,4 @@
-"""Decode passes of fixed shapes: a few buckets of rows and attended lengths, captured as CUDA graphs."""
+"""Decode passes of fixed shapes: a few buckets of rows and, if it matters, attended lengths, as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,20 @@ class DecodeGraphs:
     computation runs on the same padded inputs, just not from a graph.
     """
 
-    def __init__(self, shape: EngineShape, device: torch.device, compute: Callable[[Batch], torch.Tensor]) -> None:
-        """``compute`` must read and write memory at fixed addresses only."""
+    def __init__(
+        self,
+        shape: EngineShape,
+        device: torch.device,
+        compute: Callable[[Batch], torch.Tensor],
+        computes_padding: bool = True,
+    ) -> None:
+        """``compute`` must read and write memory at fixed addresses only; see `TorchOperations.computes_padding`."""
         self._device = device
         self._compute = compute
         self._scratch_page = shape.num_pages
         self._row_buckets = row_buckets(shape.num_slots)
-        self._page_buckets = page_buckets(shape.pages_per_sequence)
+        most_pages = shape.pages_per_sequence
+        self._page_buckets = page_buckets(most_pages) if computes_padding else [most_pages]
         # Columns: token, position, pages. One buffer, so that one copy brings all inputs of a pass.
         size = (shape.num_slots, 2 + shape.pages_per_sequence)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -30,7 +30,7 @@ _MOST_POSITIONS = 64  # the same in positions
 _MANY_RESULTS = 2**14  # of a program, rows times channels: from here on they need the registers of 8 warps
 _STAGES = 5  # Triton needs so many to load a block while another is multiplied: which pages it is in is loaded before
 _PROGRAMS_PER_PROCESSOR = 4  # that are wanted at least when tokens decode
-_POSITIONS_PER_PART = 256  # at least: shorter parts cost more to add up than they gain
+_POSITIONS_PER_PART = 256  # at least, a multiple of all blocks: shorter parts cost more to add up than they gain
 _MOST_POSITIONS_PER_PART = 1024  # about: else all would wait for one long sequence beside many short ones
 _MOST_PARTS = 32
 
@@ -127,6 +127,7 @@ class PagedAttention:
             ROWS=rows,
             WIDTH=self._width,
             BLOCK=_block(self._width * query.element_size()),
+            LEAST=_POSITIONS_PER_PART,
             IN_CHUNKS=not decodes,
             IN_PARTS=parts > 1,
             num_warps=8 if rows * self._width >= _MANY_RESULTS else 4,
@@ -174,6 +175,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
@@ -182,6 +184,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     Without ``IN_PARTS`` the result goes to ``out`` [t, groups, heads, channels]; with it, in float32, to ``partial``
     [t, groups, heads, parts, channels], and the logarithm of the sum of its weights to ``log_sums`` [t, groups, heads,
     parts]. Logarithms are of base 2, and ``scale`` includes the change to it.
+
+    A part has ``LEAST`` positions at least, so that of a short sequence the last ones see nothing.
 
     Of a program's ``ROWS`` row i is head i % HEADS of token i // HEADS; ``WIDTH`` is ``CHANNELS`` filled up.
     """
@@ -202,7 +206,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     first_position = tl.load(positions + first_token * position_stride).to(tl.int32)
     own_positions = first_position + tokens
     end = first_position + num_tokens
-    per_part = tl.cdiv(tl.cdiv(end, BLOCK), num_parts) * BLOCK
+    per_part = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK), num_parts) * BLOCK, LEAST)
     begin = part * per_part
     end = tl.minimum(begin + per_part, end)
     if IN_PARTS:

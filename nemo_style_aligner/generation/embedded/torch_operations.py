@@ -29,6 +29,8 @@ class TorchOperations:
     """With torch's functions. The residual stream and norms are float32 whatever the dtype of the rest."""
 
     name = "torch's functions"
+    computes_padding = True
+    """Whether attention takes longer where `Batch.tables` has more columns than a sequence has pages."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self.architecture = a = shape.architecture

@@ -116,7 +116,7 @@ class TorchStep(ModelStep):
         self._model = TorchModel(shape, weights, self._pages.layers, operations)
         self._num_compilations = 1
         if self._use_graphs:
-            self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
+            self._graphs = DecodeGraphs(shape, self._device, self._model.forward, operations.computes_padding)
             with torch.inference_mode(), self._on_device():  # as `forward` computes
                 self._graphs.capture()
             self._num_compilations += self._graphs.num_graphs

@@ -24,6 +24,7 @@ class TritonOperations(TorchOperations):
     """The kernels for one shape of models; each is compiled at its first call, whatever the sizes of passes."""
 
     name = "Triton's kernels"
+    computes_padding = False
 
     def __init__(self, shape: EngineShape, device: torch.device, num_processors: int) -> None:
         """``num_processors``: of the GPU (streaming multiprocessors)."""
