@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shlex
 import sys
@@ -12,8 +13,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner import config
+from nemo_style_aligner.algorithms import run_settings
+from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.config import (
     CONF_DIR,
+    SECRET_KEYS,
     ConfigError,
     check_config,
     complete_config,
@@ -316,3 +321,30 @@ def test_targets_of_moved_keys_exist() -> None:
         if legacy.moved_to and "*" not in legacy.moved_to and "{" not in legacy.moved_to:
             found = [OmegaConf.select(config, legacy.moved_to, default=sys) for config in configs]
             assert any(value is not sys for value in found), legacy.moved_to
+
+
+@pytest.mark.parametrize("job", JOBS[:4])
+def test_what_may_differ_between_starts_of_a_run_is_not_remembered(job: str) -> None:
+    first, second = load_defaults(job), load_defaults(job)
+    second.trainer.devices, second.exp_manager.max_time_per_run = 8, "00:00:10:00"
+    second.model.micro_batch_size, second.model.tensor_model_parallel_size = 7, 2
+    assert changed_settings(settings_of_run(first), settings_of_run(second)) == []
+    second.model.optim.lr = 0.5
+    second.model.seed = 4
+    changed = changed_settings(settings_of_run(first), settings_of_run(second))
+    assert changed == ["model.seed=4 (before: 1234)", f"model.optim.lr=0.5 (before: {first.model.optim.lr})"]
+    assert changed_settings({}, settings_of_run(second)) == []  # of a version that remembered nothing
+    assert not [key for key in settings_of_run(first) if key.endswith(SECRET_KEYS)]
+
+
+def test_a_setting_that_follows_another_is_not_named_beside_it() -> None:
+    first, second = load_defaults("gpt_sft"), load_defaults("gpt_sft")
+    second.model.data.train_ds.global_batch_size = 32  # which model.global_batch_size and the validation's follow
+    changed = changed_settings(settings_of_run(first), settings_of_run(second))
+    assert changed == ["model.data.train_ds.global_batch_size=32 (before: 128)"]
+
+
+def test_each_pattern_of_what_may_differ_is_of_some_key() -> None:
+    keys = {key for job in JOBS for key in config._leaves(load_defaults(job))}
+    keys |= {"model.data.data_prefix.validation", "model.data.data_prefix.test"}  # which the user gives
+    assert [pattern for pattern in run_settings._MAY_DIFFER if not fnmatch.filter(keys, pattern)] == []

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import types
@@ -110,6 +111,24 @@ def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_pa
     for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
         assert resumed_curves[name] == curves[name], name
     assert [step for step, _ in curves["train/loss"]] == list(range(1, 73))
+
+
+def test_a_finished_run_started_again_with_other_settings_says_that_it_trains_nothing(
+    artefacts: Artefacts, tmp_path: Path
+) -> None:
+    """What it would train with, and that it is of the old run that the model is."""
+    log_dir = tmp_path / "sft"
+    shutil.copytree(artefacts.sft_log, log_dir)
+    others = ("model.optim.lr=1e-3", "model.data.train_ds.global_batch_size=8", "trainer.sft.save_interval=1")
+    flags = [*artefacts.sft_flags(log_dir), *others]
+    output = run(script("train_gpt_sft.py", *flags), tmp_path / "again.log", TIMEOUT)
+    assert (
+        "with other settings than its checkpoint was written with: model.data.train_ds.global_batch_size=8 (before: 16)"
+        ", model.optim.lr=0.001 (before: 0.01). For a new run with these give another exp_manager.explicit_log_dir"
+    ) in output
+    assert "WARNING" in output and "all 4 steps of this run were made before: nothing is trained" in output
+    assert "other settings" not in artefacts.outputs["train_gpt_sft.py"]
+    assert "steps of this run were made" not in artefacts.outputs["train_gpt_sft.py"]
 
 
 # ---- regression, two attributes, over the wire --------------------------------------------------
@@ -542,6 +561,20 @@ def test_a_run_with_another_batch_size_ends_with_its_epochs(
     assert again.fit() == 0 and again.trainer.step == 6
     order = EpochSampler(24, 4, seed=3, shuffle=True, drop_last=True).order
     assert again.seen == [*order(0)[12:], *order(1)]
+
+
+def test_a_run_says_what_ends_it(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """24 examples. Batches of 5 are 4 steps and 4 examples that no step gets; 2 epochs."""
+    caplog.set_level("INFO")
+    run = TinyRun(layout, tmp_path / "steps", batch=5)
+    assert run.fit() == 0
+    assert "24 examples, 5 per step: 4 steps per epoch, 4 left over; max_steps=6 ends the run" in caplog.text
+    run = TinyRun(layout, tmp_path / "epochs", batch=8, step_limit=99)
+    assert run.fit() == 0
+    said = "24 examples, 8 per step: 3 steps per epoch; max_epochs=2 ends the run after 6 steps, before max_steps=99"
+    assert said in caplog.text
 
 
 def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:

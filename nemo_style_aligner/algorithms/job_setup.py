@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
+from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
@@ -27,6 +29,7 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object,
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
+from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,17 @@ class Run:
         """Continue from the checkpoint that ``exp_manager`` says, if there is one."""
         state = self.checkpoints.resume(model, optimizer)
         if state is not None:
+            self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
+
+    def _warn_of_other_settings(self, before: Mapping[str, str]) -> None:
+        changed = changed_settings(before, self.checkpoints.run_settings or {})
+        if changed and self.metrics.rank == 0:
+            logger.warning(
+                "the run goes on with other settings than its checkpoint was written with: %s. For a new run with "
+                "these give another exp_manager.explicit_log_dir",
+                some_of(changed, shown=10),
+            )
 
     def close(self) -> int:
         """Wait for the checkpoint and the archive that are being written, and for the log; the job's exit status.
@@ -107,6 +120,7 @@ def start_run(cfg: DictConfig) -> Run:
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",
             CheckpointSettings.from_config(cfg.exp_manager),
+            run_settings=settings_of_run(cfg),
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )

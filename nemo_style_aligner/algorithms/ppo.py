@@ -19,6 +19,7 @@ from nemo_style_aligner.algorithms.training_loop import TrainingLoop
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
+from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.pipeline import rows
 from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
@@ -50,6 +51,7 @@ class PPOTrainer(TrainingLoop):
     """
 
     title = "PPO"
+    samples_name = "prompts"
     settings: PPOSettings
 
     def __init__(
@@ -254,9 +256,9 @@ class PPOTrainer(TrainingLoop):
     # ---- counters, logs, state --------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """Passes over the training prompts completed."""
-        return self.train_prompts.sampler(self.consumed_samples).epoch
+    def place(self) -> EpochSampler:
+        """The order of the prompts, at the next one."""
+        return self.train_prompts.sampler(self.consumed_samples)
 
     def _log(self, metrics: dict[str, Any], group: str) -> None:
         prefix, number = self._where_to_log()

@@ -81,6 +81,7 @@ class SupervisedTrainer(TrainingLoop):
     """
 
     title = "Training"
+    samples_name = "examples"
     settings: SupervisedSettings
 
     def __init__(
@@ -175,9 +176,9 @@ class SupervisedTrainer(TrainingLoop):
         return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 
     @property
-    def epoch(self) -> int:
-        """Passes over the training data completed."""
-        return self.train_sampler.epoch
+    def place(self) -> EpochSampler:
+        """The order of the examples, at the next one."""
+        return self.train_sampler
 
     def log_phases(self) -> None:
         """Log the durations of what belongs to no update and no validation: saves."""

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.algorithms.run_control import STATE, RunControl
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
+from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
@@ -62,6 +63,8 @@ class TrainingLoop(abc.ABC):
     settings: LoopSettings
     title: ClassVar[str]
     """The progress bar's."""
+    samples_name: ClassVar[str]
+    """What the training data are, for the log."""
 
     def __init__(
         self,
@@ -94,6 +97,13 @@ class TrainingLoop(abc.ABC):
         """
         self.run_control.begin()
         total, rank = self.settings.max_steps, self.metrics.rank
+        logger.info("%s", self.describe_length())
+        if self.step > 0 and self.is_finished and rank == 0:
+            logger.warning(
+                "all %d steps of this run were made before: nothing is trained. For a new run give another "
+                "exp_manager.explicit_log_dir; with more max_epochs or max_steps this one goes on",
+                self.step,
+            )
         with self.checkpoints.last_chance(), ProgressBar(total, self.title, rank, initial=self.step) as progress:
             try:
                 self.warm_up()
@@ -120,6 +130,18 @@ class TrainingLoop(abc.ABC):
             else:
                 self.export()
         self.log_phases()
+
+    def describe_length(self) -> str:
+        """How many samples a step and an epoch take, and which setting ends the run."""
+        place, settings = self.place, self.settings
+        text = f"{place.num_samples} {self.samples_name}, {place.global_batch_size} per step: "
+        text += f"{place.batches_per_epoch} steps per epoch"
+        left = place.num_samples - place.samples_per_epoch
+        text += f", {left} left over" if left else ""
+        if settings.max_steps >= settings.step_limit:
+            return f"{text}; max_steps={settings.step_limit} ends the run"
+        text += f"; max_epochs={settings.max_epochs} ends the run after {settings.max_steps} steps"
+        return text if settings.step_limit == sys.maxsize else f"{text}, before max_steps={settings.step_limit}"
 
     # ---- what a trainer brings --------------------------------------------------------------
 
@@ -148,8 +170,13 @@ class TrainingLoop(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def place(self) -> EpochSampler:
+        """The order of the training data, at the next sample."""
+
+    @property
     def epoch(self) -> int:
         """Passes over the training data completed."""
+        return self.place.epoch
 
     @abc.abstractmethod
     def log_phases(self) -> None:

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 MayPublish = Callable[[float], bool]
 """Waits until a checkpoint may be published, for at most so many seconds; whether it may."""
 
+RUN_SETTINGS = "run_settings"
+"""Key of a checkpoint's ``trainer_state``: the settings of the start that wrote it."""
+
 _SNAPSHOT_SHARE = 0.5  # of the memory that is free, which a copy of the state may take
 _PUBLISH_POLL_SECONDS = 5.0
 
@@ -90,6 +93,7 @@ class CheckpointManager:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
         settings: see `CheckpointSettings`.
         nemo: what to put into .nemo archives; None writes none.
+        run_settings: what the job was started with, written into ``trainer_state`` under `RUN_SETTINGS`; None: nothing.
     """
 
     def __init__(
@@ -97,9 +101,11 @@ class CheckpointManager:
         directory: Path,
         settings: CheckpointSettings,
         nemo: NemoExport | None = None,
+        run_settings: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = settings
         self.nemo = nemo
+        self.run_settings = run_settings
         self._files = CheckpointDirectory(directory, settings)
         named = settings.resume_from_checkpoint
         self._named = Path(named).expanduser() if named else None
@@ -156,6 +162,8 @@ class CheckpointManager:
         self.finish()
         values = {**{k: v for k, v in trainer_state.items() if isinstance(v, int | float)}, **metrics}
         step = int(values.get("step", 0))
+        if self.run_settings is not None:
+            trainer_state = {**trainer_state, RUN_SETTINGS: dict(self.run_settings)}
         contents = take(model, optimizer, trainer_state, step)
         target, sequence = on_first_rank(lambda: self._files.prepare(values, contents.size))
         in_background = self.settings.async_save and self._has_memory_for(contents)

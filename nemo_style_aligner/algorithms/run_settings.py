@@ -1,0 +1,61 @@
+"""Settings that make a run what it is: a start that has others goes on with another run than its user may think."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_MAY_DIFFER = (
+    # what is written, shown and measured, and when
+    *(
+        "name",
+        "exp_manager.*",
+        "trainer.*.val_check_interval",
+        "trainer.*.save_interval",
+        "trainer.*.limit_val_batches",
+    ),
+    *("trainer.ppo.num_table_rows", "model.ppo.num_val_samples", "trainer.rm.val_random_sampler"),
+    *("model.data.validation_ds.*", "model.data.data_prefix.validation", "model.data.data_prefix.test"),
+    # on which machines, and how the work is divided among them
+    *("trainer.num_nodes", "trainer.devices", "trainer.ppo.rollout_devices", "trainer.distributed_timeout_minutes"),
+    *("model.*_parallel_size", "model.sequence_parallel", "model.*micro_batch*", "model.activations_checkpoint_*"),
+    *("model.*offload_adam_states", "model.*keep_activations", "model.rm_placement", "model.optim.overlap_grad_sync"),
+    *("trainer.ppo.reference_policy_placement", "trainer.ppo.generation.*", "trainer.ppo.trt_llm.*"),
+    # addresses, limits, secrets
+    *("remote_critic_rm.*", "trainer.ppo.batch_iterator.*", "trainer.ppo.connections.*", "trainer.ppo.max_body_bytes"),
+    *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.max_outstanding_requests"),
+    *("trainer.ppo.*_seconds", "trainer.ppo.max_queue_delay_microseconds", "trainer.ppo.inference_micro_batch_size"),
+    *("trainer.ppo.strip_sequence_length_to_multiple", "trainer.*.on_nonfinite", "trainer.*.max_consecutive_skips"),
+)  # patterns of keys; what is computed is the same with all of these, rounding and sampled numbers aside
+
+
+def settings_of_run(cfg: DictConfig) -> dict[str, str]:
+    """The values of a job's config that all starts of one run have in common, by dotted key, for its checkpoints.
+
+    An interpolation is itself its value, so that a key that follows another does not count beside it. Secrets are left
+    out.
+    """
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    return {key: str(value) for key, value in _leaves(container) if not any(fnmatchcase(key, p) for p in _MAY_DIFFER)}
+
+
+def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """``key=value (before: value)`` for each key that both have with other values.
+
+    A key that only one of them has may be another version's of this project.
+    """
+    return [
+        f"{key}={value} (before: {before[key]})" for key, value in now.items() if key in before and before[key] != value
+    ]
