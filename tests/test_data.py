@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +248,15 @@ def test_pair_has_loss_on_the_response_and_its_end(tmp_path: Path, tokenizer: To
         sft(tmp_path, tokenizer, row, add_bos=True)
 
 
+def test_keys_of_other_names_are_an_error_with_the_options_that_name_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: key 'input' is missing.*'prompt', 'completion'") as error:
+        sft(tmp_path, tokenizer, row)
+    options = dict(re.findall(r"model\.data\.train_ds\.(\w+)=('[^']*'|\w+)", str(error.value)))
+    item = sft(tmp_path, tokenizer, row, **{name: value.strip("'") for name, value in options.items()})[0]
+    assert spell(tokenizer, item.token_ids) == "q a$"
+
+
 def test_template_with_several_fields(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"context": "c", "question": "q", "answer": "a"}
     options = {
@@ -278,6 +288,22 @@ def test_truncation(tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any
         assert data.num_dropped == 1
     else:
         assert spell(tokenizer, data[0].token_ids) == want and data.num_dropped == 0
+
+
+def test_what_is_shortened_is_counted(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """To 10 tokens: in nothing, the prompt, the response, both, nothing; a chat is left out."""
+    pairs = [("ab", "cd"), ("abcdefghij", "cd"), ("ab", "cdefghijkl"), ("a" * 9, "b" * 9), ("a", "")]
+    rows = [{"input": prompt, "output": response} for prompt, response in pairs]
+    rows.append({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]})
+    sft(tmp_path, tokenizer, *rows[:1], max_seq_length=10)
+    assert "shortened" not in caplog.text
+    data = sft(tmp_path, tokenizer, *rows, max_seq_length=10, truncation_field="input")
+    assert (len(data), data.num_dropped, data.num_shortened) == (5, 1, 3)
+    assert "sft.jsonl: shortened 3 of 6 samples to 10 tokens (max_seq_length, model.encoder_seq_length)" in caplog.text
+    assert "truncation_field=input first: 2 of them lost a part of a response" in caplog.text
+    caplog.clear()
+    data = sft(tmp_path, tokenizer, MESSAGES, max_seq_length=40)  # of two responses the second is cut off
+    assert data.num_shortened == 1 and "1 of them lost a part of a response" in caplog.text
 
 
 @pytest.mark.parametrize("method, want", [("right", "[abcdef]g XY$"), ("left", "abcdef]gh XY$")])

@@ -97,6 +97,16 @@ class SFTItem:
 
 
 @dataclass(frozen=True)
+class _Encoded:
+    """A sample as `SFTItem` has it, and how many tokens it lost to fit: all, and those of responses."""
+
+    token_ids: list[int]
+    targets: list[int]
+    lost: int = 0
+    lost_of_responses: int = 0
+
+
+@dataclass(frozen=True)
 class _Segment:
     text: str
     is_target: bool
@@ -106,8 +116,8 @@ class SFTDataset:
     """Supervised fine-tuning samples. See the module for the kinds of line, `SFTFormat` for the options.
 
     Overlong pairs are shortened in their truncation fields, then at the end of the response; overlong
-    chats at the end. What has no response left, or is shorter than ``min_seq_length``, is dropped with
-    a count in the log.
+    chats at the end, with a count in the log. What has no response left, or is shorter than ``min_seq_length``,
+    is dropped, with another.
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
@@ -116,15 +126,30 @@ class SFTDataset:
         self._stop_ids, self._warned_of_ends = frozenset(tokenizer.stop_ids), False
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)
+        self.num_shortened = num_without_whole_response = 0
         for record in records:
             activity.progress()
             item = self._encode(record)
             if len(item.token_ids) >= options.min_seq_length and any(item.targets[1:]):
                 self._tokens.append(item.token_ids)
                 self._targets.append(item.targets)
+                self.num_shortened += item.lost > 0
+                num_without_whole_response += item.lost_of_responses > 0
         self.num_dropped = len(records) - len(self._tokens)
         limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
         report_dropped(self.num_dropped, len(records), "samples", limit, paths)
+        if self.num_shortened:
+            warn_for_all_ranks(
+                logger,
+                "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), pairs in "
+                "truncation_field=%s first: %d of them lost a part of a response",
+                ", ".join(map(str, paths)),
+                self.num_shortened,
+                len(records),
+                options.max_seq_length,
+                options.truncation_field or "null",
+                num_without_whole_response,
+            )
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -132,7 +157,7 @@ class SFTDataset:
     def __getitem__(self, index: int) -> SFTItem:
         return SFTItem(self._tokens[index], self._targets[index])
 
-    def _encode(self, record: Record) -> SFTItem:
+    def _encode(self, record: Record) -> _Encoded:
         is_chat = "messages" in record.fields or "conversations" in record.fields
         if self._options.chats_only and not is_chat:
             record.fail(
@@ -141,30 +166,48 @@ class SFTDataset:
         item = self._encode_chat(record) if is_chat else self._encode_pair(record)
         limit = self._options.max_seq_length
         targets = item.targets if self._options.answer_only_loss else [1] * len(item.targets)
-        return SFTItem(item.token_ids[:limit], targets[:limit])
+        return _Encoded(
+            item.token_ids[:limit],
+            targets[:limit],
+            item.lost + len(item.token_ids[limit:]),
+            item.lost_of_responses + sum(item.targets[limit:]),
+        )
 
     # ---- pairs ----
 
-    def _encode_pair(self, record: Record) -> SFTItem:
+    def _encode_pair(self, record: Record) -> _Encoded:
         options, tokenizer = self._options, self._tokenizer
+        missing = [key for key in options.template_keys if key not in record.fields]
+        if missing:
+            record.fail(
+                f"key {missing[0]!r} is missing, which prompt_template {options.prompt_template!r} names; the keys "
+                f"there are: {', '.join(map(repr, record.fields)) or 'none'}. If prompt and response have other names, "
+                "give these: \"model.data.train_ds.prompt_template='{prompt} {completion}'\" "
+                "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
+            )
         # Spaces around a field are not the template's, as in NeMo: two in a row would be other tokens.
         fields = {key: record.text(key).strip(" ") for key in options.template_keys}
         between = [_SEPARATOR] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
         room = options.max_seq_length - len(self._bos) - len(between) - len(after)
-        prompt, response, is_lost = self._fit(fields, room)
+        whole_prompt, whole_response = self._tokenize_pair(fields)
+        prompt, response, is_lost = self._fit(fields, whole_prompt, whole_response, room)
         token_ids = self._bos + prompt + between + response + after
         num_context = len(token_ids) if is_lost else len(self._bos) + len(prompt) + len(between)
-        return SFTItem(token_ids, [0] * num_context + [1] * (len(token_ids) - num_context))
+        targets = [0] * num_context + [1] * (len(token_ids) - num_context)
+        lost_of_response = len(whole_response) - len(response)
+        return _Encoded(token_ids, targets, len(whole_prompt) - len(prompt) + lost_of_response, lost_of_response)
 
-    def _fit(self, fields: dict[str, str], room: int) -> tuple[list[int], list[int], bool]:
+    def _fit(
+        self, fields: dict[str, str], prompt: list[int], response: list[int], room: int
+    ) -> tuple[list[int], list[int], bool]:
         """Ids of prompt and response, fields shortened one after the other until both fit into ``room``.
 
         And whether nothing is left of a response that there was: there is nothing to learn then, not even to end.
+        ``prompt`` and ``response`` are the whole ones.
         """
         label = self._options.label_key
         had_response = bool(fields[label].strip())
-        prompt, response = self._tokenize_pair(fields)
         for key in self._options.truncation_keys:
             while (excess := len(prompt) + len(response) - room) > 0 and fields[key]:
                 fields = fields | {key: self._shorten(fields[key], excess)}
@@ -196,7 +239,7 @@ class SFTDataset:
 
     # ---- chats ----
 
-    def _encode_chat(self, record: Record) -> SFTItem:
+    def _encode_chat(self, record: Record) -> _Encoded:
         turns = _openai_turns(record) if "messages" in record.fields else _nemo_turns(record)
         if self._options.chat_prompt_tokens is not None:
             _refuse_beyond_markup(record, turns)
@@ -212,7 +255,7 @@ class SFTDataset:
             targets += self._response_targets(ids) if segment.is_target else [0] * len(ids)
         if self._options.chat_prompt_tokens is None:
             self._check_end(record, [i for i, is_target in zip(token_ids, targets, strict=True) if is_target])
-        return SFTItem(token_ids, targets)
+        return _Encoded(token_ids, targets)
 
     def _check_end(self, record: Record, learnt: Sequence[int]) -> None:
         """Warn, once, where generation would go on behind what ends a response here."""
