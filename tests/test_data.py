@@ -173,6 +173,83 @@ def test_an_odd_number_of_comparisons_is_an_error(tmp_path: Path, tokenizer: Tok
     odd = jsonl(tmp_path / "odd.jsonl", {"text": "a"}, {"text": "b"}, {"text": "c"})
     with pytest.raises(DataError, match=r"odd\.jsonl:3: .*odd number"):
         ComparisonDataset([even, odd, odd], tokenizer, 8)
+    pairs = jsonl(tmp_path / "pairs.jsonl", {"input": "a", "output": "b"})  # another kind of file, whatever its length
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: key 'text' is missing.*'input', 'output'"):
+        ComparisonDataset([pairs], tokenizer, 8)
+
+
+def test_texts_that_are_no_pairs_are_warned_of(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All begin alike: with the template. Prompts, and pairs of which one line is missing, share no more than that."""
+    sums = [(7 * i % 10, 3 * i % 7) for i in range(25)]
+    pairs = [{"text": f"What is {a}+{b}? {answer}"} for a, b in sums for answer in (a + b, a - b - 7)]
+    right = jsonl(tmp_path / "right.jsonl", *pairs)
+    assert len(ComparisonDataset([right], tokenizer, 64)) == 25 and not caplog.text
+    prompts = jsonl(tmp_path / "prompts.jsonl", *({"text": f"What is {a}+{b}?"} for a, b in [*sums, (9, 9)]))
+    shifted = jsonl(tmp_path / "shifted.jsonl", *pairs[1:-1])
+    for wrong in (prompts, shifted):
+        caplog.clear()
+        ComparisonDataset([wrong], tokenizer, 64)
+        assert f"{wrong}: the texts of" in caplog.text and "begin no more alike than those of different" in caplog.text
+
+
+CHOSEN = {"role": "assistant", "content": "4"}
+REJECTED = {"role": "assistant", "content": "5"}
+QUESTION = {"role": "user", "content": "2+2?"}
+
+
+@pytest.mark.parametrize(
+    "row, good",
+    [
+        ({"prompt": "2+2? ", "chosen": "4", "rejected": "5"}, "2+2? 4$"),
+        ({"chosen": "2+2? 4", "rejected": "2+2? 5"}, "2+2? 4$"),
+        ({"prompt": [QUESTION], "chosen": [CHOSEN], "rejected": [REJECTED]}, None),
+        ({"prompt": None, "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, None),
+        ({"prompt": "2+2?", "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, None),
+        ({"prompt": "2+2?", "chosen": [CHOSEN], "rejected": [REJECTED]}, None),
+    ],
+)
+def test_both_responses_on_a_line(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], good: str | None) -> None:
+    """A chat ends with its template's end of a turn, without the line break behind it, and no other end."""
+    good = good or "[user\n2+2?]\n[assistant\n4]"
+    path = jsonl(tmp_path / "pairs.jsonl", row, row)
+    data = ComparisonDataset([path], tokenizer, 64, append_eod=True)
+    assert len(data) == 2
+    assert spell(tokenizer, data[0].chosen_ids) == good
+    assert spell(tokenizer, data[0].rejected_ids) == good.replace("4", "5")
+    data = ComparisonDataset([path], tokenizer, 64)
+    assert spell(tokenizer, data[1].chosen_ids) == good.removesuffix("$")
+
+
+@pytest.mark.parametrize(
+    "row, complaint",
+    [
+        ({"prompt": "a", "chosen": "b"}, "key 'rejected' is missing"),
+        ({"text": "a"}, "key 'chosen' is missing"),
+        ({"prompt": [QUESTION], "chosen": "4", "rejected": "5"}, "should be the one or the other"),
+        ({"chosen": [CHOSEN], "rejected": "5", "prompt": 3}, "'prompt' should be a string, or a list of messages"),
+        ({"chosen": ["4"], "rejected": ["5"]}, "'chosen' should be a string, or a list of messages, each an object"),
+        ({"chosen": [{"role": "assistant"}], "rejected": [REJECTED]}, "key 'content' is missing"),
+        ({"prompt": "2+3?", "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, "'prompt' is none of the"),
+    ],
+)
+def test_bad_lines_of_both_responses_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], complaint: str
+) -> None:
+    path = jsonl(tmp_path / "pairs.jsonl", {"chosen": "a", "rejected": "b"}, row)
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:2: .*{complaint}"):
+        ComparisonDataset([path], tokenizer, 64)
+
+
+def test_chats_of_both_responses_need_a_template_that_has_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = jsonl(tmp_path / "pairs.jsonl", {"chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]})
+    without = train_character_tokenizer("ab", tmp_path / "without")
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: this tokenizer has no chat template"):
+        ComparisonDataset([path], without, 64)
+    forgetful = with_template(tokenizer, tmp_path / "forgetful", "{{ messages[0].content }}<|im_end|>")
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*leaves out a part of the last message of 'chosen'"):
+        ComparisonDataset([path], forgetful, 64)
 
 
 # ---- regression -------------------------------------------------------------------------------

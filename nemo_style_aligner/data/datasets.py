@@ -7,6 +7,7 @@ Supervised fine-tuning data has a module of its own, `sft`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.data.preferences import PREFERENCE_KEYS, EndedText, preference_texts
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+_PAIRS_LOOKED_AT = 1000  # at most, spread over the files: takes no time
+_FEWEST_PAIRS_LOOKED_AT = 8  # chance says too much of fewer
 _TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
 
 
@@ -200,14 +204,14 @@ def read_records(paths: Sequence[str | Path]) -> list[Record]:
 
 
 def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
-    """Ids of each record's ``text``, the stop token appended if asked for."""
+    """Ids of each record's ``text``, the stop token appended if asked for and the text has no end of its own."""
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
         activity.progress()
         chunk = records[start : start + _TOKENIZE_AT_ONCE]
         for record, ids in zip(chunk, tokenizer.texts_to_ids([record.text("text") for record in chunk]), strict=True):
             if not ids:
                 record.fail("'text' is empty")
-            yield [*ids, tokenizer.eos_id] if append_eod else ids
+            yield [*ids, tokenizer.eos_id] if append_eod and not isinstance(record, EndedText) else ids
 
 
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
@@ -287,22 +291,16 @@ class ComparisonItem:
 class ComparisonDataset:
     """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
 
-    A pair with a text of more than ``seq_length`` tokens is dropped, with a count in the log.
-    ``append_eod`` ends each text with the stop token, as a response that PPO generates ends.
+    Or ``{"prompt": ..., "chosen": ..., "rejected": ...}`` lines, a pair each: see `preferences`. A pair with a text of
+    more than ``seq_length`` tokens is dropped, with a count in the log. ``append_eod`` ends each text with the stop
+    token, as a response that PPO generates ends; a chat whose template ends it stays as it is.
     """
 
     def __init__(
         self, paths: Sequence[str | Path], tokenizer: Tokenizer, seq_length: int, append_eod: bool = False
     ) -> None:
-        records: list[Record] = []
-        for path in paths:
-            of_file = read_jsonl(path)
-            if len(of_file) % 2:
-                of_file[-1].fail(
-                    f"the file holds {len(of_file)} texts, an odd number; each good response needs "
-                    f"its bad one on the next line, and this last one has none"
-                )
-            records += of_file
+        records = [text for path in paths for text in _read_comparisons(path, tokenizer)]
+        _warn_of_strangers(records, paths)
         self._chosen, self._rejected = RaggedInts(), RaggedInts()
         tokens = tokenize_texts(records, tokenizer, append_eod)
         for chosen, rejected in zip(tokens, tokens, strict=True):
@@ -318,6 +316,53 @@ class ComparisonDataset:
 
     def __getitem__(self, index: int) -> ComparisonItem:
         return ComparisonItem(self._chosen[index], self._rejected[index])
+
+
+def _read_comparisons(path: str | Path, tokenizer: Tokenizer) -> list[Record]:
+    """The texts of a file's pairs in turn, the good one first."""
+    records = read_jsonl(path)
+    if any(key in records[0].fields for key in PREFERENCE_KEYS):
+        return [text for record in records for text in preference_texts(record, tokenizer)]
+    for record in records:
+        record.text("text")  # a file of another kind has the wrong keys rather than an odd number of lines
+    if len(records) % 2:
+        records[-1].fail(
+            f"the file holds {len(records)} texts, an odd number; each good response needs "
+            f"its bad one on the next line, and this last one has none"
+        )
+    return records
+
+
+def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -> None:
+    """Warn if texts are no pairs: of prompts alone, or shifted by a line.
+
+    Both texts of a pair begin with its prompt. All texts may begin alike; so what a pair has in common is compared with
+    what its first text has in common with one of another pair. Of texts that are no pairs about every second one loses.
+    """
+    pairs = len(records) // 2
+    if pairs < _FEWEST_PAIRS_LOOKED_AT:
+        return
+    looked_at, strangers = range(0, pairs, -(-pairs // _PAIRS_LOOKED_AT)), 0
+    for pair in looked_at:
+        good, bad = records[2 * pair].fields["text"], records[2 * pair + 1].fields["text"]
+        other = records[2 * ((pair + pairs // 2) % pairs)].fields["text"]
+        strangers += _length_in_common(good, bad) <= _length_in_common(good, other)
+    if strangers > len(looked_at) / 4:
+        warn_for_all_ranks(
+            logger,
+            "%s: the texts of %d of %d pairs begin no more alike than those of different pairs. Both should begin with "
+            "the same prompt, the good response on one line and the bad one on the next: are these comparisons, and "
+            "is no line missing?",
+            ", ".join(map(str, paths)),
+            strangers,
+            len(looked_at),
+        )
+
+
+def _length_in_common(one: str, other: str) -> int:
+    """Characters of the beginning that both texts have."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in alike)
 
 
 # ---- labelled texts ---------------------------------------------------------------------------
