@@ -1224,12 +1224,13 @@ def test_a_job_that_extends_a_models_positions_says_so(tmp_path: Path, caplog: p
         _saved_tokenizer(tmp_path / "tokenizer"),
     )
     for length, expected in ((1024, 2048), (4096, 4096)):
-        assert "which this job makes" not in caplog.text
+        assert "this job allows" not in caplog.text
         cfg = OmegaConf.merge(load_defaults("gpt_ppo_critic"), {"model": {"encoder_seq_length": length}})
         assert isinstance(cfg, DictConfig)
         base = open_base_model(str(tmp_path / "sft.nemo"), cfg)
         assert base.architecture.max_position_embeddings == cfg.model.max_position_embeddings == expected
-    assert "has 2048 positions, which this job makes 4096" in caplog.text
+    assert "was made for 2048 positions; this job allows 4096" in caplog.text
+    assert "set model.encoder_seq_length=2048" in caplog.text
 
 
 def _saved_tokenizer(folder: Path) -> Path:

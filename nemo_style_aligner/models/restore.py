@@ -93,11 +93,12 @@ def open_base_model(
     architecture = ModelArchitecture.from_nemo_config(merged)
     if dist.get_rank() == 0 and (base.get(_POSITIONS) or math.inf) < architecture.max_position_embeddings:
         logger.warning(
-            "%s has %d positions, which this job makes %d (model.encoder_seq_length, model.max_position_embeddings): "
-            "it may know nothing of sequences that long; lower the former where none is",
+            "%s was made for %d positions; this job allows %d (model.encoder_seq_length, "
+            "model.max_position_embeddings). If your data are shorter, set model.encoder_seq_length=%d",
             location,
             base[_POSITIONS],
             architecture.max_position_embeddings,
+            base[_POSITIONS],
         )
     return BaseModel(
         path=location,
