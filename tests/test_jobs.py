@@ -232,6 +232,7 @@ def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[
     assert names[1:] == ["megatron_gpt_ppo_actor.nemo"]
     for flag in ("model.megatron_amp_O2", "model.mcore_gpt", "offload_adam_states"):
         assert flag in output, f"{flag} has no effect, and nobody says so"
+    assert re.search(r"\d+ prompts, 16 per step: \d+ steps per epoch.*; max_steps=2 ends the run", output)
     job, _, critic_log = tutorial_critic
     assert "offload_adam_states has no effect on a CPU" in job.output()
     assert (critic_log / "checkpoints").is_dir()  # the actor's save had the critic save first

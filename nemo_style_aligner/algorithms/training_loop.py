@@ -97,8 +97,9 @@ class TrainingLoop(abc.ABC):
         """
         self.run_control.begin()
         total, rank = self.settings.max_steps, self.metrics.rank
-        logger.info("%s", self.describe_length())
-        if self.step > 0 and self.is_finished and rank == 0:
+        if self.step == 0 or not self.is_finished:
+            logger.info("%s", self.describe_length())
+        elif rank == 0:
             logger.warning(
                 "all %d steps of this run were made before: nothing is trained. For a new run give another "
                 "exp_manager.explicit_log_dir; with more max_epochs or max_steps this one goes on",
