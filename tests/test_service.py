@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gzip
+import http.server
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -16,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +47,7 @@ from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, 
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -579,6 +583,91 @@ def test_separate_reward_server() -> None:
             wrong.wait_until_ready(10)
 
 
+@contextlib.contextmanager
+def foreign_reward_service(answers: dict[str, str]) -> Iterator[int]:
+    """The port of a service of somebody else's, which says what ``answers`` say: by path, JSON."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = answers.get(self.path, "").encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def reward_answer(rewards: object, shape: list[int], name: str = "rewards", datatype: str = "FP32") -> str:
+    return json.dumps({"outputs": [{"name": name, "datatype": datatype, "shape": shape, "data": rewards}]})
+
+
+MALFORMED_REWARDS = {
+    "a row too many": (reward_answer([99.0, 1.0, 2.0], [3, 1]), r"shape \[3, 1\], .* \[2, 1\] for 2 sequences"),
+    "a row too few": (reward_answer([1.0], [1, 1]), r"shape \[1, 1\], .* \[2, 1\] for 2 sequences"),
+    "no second dimension": (reward_answer([1.0, 2.0], [2]), r"shape \[2\], and should have \[2, 1\]"),
+    "several attributes": (reward_answer([1.0, 2.0, 3.0, 4.0], [2, 2]), r"shape \[2, 2\], and should have \[2, 1\]"),
+    "NaN": (reward_answer([1.0, math.nan], [2, 1]), "NaN is not JSON"),
+    "strings": (reward_answer(["1", "2"], [2, 1], datatype="BYTES"), "'rewards' holds strings"),
+    "another name": (reward_answer([1.0, 2.0], [2, 1], name="scores"), "no output 'rewards', only scores"),
+    "no JSON": ("<html>", "JSON part cannot be read"),
+}
+
+
+def test_a_malformed_answer_of_a_reward_service_is_an_error_that_names_the_request() -> None:
+    """None of it may be trained on: with a row too many, all rewards behind it would be other samples'."""
+    answers: dict[str, str] = {}
+    path = "/v2/models/reward_model"
+    with (
+        serve(CountingBackend(), endpoints=critic_endpoints(ModelLimits(), combined=False)) as critic,
+        foreign_reward_service(answers) as port,
+        critic_client(critic.number, combined=False, reward_port=port) as client,
+    ):
+
+        def score() -> list[float]:
+            return client.infer_async(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])).result(20).rewards.tolist()
+
+        for what, metadata in ("no JSON", "<html>"), ("no shape", '{"outputs": [{"name": "rewards"}]}'):
+            answers[path] = metadata
+            with pytest.raises(ValueError, match=rf"GET http://127.0.0.1:{port}{path} \(request_id=.*metadata"):
+                pytest.fail(f"{what}: {client.wait_until_ready(10)}")
+        answers[path] = '{"outputs": [{"name": "rewards", "shape": [-1, 1]}]}'  # all that is read
+        client.wait_until_ready(10)
+        for what, (answer, message) in MALFORMED_REWARDS.items():
+            answers[f"{path}/infer"] = answer
+            where = rf"POST http://127.0.0.1:{port}{path}/infer \(request_id=\w+\) cannot be used: .*"
+            with pytest.raises(ProtocolError, match=where + message):
+                pytest.fail(f"{what}: {score()}")
+        for datatype in ("FP32", "FP64", "INT64"):
+            answers[f"{path}/infer"] = reward_answer([5, 7], [2, 1], datatype=datatype)
+            assert score() == [5.0, 7.0]
+
+
+def test_a_critics_answer_of_another_shape_is_an_error() -> None:
+    answers = {"/v2/models/critic_infer/infer": reward_answer([1.0, 2.0], [2, 1], name="values")}
+    with foreign_reward_service(answers) as port, critic_client(port) as client:
+        for tokens, message in (
+            ([[1, 2, 3], [4, 5, 6]], r"'values' has the shape \[2, 1\], and should have \[2, 2\]"),
+            ([[1, 2]], r"'values' has the shape \[2, 1\], and should have \[1, 1\]"),
+            ([[1, 2], [3, 4]], "has no output 'rewards'"),
+        ):
+            with pytest.raises(ProtocolError, match=rf"{port}/v2/models/critic_infer/infer .*{message}"):
+                client.infer_async(torch.tensor(tokens), torch.tensor([2] * len(tokens))).result(20)
+
+
 def test_a_server_that_cannot_take_the_jobs_sequences_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a", max_body_bytes=1000), combined=True)
     with serve(CountingBackend(), endpoints=endpoints) as server, critic_client(server.number) as client:
@@ -608,7 +697,7 @@ def test_several_attributes() -> None:
         with (
             serve(CountingBackend(), endpoints=critic_endpoints(ModelLimits(), combined=False)) as critic,
             critic_client(critic.number, combined=False, reward_port=server.number) as client,
-            pytest.raises(ValueError, match=r"3 attributes.*model\.regression\.merge_attributes=True"),
+            pytest.raises(ValueError, match=r"rewards of shape \[-1, 3\].*model\.regression\.merge_attributes=True"),
         ):
             client.wait_until_ready(10)  # a job that needs one reward is told at its start
     np.testing.assert_array_equal(answer["rewards"], [[2, -2, 4]])

@@ -77,7 +77,7 @@ class SequencesToScore:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """rewards: float32 [b] ([b, n] with several attributes); values: float32 [b, s-1]. CPU tensors."""
+    """rewards: float32 [b]; values: float32 [b, s-1]. CPU tensors."""
 
     rewards: torch.Tensor
     values: torch.Tensor
@@ -163,19 +163,29 @@ class CriticClient:
     def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
         """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
-        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on.
+        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on. The future
+        raises `ProtocolError` when an answer is malformed, or is not one reward and s-1 values for each sequence.
         """
-        width = tokens.shape[1]
+        rows, width = tokens.shape
         if self._pad_to_length is not None:  # longer ones go as they are: nobody here needs the padding
             tokens = torch.nn.functional.pad(tokens, (0, max(0, self._pad_to_length - width)))
         inputs = {
             "tokens": _numpy(tokens, torch.int64),
             "sequence_lengths": _numpy(lengths, torch.int64).reshape(-1, 1),
         }
-        rewards = None
-        if self._reward is not None:
-            rewards = self._rewards.submit(self._call, self._reward, self._reward_model, inputs, self._infer_limits)
-        return self._inference.submit(self._score, inputs, width, rewards, self.position)
+        needed, rewards = {"values": (rows, width - 1)}, None
+        if self._reward is None:
+            needed["rewards"] = (rows, 1)
+        else:
+            rewards = self._rewards.submit(
+                self._call,
+                self._reward,
+                self._reward_model,
+                inputs,
+                self._infer_limits,
+                needed={"rewards": (rows, 1)},
+            )
+        return self._inference.submit(self._score, inputs, needed, rewards, self.position)
 
     def train_async(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
@@ -243,28 +253,32 @@ class CriticClient:
     def _score(
         self,
         inputs: dict[str, np.ndarray],
-        width: int,
+        needed: Mapping[str, tuple[int, int]],
         rewards: concurrent.futures.Future | None,
         position: CriticPosition,
     ) -> Scores:
-        answer = self._values(inputs, position)
+        answer = self._values(inputs, needed, position)
         if rewards is not None:
-            answer["rewards"] = output(rewards.result(), "rewards", self._reward_model)
-        scores = torch.tensor(output(answer, "rewards", self._infer_model), dtype=torch.float32)
-        if scores.shape[1] == 1:
-            scores = scores[:, 0]
-        values = torch.tensor(output(answer, "values", self._infer_model)[:, : width - 1], dtype=torch.float32)
-        return Scores(scores, values)
+            answer["rewards"] = rewards.result()["rewards"]
+        _, num_values = needed["values"]
+        return Scores(
+            torch.tensor(answer["rewards"][:, 0], dtype=torch.float32),
+            torch.tensor(answer["values"][:, :num_values], dtype=torch.float32),  # the server knows of the padding only
+        )
 
-    def _values(self, inputs: dict[str, np.ndarray], position: CriticPosition) -> dict[str, np.ndarray]:
+    def _values(
+        self, inputs: dict[str, np.ndarray], needed: Mapping[str, tuple[int, int]], position: CriticPosition
+    ) -> dict[str, np.ndarray]:
         """The answer of a critic at ``position``; waits while it is being brought there, as long as it gets on."""
         if position.history is None:
-            return self._call(self._critic, self._infer_model, inputs, self._infer_limits)
+            return self._call(self._critic, self._infer_model, inputs, self._infer_limits, needed=needed)
         expected, since = None, time.monotonic()
         patience = self._train_limits.total_s + (self._train_limits.away_s or 0.0)
         while True:
             try:
-                return self._call(self._critic, self._infer_model, inputs, self._infer_limits, position.parameters())
+                return self._call(
+                    self._critic, self._infer_model, inputs, self._infer_limits, position.parameters(), needed
+                )
             except RequestRefusedError as error:
                 conflict = as_conflict(error)
                 if conflict is None:
@@ -316,11 +330,19 @@ class CriticClient:
         inputs: Mapping[str, np.ndarray],
         limits: ClientLimits,
         parameters: Mapping[str, Any] | None = None,
+        needed: Mapping[str, tuple[int, int]] | None = None,
     ) -> dict[str, np.ndarray]:
+        """The outputs by name. ``needed``: the rows, and the columns at least, of outputs that must be there."""
         body, headers = encode_infer_request(inputs, parameters=parameters)
         response = server.request("POST", f"/v2/models/{model}/infer", limits=limits, body=body, headers=headers)
-        answer = decode_infer_response(response.content, response.headers.get(HEADER_LENGTH_FIELD))
-        return {name: tensor.array for name, tensor in answer.items()}
+        try:
+            answer = decode_infer_response(response.content, response.headers.get(HEADER_LENGTH_FIELD))
+            arrays = {name: tensor.array for name, tensor in answer.items()}
+            for name, (rows, columns) in (needed or {}).items():
+                _check_shape(name, output(arrays, name, model), rows, columns)
+        except ProtocolError as error:
+            raise ProtocolError(500, f"the answer to {response.request} cannot be used: {error}") from error
+        return arrays
 
 
 def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
@@ -329,6 +351,20 @@ def _http_client(section: Mapping[str, Any], token: str | None) -> HttpClient:
 
 def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
+
+
+def _check_shape(name: str, array: np.ndarray, rows: int, columns: int) -> None:
+    """Raises `ProtocolError`: rows of another number would be taken for other sequences' scores."""
+    # A server may give values of the padding, too. NaN and infinity are trainer.ppo.on_nonfinite's.
+    is_fitting = array.ndim == 2 and len(array) == rows and array.shape[1] >= columns
+    if name == "rewards":
+        is_fitting = is_fitting and array.shape[1] == columns
+    if not is_fitting:
+        raise ProtocolError(
+            500, f"'{name}' has the shape {list(array.shape)}, and should have {[rows, columns]} for {rows} sequences"
+        )
+    if array.dtype.kind not in "fiub":
+        raise ProtocolError(500, f"'{name}' holds strings, and should hold numbers (FP32)")
 
 
 def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -364,22 +400,29 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
     """A model's metadata; ValueError if the server does not have it with these outputs."""
     limits = ClientLimits(read_s=10.0, total_s=total_s)
     try:
-        metadata: dict[str, Any] = server.request("GET", f"/v2/models/{model}", limits=limits).json()
+        answer = server.request("GET", f"/v2/models/{model}", limits=limits)
     except RequestRefusedError as error:
         if error.status == 401:
             raise _other_secret(server, error) from error
         raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
-    shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
+    try:
+        metadata: dict[str, Any] = answer.json()
+        shapes = {str(described["name"]): list(described["shape"]) for described in metadata["outputs"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the answer to {answer.request} is no model's metadata, an object with 'name' and 'shape' of each of its "
+            f"'outputs': {answer.content[:200].decode('utf-8', 'replace')}"
+        ) from error
     missing = outputs - shapes.keys()
     if missing:
         raise ValueError(
             f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
             "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
         )
-    if "rewards" in outputs and shapes["rewards"][-1] not in (1, -1):
+    if "rewards" in outputs and shapes["rewards"][-1:] not in ([1], [-1]):
         raise ValueError(
-            f"model '{model}' at {server.base_url} gives {shapes['rewards'][-1]} attributes, and this job needs one "
-            "reward: start that service with model.regression.merge_attributes=True"
+            f"model '{model}' at {server.base_url} gives rewards of shape {shapes['rewards']}, and this job needs one "
+            "for each sequence: start that service with model.regression.merge_attributes=True"
         )
     return metadata
 

@@ -88,11 +88,12 @@ class ClientLimits:
 
 @dataclasses.dataclass(frozen=True)
 class HttpAnswer:
-    """A whole response. Names of ``headers`` in any case."""
+    """A whole response. Names of ``headers`` in any case; ``request``: how errors name what it answers."""
 
     status_code: int
     headers: Mapping[str, str]
     content: bytes
+    request: str
 
     def json(self) -> Any:
         """The body, parsed."""
@@ -190,7 +191,7 @@ class HttpClient:
             tries += 1
             retry_after = 0.0
             try:
-                answer = self._try(method, path, body, headers, limits, max(clock.remaining, 0.1))
+                answer = self._try(what, method, path, body, headers, limits, max(clock.remaining, 0.1))
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 trouble = _reason(error)
                 is_away = not isinstance(error, requests.ReadTimeout)
@@ -234,6 +235,7 @@ class HttpClient:
 
     def _try(
         self,
+        what: str,
         method: str,
         path: str,
         body: bytes | None,
@@ -268,7 +270,7 @@ class HttpClient:
                 raise requests.ReadTimeout(error) from error
             except urllib3.exceptions.HTTPError as error:
                 raise requests.ConnectionError(error) from error
-            return HttpAnswer(response.status_code, response.headers, b"".join(chunks))
+            return HttpAnswer(response.status_code, response.headers, b"".join(chunks), what)
 
     def close(self) -> None:
         """End all requests, those that wait for an answer as well, and close all connections."""
