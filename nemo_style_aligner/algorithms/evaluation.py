@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.generation.stopping import before_end
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
@@ -131,7 +131,7 @@ def evaluate(
             answer = item.extra.get("answer")
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
-                response=_before_end(base.tokenizer.ids_to_text(result.token_ids), sampling.stop_strings),
+                response=before_end(base.tokenizer.ids_to_text(result.token_ids), sampling.stop_strings),
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
@@ -139,11 +139,6 @@ def evaluate(
             )
             progress.update()
     return Responses([row for row in rows if row is not None])
-
-
-def _before_end(text: str, end_strings: Sequence[str]) -> str:
-    """``text`` up to the first end string in it."""
-    return text[: min((text.index(string) for string in end_strings if string in text), default=len(text))]
 
 
 def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:

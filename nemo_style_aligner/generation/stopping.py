@@ -12,6 +12,11 @@ TokenToId = Callable[[str], int | None]
 _CONTEXT_TOKENS = 4  # decoded before the shortest window that can hold a stop string
 
 
+def before_end(text: str, end_strings: Sequence[str]) -> str:
+    """A response's ``text`` up to the first end string in it."""
+    return text[: min((text.index(string) for string in end_strings if string in text), default=len(text))]
+
+
 class StopCondition:
     """Decides after each token whether a response ends.
 

@@ -1,0 +1,83 @@
+"""Serve a Python function as the reward model of a PPO run: rewards by rules, tests or a judge instead of a model.
+
+    python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo \
+        --prompts train_prompts.jsonl test_prompts.jsonl --port 5555
+
+The function gets the prompt's text, the response's, and the prompt's line with all its keys, and returns a number:
+
+    def reward(prompt: str, response: str, line: dict) -> float:
+        return float(response.strip() == line["answer"])
+
+docs/service.md says how the actor and the critic are started then.
+"""
+
+import argparse
+import logging
+import os
+import signal
+from pathlib import Path
+
+from nemo_style_aligner.algorithms.reward_function import (
+    PromptLines,
+    RewardFunctionError,
+    RewardFunctionService,
+    load_reward_function,
+    open_tokenizer,
+)
+from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.data.tokenizer import TokenizerError
+from nemo_style_aligner.parallel.detection import detect_launch
+from nemo_style_aligner.parallel.launch import bind_address
+from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.servers.secret import SecretError, resolve_token
+from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--function", required=True, metavar="FILE.py:NAME", help="the function; the file is executed")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="the policy: .nemo, or a tokenizer directory")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, nargs="+", help="the actor's prompt files, of training and validation"
+    )
+    parser.add_argument(
+        "--add-bos", action="store_true", help="the actor has sampling_params.add_BOS=True: BOS before each prompt"
+    )
+    parser.add_argument(
+        "--end-strings", nargs="*", default=[], help="what the response's text ends before: the actor's end_strings"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="requests at once; the function must be thread-safe")
+    parser.add_argument("--port", type=int, default=5555, help="0: any free one")
+    parser.add_argument("--host", default=None, help="address to listen on; default: as inference.host of a model's")
+    parser.add_argument("--token", default="auto", help="the shared secret: auto, none or a word; see docs/service.md")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug: each request, too")
+    args = parser.parse_args()
+    if args.threads < 1:
+        parser.error(f"--threads {args.threads}: give at least 1")
+
+    configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
+    try:
+        tokenizer = open_tokenizer(args.tokenizer)
+        service = RewardFunctionService(
+            load_reward_function(args.function),
+            args.function,
+            PromptLines(args.prompts, tokenizer, add_bos=args.add_bos),
+            tokenizer,
+            HttpSettings(
+                port=args.port,
+                host=bind_address(args.host, detect_launch(os.environ)),
+                token=resolve_token(args.token, "--token"),
+            ),
+            num_threads=args.threads,
+            end_strings=args.end_strings,
+        )
+    except (RewardFunctionError, DataError, TokenizerError, SecretError, OSError) as error:
+        parser.error(str(error))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.request_stop())
+    service.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""A service that answers as a reward model does, with the rewards of a Python function of the user's.
+
+Requests have token ids and nothing else. So the service reads the actor's prompt files, too: which prompt a sequence is
+of is found by its first tokens, and what else the prompt's line holds, such as the right answer, is the function's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.data.datasets import read_records, tokenize_texts
+from nemo_style_aligner.data.jsonl import Record
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.generation.stopping import before_end
+from nemo_style_aligner.parallel.ending import fail_job
+from nemo_style_aligner.servers.dispatcher import DispatchSettings
+from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
+from nemo_style_aligner.servers.metrics import ServiceMetrics
+from nemo_style_aligner.servers.protocol import ProtocolError
+from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
+from nemo_style_aligner.wording import some_of
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[[str, str, dict[str, Any]], float]
+"""``(prompt, response, line) -> reward``: texts, and the whole line of the prompt's file."""
+
+_POLL_SECONDS = 0.25  # how soon a stop request is noticed
+_DRAIN_SECONDS = 60.0  # after it: what has not begun by then is refused
+_EXCERPT = 80  # characters of a response in messages
+
+
+class RewardFunctionError(ValueError):
+    """The reward function cannot be loaded; the message says why."""
+
+
+def load_reward_function(named: str) -> RewardFunction:
+    """The function that ``FILE.py:NAME`` names. The file is executed; it may import what lies beside it.
+
+    Raises:
+        RewardFunctionError: there is no such file or function, or the file raises an error.
+    """
+    path, _, name = named.rpartition(":")
+    file = Path(path)
+    if file.suffix != ".py" or not name:
+        raise RewardFunctionError(f"{named}: give a file and a function in it, FILE.py:NAME")
+    if not file.is_file():
+        raise RewardFunctionError(f"{file}: no such file")
+    sys.path.insert(0, str(file.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
+    assert spec is not None and spec.loader is not None  # by its suffix it is Python
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RewardFunctionError(f"{file} cannot be loaded: {_describe(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RewardFunctionError(f"{file} has no function {name}; it has {some_of(there) or 'none'}")
+    return function
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``.nemo`` archive (a file or a folder), a tokenizer directory or a ``.model`` file.
+
+    Raises:
+        FileNotFoundError: there is none in the archive.
+        TokenizerError: nothing there, or nothing that can be read.
+    """
+    is_archive = (path / "model_config.yaml").is_file() or (path.is_file() and path.suffix != ".model")
+    return load_nemo_tokenizer(path) if is_archive else load_tokenizer(path)
+
+
+class PromptLines:
+    """The lines of prompt files, found again by the first tokens of a sequence.
+
+    Args:
+        paths: JSONL files, the actor's of training and of validation.
+        tokenizer: the policy's.
+        add_bos: whether the actor puts the BOS token before each prompt (``sampling_params.add_BOS``).
+
+    Raises:
+        DataError: a file or a line is not what it should be, or a prompt is there twice, with different lines.
+        TokenizerError: there is no BOS token.
+    """
+
+    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, *, add_bos: bool = False) -> None:
+        records = read_records(paths)
+        bos = tokenizer.bos_ids(add_bos, "--add-bos")
+        self._add_bos = add_bos
+        self._paths = [str(path) for path in paths]
+        self._records: dict[bytes, Record] = {}
+        for record, ids in zip(records, tokenize_texts(records, tokenizer), strict=True):
+            known = self._records.setdefault(_as_bytes([*bos, *ids]), record)
+            if known.fields != record.fields:
+                record.fail(
+                    f"the prompt is that of {known.path}:{known.line}, and the lines differ: whose a response is "
+                    "cannot be told. Leave out one of them, or let them say the same"
+                )
+        # Whole tokens, the longest first.
+        self._sizes = sorted({len(key) for key in self._records}, reverse=True)
+        self._warn_of_ambiguity()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, tokens: np.ndarray) -> tuple[Record, int]:
+        """The line of the longest prompt that ``tokens`` [n] begin with, and how many of them are its own.
+
+        Raises:
+            ProtocolError: (400) there is none.
+        """
+        sequence = _as_bytes(tokens)
+        for size in self._sizes:
+            record = self._records.get(sequence[:size])
+            if record is not None and size <= len(sequence):
+                return record, size // _TOKEN_BYTES
+        without = "without" if self._add_bos else "with"
+        raise ProtocolError(
+            400,
+            f"it begins with none of the {len(self)} prompts of {some_of(self._paths)}: name all files of the actor's "
+            f"model.data.data_prefix (--prompts), those of validation, too, and the policy's tokenizer (--tokenizer); "
+            f"start this service {without} --add-bos where the actor's sampling_params.add_BOS is {not self._add_bos}",
+        )
+
+    def _warn_of_ambiguity(self) -> None:
+        """A prompt that others begin with stands right before one of them."""
+        ordered = sorted(self._records)
+        pairs = [(short, long) for short, long in itertools.pairwise(ordered) if long.startswith(short)]
+        if pairs:
+            short, long = (self._records[key] for key in pairs[0])
+            logger.warning(
+                "%d prompts are the beginning of others (%s:%d of %s:%d): a response that goes on as the longer prompt "
+                "does is taken for one to that",
+                len(pairs),
+                *(short.path, short.line, long.path, long.line),
+            )
+
+
+class RewardFunctionService:
+    """Serves a function as the reward model ``reward_model``. Listens from the start, and answers once it `run`\\ s.
+
+    A function that raises, or returns something else than a finite number, is answered 500: the actor's job sends such
+    a request again a few times, then ends with an error that names function and sample.
+
+    Args:
+        function: gets prompt, response and line; see `RewardFunction`.
+        name: of the function, for messages.
+        prompts: of the actor.
+        tokenizer: the policy's.
+        http: where to listen.
+        num_threads: so many requests are worked on at once; with more than 1 the function must be thread-safe.
+        end_strings: a response's text ends before the first of them.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        name: str,
+        prompts: PromptLines,
+        tokenizer: Tokenizer,
+        http: HttpSettings,
+        *,
+        num_threads: int = 1,
+        end_strings: Sequence[str] = (),
+    ) -> None:
+        self._function = function
+        self._name = name
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._end_strings = tuple(end_strings)
+        self._num_threads = num_threads
+        self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
+        self._queue = JobQueue(http.max_outstanding_requests)
+        self._metrics = ServiceMetrics()
+        limits = ModelLimits(
+            vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint(), max_body_bytes=http.max_body_bytes
+        )
+        endpoints = reward_endpoint(limits, tokenize=tokenizer.text_to_ids)
+        # One row: requests are not merged, so that what fails is one request.
+        self._http = start_http_server(endpoints, self._queue, http, DispatchSettings((1,)), self._metrics)
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._http.port
+
+    def request_stop(self) -> None:
+        """Finish what was taken, then return from `run`. From any thread, or a signal handler."""
+        self._stop_requested = True
+
+    def run(self) -> None:
+        """Serve until `request_stop`."""
+        threads = [
+            threading.Thread(target=self._work, name=f"reward-{number}", daemon=True)
+            for number in range(self._num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        self._queue.set_state(QueueState.SERVING)
+        while not self._stop_requested:
+            time.sleep(_POLL_SECONDS)
+        self._queue.set_state(QueueState.DRAINING)
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
+        self._http.stop()
+
+    def _work(self) -> None:
+        """A thread: one request after the other. Should it fail, so does the service: nobody would be answered."""
+        try:
+            while self._queue.state is not QueueState.DRAINING or self._queue.waiting:
+                for job in self._queue.take(_POLL_SECONDS, 1, (1,), 0.0):
+                    self._do(job)
+        except Exception as error:
+            fail_job(error)
+            raise
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.future.set_result(self._answer(job))
+        except ProtocolError as error:
+            job.future.set_exception(error)
+
+    def _answer(self, job: Job) -> dict[str, np.ndarray]:
+        assert isinstance(job, InferJob)  # there is no other endpoint
+        job.taken, job.batch_rows = time.monotonic(), job.rows
+        self._metrics.queue_time.observe(job.taken - job.arrived)
+        self._metrics.batch_rows.observe(job.rows)
+        rewards = []
+        for row, (tokens, length) in enumerate(zip(job.tokens, job.lengths, strict=True)):
+            try:
+                rewards.append(self._reward(tokens[:length]))
+            except ProtocolError as error:
+                raise ProtocolError(error.status, f"sequence {row} of the request: {error.message}") from error
+        job.finished = time.monotonic()
+        return {"rewards": np.array(rewards, dtype=np.float32).reshape(-1, 1)}
+
+    def _reward(self, tokens: np.ndarray) -> float:
+        """The reward of one sequence. Raises `ProtocolError`."""
+        record, prompt_length = self._prompts.find(tokens)
+        response = before_end(self._tokenizer.ids_to_text(tokens[prompt_length:].tolist()), self._end_strings)
+        excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
+        sample = f"at the prompt of {record.path}:{record.line} with the response {excerpt!r}"
+        try:
+            reward = self._function(record.fields["text"], response, dict(record.fields))
+        except (Exception, SystemExit) as error:
+            logger.exception("the reward function %s raised an error %s", self._name, sample)
+            raise ProtocolError(
+                500, f"the reward function {self._name} raised {_describe(error)} {sample}; the service's log has more"
+            ) from error
+        number = _as_number(reward)
+        if number is None:
+            trouble = f"the reward function {self._name} returned {reward!r:.80}, which is no finite number, {sample}"
+            logger.error(trouble)
+            raise ProtocolError(500, trouble)
+        return number
+
+
+_TOKEN_BYTES = 4
+
+
+def _as_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+    """Token ids as a key of a dict: of whole prompts, a fraction of the size that tuples of them have."""
+    return np.asarray(tokens, dtype=np.uint32).tobytes()
+
+
+def _as_number(reward: Any) -> float | None:
+    """A reward as a float that has a place in FP32; numbers of numpy and torch count as such, strings do not."""
+    if isinstance(reward, str | bytes):
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return None
+    return number if math.isfinite(number) and abs(number) <= np.finfo(np.float32).max else None
+
+
+def _describe(error: BaseException) -> str:
+    """What was raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"
