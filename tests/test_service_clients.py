@@ -380,6 +380,15 @@ def test_the_secret_is_not_sent_to_who_does_not_know_it(answer: bytes, is_early:
     assert b"s3cret" not in everything and b"prompts" not in everything and b"Authorization" not in everything
 
 
+def test_what_was_answered_in_the_place_of_a_proof_is_said() -> None:
+    """A server that knows no HEAD, as Python's own until one writes it."""
+    with (
+        listening(lambda connection: reply(connection, b"501 Unsupported method"), token="s3cret") as (client, _),
+        pytest.raises(ServerUnavailableError, match=r"HEAD /v2/health/live was answered 'HTTP/1.1 501 Unsupp"),
+    ):
+        client.request("GET", "/v2/health/ready", limits=BRIEF)
+
+
 def test_who_only_listens_gets_no_secret() -> None:
     received: list[bytes] = []
     with listening(lambda connection: received.append(connection.recv(2**16)), token="s3cret") as (client, _):

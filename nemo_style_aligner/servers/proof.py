@@ -19,6 +19,7 @@ PROOF_HEADER = "X-Proof"
 _PURPOSE = "nemo-style-aligner"  # so that no proof is of use where else the secret may be
 _CHALLENGE = re.compile(r"[\w-]{1,128}", re.ASCII)
 _NO_SECRET = "none"
+_STATUS_CHARACTERS = 60  # of the answer's first line, in messages
 _PROOF = re.compile(rf"(\d{{1,5}}) ([0-9a-f]{{64}}|{_NO_SECRET})", re.ASCII)
 
 
@@ -49,8 +50,13 @@ def check_proof(head: bytes, secret: str, challenge: str, address: str, port: in
     """Raises `UnprovenServerError` unless ``head``, of the answer to `challenge_request`, holds the proof."""
     given = _PROOF.fullmatch(_field(head, PROOF_HEADER))
     if given is None:
+        status = head.decode("latin-1").split("\r\n")[0][:_STATUS_CHARACTERS]
         raise UnprovenServerError(
-            unproven(address, "it is another program, or a server without authentication: see remote_critic_rm.token")
+            unproven(
+                address,
+                f"HEAD {LIVE_PATH} was answered {status!r} without a proof ({PROOF_HEADER}) in HTTP/1.1; it is another "
+                "program, or a server without authentication: see remote_critic_rm.token",
+            )
         )
     if given[2] == _NO_SECRET:
         raise UnprovenServerError(
