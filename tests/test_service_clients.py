@@ -39,7 +39,7 @@ from served_critic import (
 
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
-from nemo_style_aligner.servers import request_log
+from nemo_style_aligner.servers import http_client, request_log
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpClient,
@@ -325,12 +325,42 @@ def test_a_server_that_does_not_take_a_request_is_silent_and_not_away() -> None:
         assert len(connections) > 1
 
 
-def test_a_busy_server_is_not_away() -> None:
-    """However short the patience with a server that is away, one that says "later" is asked later."""
+def test_a_busy_server_is_not_away(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the patience with a server that is away, one that says "later" is asked later.
+
+    That many ask it at once is nothing for the log.
+    """
+    monkeypatch.setattr(http_client, "_SILENT_SECONDS", 0.0)
     answers = [b"429 Too Many Requests", b"504 Gateway Timeout", b"200 OK"]
     with listening(lambda connection: reply(connection, answers.pop(0))) as (client, _):
         limits = ClientLimits(total_s=20.0, away_s=0.01, first_backoff_s=0.1)
         assert client.request("GET", "/x", limits=limits).status_code == 200
+    assert "status 504" in caplog.text and "status 429" not in caplog.text
+
+
+def test_the_log_hears_of_a_server_that_breaks_connections(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and then, and once for all requests that wait for it; and when it answers again."""
+    monkeypatch.setattr(http_client, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(http_client, "_LINE_SECONDS", 0.6)
+    started = time.monotonic()
+
+    def answer(connection: socket.socket) -> None:
+        if time.monotonic() - started > 1.3:
+            reply(connection)
+        connection.close()
+
+    limits = ClientLimits(total_s=20.0, away_s=40.0, first_backoff_s=0.02, max_backoff_s=0.1)
+    with listening(answer) as (client, _), concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(client.request, "GET", "/x", limits=limits) for _ in range(6)]
+        assert all(request.result().status_code == 200 for request in asked)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    waiting = [line for line in lines if "no answer after" in line]
+    assert 1 <= len(waiting) <= 2 and len(lines) <= 4
+    where = rf"GET {client.base_url}/x \(request_id=\w+\)"
+    assert re.match(rf"{where}: no answer after \d+ s and \d+ tries, .* for (39|40) s .*connection failed", waiting[0])
+    assert re.match(rf"{where} was answered after", lines[-1])
 
 
 def test_readiness_is_asked_for_now_and_then_and_not_of_strangers() -> None:

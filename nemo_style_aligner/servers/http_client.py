@@ -39,7 +39,10 @@ RETRY_STATUSES = frozenset({429, 502, 503, 504})
 AWAY_STATUSES = frozenset({502, 503})
 # And of one that is at work.
 _BUSY_STATUSES = frozenset({429, 504})
+_FULL_STATUS = 429  # of these, of one that many clients ask at once: nobody need hear of it as long as it gets on
 _CHUNK_BYTES = 2**16
+# Of tries, before the log hears of them; and between two lines about the same server.
+_SILENT_SECONDS, _LINE_SECONDS = 10.0, 30.0
 _MAX_PROOF_BYTES = 2**14  # of the answer that has the proof in its head
 # A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
 # or when what was sent is not taken for two minutes.
@@ -136,6 +139,13 @@ class _Clock:
         left = self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
         return min(left, self.limits.total_s)  # it may have been away before that answer
 
+    @property
+    def patience(self) -> float:
+        """Seconds until it is given up, if nothing changes."""
+        if self.limits.away_s is None or self._away_since is None:
+            return max(0.0, self.remaining)
+        return max(0.0, self.limits.away_s - self.away)
+
     def exceeded(self, wait: float) -> str | None:
         """Which limit waiting for another ``wait`` seconds would exceed."""
         if self.limits.away_s is None or self._away_since is None:
@@ -163,6 +173,7 @@ class HttpClient:
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
         self._answered: dict[str, float] = {}  # when the last request of each path was
+        self._next_line = -math.inf  # when the log may hear of requests that are tried again and again
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -175,7 +186,7 @@ class HttpClient:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpAnswer:
-        """Send until there is an answer; returns one with status 200.
+        """Send until there is an answer; returns one with status 200. The log hears of long waits.
 
         Raises `RequestRefusedError` for an error answer that is not worth repeating and
         `ServerUnavailableError` when ``limits`` are used up or the client was closed.
@@ -186,10 +197,10 @@ class HttpClient:
         clock = _Clock(limits, lambda: self._answered.get(path, 0.0))
         backoff = limits.first_backoff_s
         tries = internal_errors = 0
-        is_busy = False
+        is_busy = is_announced = False
         while True:
             tries += 1
-            retry_after = 0.0
+            retry_after, is_full = 0.0, False
             try:
                 answer = self._try(what, method, path, body, headers, limits, max(clock.remaining, 0.1))
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
@@ -207,9 +218,12 @@ class HttpClient:
             else:
                 if answer.status_code == 200:
                     self._answered[path] = time.monotonic()
+                    if is_announced:
+                        logger.warning("%s was answered after %.0f s and %d tries", what, clock.elapsed, tries)
                     return answer
                 trouble = f"status {answer.status_code}: {decode_error(answer.content)}"
                 is_busy = answer.status_code in _BUSY_STATUSES or (is_busy and answer.status_code == 500)
+                is_full = answer.status_code == _FULL_STATUS
                 clock.note(is_away=answer.status_code in AWAY_STATUSES)
                 internal_errors += answer.status_code == 500
                 is_borne = answer.status_code == 500 and internal_errors <= limits.internal_errors
@@ -231,7 +245,21 @@ class HttpClient:
                     f"{remedy}"
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
+            if clock.elapsed >= _SILENT_SECONDS and not is_full and self._may_say():
+                is_announced = True
+                logger.warning(
+                    "%s: no answer after %.0f s and %d tries, it is tried again for %.0f s at most; last: %s",
+                    *(what, clock.elapsed, tries, clock.patience, trouble),
+                )
             backoff = min(2 * backoff, limits.max_backoff_s)
+
+    def _may_say(self) -> bool:
+        """Whether this request's line is the one that the log gets: many threads wait for one server."""
+        with self._lock:
+            is_time = time.monotonic() >= self._next_line
+            if is_time:
+                self._next_line = time.monotonic() + _LINE_SECONDS
+            return is_time
 
     def _try(
         self,
