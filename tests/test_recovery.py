@@ -539,8 +539,14 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
     with actor(job, tmp_path / "a") as critic:
         train(critic, 1)
         of_a = save(critic)
-    with pytest.raises(SequenceConflictError, match="trained_critic=keep"), actor(job, tmp_path / "b"):
+    with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
         pass
+    assert "in which it was trained" not in str(refused.value)  # advice for a run that is not new
+    assert "Another run trained this critic 0 s ago. If its actor is at work" in str(refused.value)
+    job.restart()
+    with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
+        pass
+    assert "Another run" not in str(refused.value)  # nobody has asked the critic since its start
     assert not (tmp_path / "b" / "run.json").exists()
     with actor(job, tmp_path / "b", trained_critic="keep") as critic:
         assert train(critic, 2) == weights(1, 2)[-1:]
@@ -551,6 +557,15 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
         pass  # it would take back what b trained
 
 
+def test_two_actors_with_one_critic_are_told_of_each_other(job: CriticJob, tmp_path: Path) -> None:
+    with actor(job, tmp_path / "a") as one, actor(job, tmp_path / "b") as other:  # both find it untrained
+        train(one, 1)
+        with pytest.raises(SequenceConflictError, match=r"cannot go on .*\. Another run trained this critic \d s ago"):
+            train(other, 2)
+        train(one, 3)  # the first has nothing of it
+        assert job.critic.trained == [1, 3]
+
+
 def test_a_critic_of_another_directory_is_an_error_that_says_what_to_do(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path) as critic:
         for number in range(1, 5):
@@ -558,7 +573,7 @@ def test_a_critic_of_another_directory_is_an_error_that_says_what_to_do(job: Cri
             state = save(critic)
     job.checkpoints.stored.clear()
     job.restart()
-    refused = pytest.raises(SequenceConflictError, match=r"batches from 4 on .*explicit_log_dir")
+    refused = pytest.raises(SequenceConflictError, match=r"batches from 4 on .*\n  - start .*explicit_log_dir")
     with refused, actor(job, tmp_path, state):
         pass
 

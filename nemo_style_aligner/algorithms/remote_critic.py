@@ -112,13 +112,19 @@ class RemoteCritic:
             self.client.begin(journal, position)
         except SequenceConflictError as conflict:
             if conflict.history is None or self._trained_critic == "refuse":
+                actions = [
+                    "start the critic in a new log directory (its exp_manager.explicit_log_dir)",
+                    "keep the critic's weights: remote_critic_rm.trained_critic=keep",
+                    "if an earlier run shall go on, start this job in that run's log directory",
+                ]
+                # Of the conflict its own advice is left out: it is for runs that are not new.
                 raise SequenceConflictError(
-                    f"this run is new, but the critic has been trained before. Start the critic in a new log directory "
-                    "(its exp_manager.explicit_log_dir), or keep its weights with "
-                    f"remote_critic_rm.trained_critic=keep. {conflict}",
+                    f"this run is new, but the critic has been trained before. {conflict.actions(actions)}\n"
+                    f"The critic's answer: {conflict.__cause__}",
                     conflict.expected,
                     conflict.history,
-                ) from conflict
+                    conflict.other_run_s,
+                ) from None
             position = CriticPosition(position.run_id, 1, conflict.history)
             self.client.begin(journal, position)
         journal.begin_run(position)

@@ -24,12 +24,7 @@ import torch
 from nemo_style_aligner.servers import batching
 from nemo_style_aligner.servers.channel import Command, CommandChannel, OpCode, as_tensors
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, RestoreJob, SaveJob, TrainJob
-from nemo_style_aligner.servers.ledger import (
-    BATCH_ARRAYS,
-    EXPECTED_SEQUENCE_HEADER,
-    HISTORY_HEADER,
-    TrainingLedger,
-)
+from nemo_style_aligner.servers.ledger import BATCH_ARRAYS, TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.telemetry import activity
@@ -318,7 +313,7 @@ class Dispatcher:
             f"critic_restore: there is no checkpoint at any of {len(job.histories)} points from which run "
             f"'{job.run_id}' could go on, or it lies before what other runs trained since. The critic has made "
             f"{self._ledger.steps} training steps and expects number {expected} of this run",
-            {EXPECTED_SEQUENCE_HEADER: str(expected), HISTORY_HEADER: self._ledger.history},
+            self._ledger.where(job.run_id),
         )
         job.future.set_exception(refusal)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from nemo_style_aligner.servers.protocol import ProtocolError
 
 EXPECTED_SEQUENCE_HEADER = "X-Expected-Sequence-Number"
 HISTORY_HEADER = "X-Critic-History"
+OTHER_RUN_HEADER = "X-Other-Run-Seconds"  # of a refusal: how long ago another run trained the critic, if one did last
 INSTANCE_HEADER = "X-Instance-Id"  # of the health routes: names the process that serves
 INITIAL_HISTORY = "initial"
 MAX_RUNS = 64
@@ -92,6 +94,14 @@ class TrainingLedger:
         self._applied: dict[str, _Applied] = {}
         self.steps = 0
         self.history = INITIAL_HISTORY
+        self._last_training: tuple[str | None, float] | None = None  # of this process: whose, and when (monotonic)
+
+    def where(self, run_id: str) -> dict[str, str]:
+        """The headers of a refusal: where the critic is, as run ``run_id`` sees it."""
+        headers = {EXPECTED_SEQUENCE_HEADER: str(self.expected(run_id)), HISTORY_HEADER: self.history}
+        if self._last_training is not None and self._last_training[0] != run_id:
+            headers[OTHER_RUN_HEADER] = f"{time.monotonic() - self._last_training[1]:.0f}"
+        return headers
 
     def expected(self, run_id: str) -> int:
         """The sequence number that the next training request of ``run_id`` must carry."""
@@ -114,7 +124,7 @@ class TrainingLedger:
             409,
             f"{what}: {reason}. Send the training batches from number {expected} on, in order, or have the critic go "
             "back with critic_restore",
-            {EXPECTED_SEQUENCE_HEADER: str(expected), HISTORY_HEADER: self.history},
+            self.where(position.run_id),
         )
 
     def stored_answer(self, position: CriticPosition, digest: str) -> float | None:
@@ -143,6 +153,7 @@ class TrainingLedger:
         """Note that a training request was applied. ``run_id`` None: the request was not numbered."""
         self.steps += 1
         self.history = extend_history(self.history, digest)
+        self._last_training = run_id, time.monotonic()
         if run_id is None:
             return
         self._applied.pop(run_id, None)  # re-inserted last: the dict is ordered by latest use
