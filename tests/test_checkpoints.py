@@ -176,6 +176,18 @@ def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         pass
 
 
+def test_what_is_no_archive_is_told_which_script_makes_one_of_it(tmp_path: Path) -> None:
+    checkpoint, hugging_face = tmp_path / "step=20-last", tmp_path / "llama"
+    for file in (checkpoint / MANIFEST, checkpoint / "state" / ".metadata", hugging_face / "config.json"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    for read in (load_nemo_config, load_nemo_tokenizer):
+        with pytest.raises(ValueError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
+            read(checkpoint)
+        with pytest.raises(ValueError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
+            read(hugging_face)
+
+
 def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) -> None:
     def identity(checksums: str | None, weights: bytes = b"weights", as_tar: bool = False) -> str:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))

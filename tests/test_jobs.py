@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -40,13 +41,15 @@ from nemo_style_aligner.algorithms.evaluation import (
     require_same_tokenizer,
     score,
 )
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.models.conversion import checkpoint_to_nemo
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
+from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, read_metrics, read_tables
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -317,6 +320,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
     assert "timers/step/rollout_time/unload" in curves
     first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
     assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-5
+    check_converted_checkpoint(actor_log, tmp_path)  # by one process what two tensor-parallel ranks have written
 
 
 # ---- other layouts and services -----------------------------------------------------------------
@@ -377,6 +381,7 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     assert all(1e-4 < gap < 0.1 for _, gap in curves["train_rollouts/engine_logprob_gap_mean"])
     assert all(0.9 < weight < 1.1 and weight != 1 for _, weight in curves["train_rollouts/importance_weights"])
     assert len(read_metrics(tmp_path / "critic")["train/loss"]) == 6  # a warm-up round and two steps, 16 / 8 each
+    check_converted_checkpoint(actor_log, tmp_path)  # by one process what two pipeline stages have written
 
 
 def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_path: Path) -> None:
@@ -399,6 +404,85 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     row = results["responses"][0]
     assert row["is_right"] == (row["response"].strip() == row["answer"])
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
+
+
+def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
+    """The archive made of a job's newest checkpoint is the one that the job wrote of the same weights; its path."""
+    (written,) = (log_dir / "checkpoints").glob("*.nemo")
+    (checkpoint,) = (log_dir / "checkpoints").glob("*-last")
+    converted = folder / f"{log_dir.name}.nemo"
+    with single_process(1):
+        checkpoint_to_nemo(checkpoint, converted)
+    ours, theirs = stored_weights(converted), stored_weights(written)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        rows = len(ours[name])  # without what pads the vocabulary for tensor-parallel ranks
+        assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor[:rows]), name
+        assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or len(tensor) == rows, name
+    assert load_nemo_config(converted) == load_nemo_config(written)
+    require_same_tokenizer(converted, written)
+    return converted
+
+
+def test_a_training_checkpoint_becomes_the_archive_of_its_job(
+    artefacts: Artefacts,
+    tutorial_actor: tuple[Path, str],
+    tutorial_critic: tuple[Job, int, Path],
+    tmp_path: Path,
+) -> None:
+    """Of SFT, a reward model, an actor on two ranks and its critic, which has written no archive."""
+    for log_dir in (artefacts.sft_log, artefacts.rm_log, tutorial_actor[0]):
+        check_converted_checkpoint(log_dir, tmp_path)
+    (newest,) = (tutorial_critic[2] / "checkpoints").glob("*-last")
+    critic = tmp_path / "critic.nemo"
+    output = run(
+        script("convert_checkpoint_to_nemo.py", "--input", str(newest), "--output", str(critic)),
+        tmp_path / "convert.log",
+        TIMEOUT,
+    )
+    assert f"{critic}: llama" in output
+    weights, reward_model = stored_weights(critic), stored_weights(artefacts.rm)
+    assert weights.keys() == reward_model.keys()
+    assert not weights["model.rm_head.weight"].equal(reward_model["model.rm_head.weight"])
+    row = EvaluatedResponse("", "", [1, 2, 3], 1, True)
+    with single_process(1):
+        score(Responses([row]), critic, "32")
+    assert row.reward is not None
+
+
+def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_path: Path) -> None:
+    (checkpoint,) = (artefacts.sft_log / "checkpoints").glob("*-last")
+    others, moved, output = tmp_path / "others.yaml", tmp_path / "moved", tmp_path / "out" / "model.nemo"
+    hyperparameters = artefacts.sft_log / HYPERPARAMETERS_FILE
+    untied = hyperparameters.read_text()
+    others.write_text(untied.replace("embeddings_and_output_weights: false", "embeddings_and_output_weights: true"))
+    shutil.copytree(checkpoint, moved)
+    (tmp_path / "no.yaml").write_text("model: []")
+    train_character_tokenizer("abc", tmp_path / "tokenizer")
+    base = tmp_path / "base.nemo"
+    shape = ("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2")
+    tokenizer = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(base))
+    run(script("init_gpt.py", *tokenizer, *shape), tmp_path / "init.log", TIMEOUT)
+
+    def refused(match: str, path: Path = checkpoint, **options: Path) -> None:
+        with pytest.raises((ValueError, OSError), match=match):
+            checkpoint_to_nemo(path, output, **options)
+        assert not output.exists()
+
+    with single_process(1):
+        refused(
+            "base.nemo is not what the job started from: num_layers: base 1, checkpoint 2; .* vocab_size", base=base
+        )
+        refused("nowhere.nemo, which the job started from, does not exist: say where", base=tmp_path / "nowhere.nemo")
+        refused("is of a language model, but .* a reward", hyperparameters=artefacts.rm_log / HYPERPARAMETERS_FILE)
+        refused("in the checkpoint, but not in the model: model.output_layer.weight", hyperparameters=others)
+        refused("no.yaml is not what a job has written", hyperparameters=tmp_path / "no.yaml")
+        refused("hyperparameters.yaml is not there, .* from the log directory", moved)
+        refused("is not a training checkpoint: name a folder in", artefacts.sft)
+        refused("there is no checkpoint at", tmp_path / "none")
+        with next((moved / "state").glob("*.distcp")).open("ab") as stream:
+            stream.write(b"x")
+        refused("moved is damaged: .* bytes instead of", moved, hyperparameters=hyperparameters)
 
 
 @pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere"])

@@ -21,7 +21,7 @@ from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import JOB_SETTINGS, BaseModel
+from nemo_style_aligner.models.restore import BaseModel, portable_config
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.agreement import OtherRankError, on_first_rank
 from nemo_style_aligner.parallel.ending import abort_job, run_name
@@ -177,13 +177,8 @@ def forward_batching(section: DictConfig) -> MicroBatching:
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     """Log the config and the model once, and tell the checkpoints what their .nemo archives need."""
     run.metrics.log_hyperparameters(cfg)
-    run.checkpoints.nemo = NemoExport(_portable_config(base), base.tokenizer)
+    config: Any = OmegaConf.to_container(base.config, resolve=True)
+    run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture), base.tokenizer)
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
     )
-
-
-def _portable_config(base: BaseModel) -> dict[str, Any]:
-    """``model_config.yaml`` for archives made by this job: the model's shape and how it was trained to be used."""
-    config: Any = OmegaConf.to_container(base.config, resolve=True)
-    return {key: value for key, value in config.items() if key not in JOB_SETTINGS} | base.architecture.to_nemo_config()

@@ -115,9 +115,7 @@ class CheckpointDirectory:
         """The finished checkpoints, newest first. One without a readable manifest is put aside."""
         entries = []
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
-            # Either of them is a checkpoint, whatever else is gone: it shall be missed, not overlooked.
-            is_checkpoint = (path / STATE).is_dir() or (path / MANIFEST).is_file()
-            if not is_checkpoint or path.name.endswith((UNFINISHED, DAMAGED)):
+            if not is_training_checkpoint(path) or path.name.endswith((UNFINISHED, DAMAGED)):
                 continue
             try:
                 entries.append(Entry(path, Manifest.read(path)))
@@ -160,6 +158,12 @@ class CheckpointDirectory:
         for path in self.path.glob(f"*{UNFINISHED}"):
             logger.warning("removing %s: it was not finished", path)
             discard(path)
+
+
+def is_training_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a training checkpoint, be it damaged or unfinished."""
+    # Either of them is one, whatever else is gone: it shall be missed, not overlooked.
+    return (path / STATE).is_dir() or (path / MANIFEST).is_file()
 
 
 def staging_of(target: Path) -> Path:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.checkpoints.directory import is_training_checkpoint
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
@@ -62,6 +63,7 @@ _CONFIG = "model_config.yaml"
 _WEIGHTS = "model_weights"
 _TOKENIZER = "tokenizer"
 _CHECKSUMS = "checksums.json"
+_HF_CONFIG = "config.json"
 _HEAD = MODEL_PREFIX + "rm_head."
 _OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
 _EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
@@ -195,7 +197,8 @@ def load_nemo_config(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no archive, or one without a config.
-        ValueError: not an archive, or the config is not a YAML mapping.
+        ValueError: not an archive (of a training checkpoint, or of a Hugging Face directory, it says what to do), or
+            the config is not a YAML mapping.
     """
     with open_source(Path(path)) as source:
         config = _read_config(source)
@@ -207,12 +210,29 @@ def load_nemo_config(path: Path) -> dict[str, Any]:
 
 def _read_config(source: FileSource) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(source.read_text(_CONFIG))
+        text = source.read_text(_CONFIG)
+    except FileNotFoundError:
+        _name_what_it_is(source.location)
+        raise
+    try:
+        config = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{source.location}: {_CONFIG} is not a mapping")
     return config
+
+
+def _name_what_it_is(location: Path) -> None:
+    """Raise ValueError for a directory that has no config, but another use: it says which script makes an archive."""
+    if is_training_checkpoint(location):
+        raise ValueError(
+            f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
+        )
+    if (location / _HF_CONFIG).is_file():
+        raise ValueError(
+            f"{location} is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"
+        )
 
 
 def _stored_checksums(source: FileSource) -> dict[str, Any]:

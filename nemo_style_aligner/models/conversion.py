@@ -1,4 +1,4 @@
-"""Conversion between .nemo archives, Hugging Face directories and GGUF files.
+"""Conversion between .nemo archives, training checkpoints, Hugging Face directories and GGUF files.
 
 Each conversion is run by every rank of one model replica: one process, or several that split the model over
 tensor and pipeline ranks when it is too large for one.
@@ -7,6 +7,7 @@ tensor and pipeline ranks when it is too large for one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -17,23 +18,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.contents import restore_model
+from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
     save_nemo,
 )
+from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import portable_config
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import initialize
+from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
@@ -50,30 +59,38 @@ from nemo_style_aligner.weights.stream import WeightSource, export_weights, impo
 logger = logging.getLogger(__name__)
 
 
-def conversion_arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all conversion scripts share."""
+def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
+    """A parser with the options that all conversion scripts share; ``precision`` None: the default is the job's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="bf16", help="of the weights written: bf16 (default) or 32")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes")
+    said = precision or "the job's"
+    parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes (default: 1)"
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes (default: 1)"
+    )
     return parser
 
 
 def run_conversion(
-    convert: Callable[[Path, Path, torch.dtype], ModelArchitecture],
+    convert: Callable[[Path, Path, Any], ModelArchitecture],
     source: str,
     target: str,
     arguments: argparse.Namespace,
 ) -> None:
-    """Run one of this module's conversions as a script: a user's mistake ends it with one line and status 1."""
+    """Run one of this module's conversions as a script: a user's mistake ends it with one line and status 1.
+
+    Args:
+        convert: of source, target and dtype, which is None where ``arguments`` have no precision.
+    """
     install_excepthook()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         _initialize(arguments.tensor_parallel, arguments.pipeline_parallel)
-        architecture = convert(
-            Path(source).expanduser(), Path(target).expanduser(), parse_precision(arguments.precision)
-        )
+        dtype = None if arguments.precision is None else parse_precision(arguments.precision)
+        architecture = convert(Path(source).expanduser(), Path(target).expanduser(), dtype)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         abort_job(1)
@@ -165,6 +182,114 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     if head is not None:
         _warn_of_what_classifiers_lack(model, head)
     return architecture
+
+
+_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_WEIGHTS_OF_HEAD = MODEL_PREFIX + "rm_head."
+
+
+def checkpoint_to_nemo(
+    checkpoint: Path,
+    output: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    base: Path | None = None,
+    hyperparameters: Path | None = None,
+) -> ModelArchitecture:
+    """Make a .nemo archive of a training checkpoint of any job and layout: the one that the job would have written.
+
+    The optimizer's states are compared with their checksums, and not loaded. Collective.
+
+    Args:
+        dtype: of the weights written; None: the job's.
+        base: the archive that the job started from, for the tokenizer; None: where the job had it.
+        hyperparameters: the job's ``hyperparameters.yaml``; None: that in the log directory of the checkpoint.
+
+    Raises:
+        FileNotFoundError: no such checkpoint, hyperparameters or base.
+        DamagedCheckpointError: the checkpoint's files are not what was written.
+        CheckpointMismatchError: hyperparameters or base are of another model.
+        ValueError: not a checkpoint, hyperparameters or base.
+    """
+    if not checkpoint.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
+    if not is_training_checkpoint(checkpoint):
+        raise ValueError(
+            f"{checkpoint} is not a training checkpoint: name a folder in <log_dir>/checkpoints/ that has "
+            f"{MANIFEST} and {STATE}/"
+        )
+    job = _read_hyperparameters(hyperparameters or checkpoint.resolve().parents[1] / HYPERPARAMETERS_FILE)
+    config, architecture = job.model, ModelArchitecture.from_nemo_config(job.model)
+    base = base or job.base
+    _check_base(base, architecture)
+    if problems := find_damage(checkpoint):
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Take another one")
+    with open_source(checkpoint) as source:
+        has_head = any(key.startswith(_WEIGHTS_OF_HEAD) for key in stored_shapes(source, STATE))
+    if has_head != ("reward_model_type" in config):
+        kinds = ("a language model", "a reward model or critic")
+        raise CheckpointMismatchError(
+            f"{checkpoint} is of {kinds[has_head]}, but {job.path} is of a job that trains {kinds[not has_head]}: "
+            f"give the {HYPERPARAMETERS_FILE} of the job that wrote it (--hyperparameters)"
+        )
+    head = RewardHeadConfig.from_model_config(config) if has_head else None
+    model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False)
+    restore_model(checkpoint, model)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+        load_nemo_tokenizer(base).save(Path(folder))
+        save_nemo(output, model, portable_config(config, architecture), Path(folder))
+    return architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What its ``hyperparameters.yaml`` says about a job.
+
+    Attributes:
+        path: the file.
+        model: the ``model`` section, laid over that of ``base``.
+        dtype: of its weights.
+        base: the archive that it started from.
+    """
+
+    path: Path
+    model: dict[str, Any]
+    dtype: torch.dtype
+    base: Path
+
+
+def _read_hyperparameters(path: Path) -> _Job:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there, which says what model the checkpoint is of: give the {HYPERPARAMETERS_FILE} from "
+            "the log directory of the job that wrote it (--hyperparameters)"
+        )
+    try:
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model = config["model"]
+        base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
+        return _Job(path, model, parse_precision(config["trainer"]["precision"]), Path(str(base)).expanduser())
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what a job has written: {error!r}") from error
+
+
+def _check_base(base: Path, architecture: ModelArchitecture) -> None:
+    if not base.exists():
+        raise FileNotFoundError(f"{base}, which the job started from, does not exist: say where it is (--base)")
+    config = load_nemo_config(base)
+    if config.get("vocab_size") is None:
+        load_nemo_tokenizer(base)  # whose error says what is the matter
+    other = ModelArchitecture.from_nemo_config(config)
+    different = [
+        f"{name}: base {getattr(other, name)}, checkpoint {getattr(architecture, name)}"
+        for name in (*_SHAPE, "vocab_size")
+        if getattr(other, name) != getattr(architecture, name)
+    ]
+    if different:
+        raise CheckpointMismatchError(
+            f"{base} is not what the job started from: {'; '.join(different)}. Give that archive (--base)"
+        )
 
 
 def _import_and_save(

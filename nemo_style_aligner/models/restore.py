@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,15 @@ JOB_SETTINGS = (
     "trt_llm",
 )
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
+
+
+def portable_config(config: Mapping[str, Any], architecture: ModelArchitecture) -> dict[str, Any]:
+    """``model_config.yaml`` for archives made by a job: the model's shape and how it was trained to be used.
+
+    Args:
+        config: the job's ``model`` section, laid over its base's (`BaseModel.config`), interpolations resolved.
+    """
+    return {key: value for key, value in config.items() if key not in JOB_SETTINGS} | architecture.to_nemo_config()
 
 
 _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"

@@ -1,0 +1,34 @@
+"""Make a .nemo checkpoint of a training checkpoint, to evaluate it, convert it or start another job from it.
+
+    python convert_checkpoint_to_nemo.py --input sft/checkpoints/megatron_gpt_sft-step=20-last --output step20.nemo
+
+It is what the job would have written at the end of training: fine-tuning, a reward model's, an actor or a critic, at
+whatever parallel layout. A model too large for one process is split:
+
+    torchrun --nproc-per-node 4 convert_checkpoint_to_nemo.py --tensor-parallel 4 --input ... --output ...
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from nemo_style_aligner.models.conversion import checkpoint_to_nemo, conversion_arguments, run_conversion
+
+if __name__ == "__main__":
+    parser = conversion_arguments(__doc__, precision=None)
+    parser.add_argument("--input", required=True, help="the checkpoint: a folder in <log_dir>/checkpoints/")
+    parser.add_argument("--output", required=True, help="the .nemo file to write")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="the .nemo checkpoint that the job started from, which has the tokenizer (default: where the job had it)",
+    )
+    parser.add_argument(
+        "--hyperparameters",
+        type=Path,
+        help="hyperparameters.yaml of the job (default: that in the log directory in which the checkpoint lies)",
+    )
+    arguments = parser.parse_args()
+    convert = functools.partial(checkpoint_to_nemo, base=arguments.base, hyperparameters=arguments.hyperparameters)
+    run_conversion(convert, arguments.input, arguments.output, arguments)
