@@ -38,6 +38,9 @@ _MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_lengt
 _OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.data.chat_prompt_tokens")
 
 
+# Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's have; others are ``???`` there.
+_REQUIRED = ("pretrained_checkpoint.restore_from_path", "rm_model_file", "model.data.data_prefix")
+
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _FLAGS_WITH_VALUE = (
     *("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"),
@@ -63,8 +66,8 @@ def _by_index(index: Any, values: Sequence[Any]) -> Any:
     return values[int(index)] if index in range(len(values)) else values[0]
 
 
-def prepare_overrides(arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """The command line as hydra shall see it, with ``more`` overrides.
+def prepare_overrides(arguments: Sequence[str]) -> list[str]:
+    """The command line as hydra shall see it.
 
     ``key=value`` becomes ``++key=value``, so that hydra takes keys that are not in the YAML file:
     `check_config` knows more about them. And hydra is told to write no files and leave the logging alone.
@@ -81,7 +84,7 @@ def prepare_overrides(arguments: Sequence[str], more: Sequence[str] = ()) -> lis
         takes_value = argument in _FLAGS_WITH_VALUE
     # Overrides must stand together, hydra's parser says.
     at = len(prepared) if first_override is None else first_override
-    return [*prepared[:at], *_QUIET_HYDRA, *more, *prepared[at:]]
+    return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
 
 
 def _with_quoted_path(override: str) -> str:
@@ -116,6 +119,13 @@ def load_defaults(job: str) -> DictConfig:
     config = OmegaConf.load(config_file(job))
     assert isinstance(config, DictConfig)
     return config
+
+
+def required_keys(job: str) -> list[str]:
+    """The dotted keys of a job that a user has to give, in the order of its YAML file."""
+    defaults = load_defaults(job)
+    missing = set(_missing(defaults))
+    return [key for key in _leaves(defaults) if key in missing or key in _REQUIRED]
 
 
 def complete_config(cfg: DictConfig, job: str) -> DictConfig:

@@ -23,7 +23,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults
+from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
 from nemo_style_aligner.rollout.engine_setup import engine_size
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -674,6 +674,19 @@ def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: py
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
     cfg.exp_manager.explicit_log_dir = str(model.parent)
     assert find_problems(job, cfg, int(cfg.trainer.devices) * 2) == []
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_help_says_must_be_given_is_what_jobs_ask_for(job: str, tmp_path: Path) -> None:
+    cfg = load_defaults(job)
+    cfg.exp_manager.explicit_log_dir = str(tmp_path)
+    try:
+        check_config(cfg, job)
+        said = "\n".join(find_problems(job, cfg, 1))
+    except ConfigError as error:
+        said = str(error).removeprefix("these keys need a value: ").replace(", ", " is not set\n") + " is not set"
+    asked_for = [line.split()[0] for line in said.splitlines() if " is not set" in line or " should be " in line]
+    assert sorted(asked_for) == sorted(required_keys(job)), said
 
 
 def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config import CONF_DIR, ConfigError
 from nemo_style_aligner.parallel import launch, machine, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
@@ -774,7 +774,10 @@ def test_help_says_what_the_script_is(script: Path, flag: str) -> None:
     result = run(script, "trainer.devices=2", flag)
     assert result.returncode == 0 and "sum 3" not in result.stdout, result.stderr
     assert result.stdout.startswith("It's a job: {ranks}, a=b\n\nAny key of the config can be set"), result.stdout
-    assert "max_queue_delay_microseconds: 2000" in result.stdout and "devices: 2" in result.stdout
+    must_be = result.stdout.partition("These must be:\n\n")[2].partition("\n\n")[0].split()
+    assert must_be == ["pretrained_checkpoint.restore_from_path"]
+    file = CONF_DIR / "gpt_ppo_critic.yaml"
+    assert result.stdout.endswith(f"{file}:\n\n{file.read_text()}\n")  # with the comments
 
 
 def _ranks_of(supervisor: int) -> list[int]:

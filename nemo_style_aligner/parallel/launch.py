@@ -37,6 +37,7 @@ from nemo_style_aligner.config import (
     log_directory,
     prepare_overrides,
     register_resolvers,
+    required_keys,
 )
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
@@ -339,12 +340,17 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
 
 # ---- entry scripts ------------------------------------------------------------------------------
 
-_HELP = """
+_HELP = """{description}
 
-Any key of the config can be set on the command line (trainer.devices=2). conf/ says what each means.
+Any key of the config can be set on the command line (trainer.devices=2). These must be:
 
-$CONFIG"""
-"""Of ``--help``, below what the script says of itself; hydra puts the config in."""
+{required}
+
+"--cfg job" shows the config that a command line makes. The keys, what they mean and their defaults, from
+{path}:
+
+{content}"""
+"""What ``--help`` says."""
 
 
 def job(
@@ -410,19 +416,24 @@ def _compose(name: str, description: str) -> DictConfig | None:
 
     register_resolvers()
     config_file(name)  # hydra's complaint would not say what to do
+    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        print(_help(name, description))  # hydra's has the bare values, without the comments
+        return None
     _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
-    wants_help = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
-    help_override = (f"hydra.help.template={_quoted(f'{description.strip()}{_HELP}')}",) if wants_help else ()
-    sys.argv[1:] = prepare_overrides(sys.argv[1:], help_override)
+    sys.argv[1:] = prepare_overrides(sys.argv[1:])
     hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
     return complete_config(composed[0], name) if composed else None
 
 
-def _quoted(text: str) -> str:
-    """``text`` as a value that hydra's grammar takes for nothing but text."""
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return f"'{escaped}'"
+def _help(name: str, description: str) -> str:
+    path = config_file(name)
+    return _HELP.format(
+        description=description.strip(),
+        required="\n".join(f"    {key}" for key in required_keys(name)),
+        path=path,
+        content=path.read_text(encoding="utf-8"),
+    )
 
 
 def _refuse_multirun(arguments: Sequence[str]) -> None:
