@@ -401,6 +401,7 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     results = json.loads(output.read_text())
     assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
     assert results["summary"]["num_prompts"] == 10 == len(results["responses"])
+    assert '"num_prompts": 10,' in output.read_text()  # a count
     row = results["responses"][0]
     assert row["is_right"] == (row["response"].strip() == row["answer"])
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
@@ -522,6 +523,16 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp
     evaluation = Job(script("evaluate_gpt.py", *command), tmp_path / "evaluate.log")
     assert evaluation.wait(TIMEOUT) == 2 and "has another tokenizer than" in evaluation.output()
     assert not output.exists()
+
+
+def test_responses_fit_into_the_model_unless_told_otherwise(artefacts: Artefacts, tmp_path: Path) -> None:
+    """64 positions: half of them; where no prompt has room, a line says what to lower."""
+    assert evaluation.default_max_length(artefacts.sft) == 32
+    command = ("--model", str(artefacts.sft), "--prompts", str(artefacts.data("test_prompts")), "--max-length", "64")
+    job = Job(script("evaluate_gpt.py", *command, "--output", str(tmp_path / "results.json")), tmp_path / "log")
+    assert job.wait(TIMEOUT) == 2, job.describe()
+    last = job.output().splitlines()[-1]
+    assert last.startswith("evaluate_gpt.py: error: ") and last.endswith("lower --max-length"), job.describe()
 
 
 def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypatch: pytest.MonkeyPatch) -> None:

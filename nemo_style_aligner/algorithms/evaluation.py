@@ -8,7 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
@@ -22,6 +23,7 @@ from nemo_style_aligner.rollout.engine_setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.stream import export_weights
 
+_MAX_LENGTH = 128  # tokens of a response
 _SCORING_BATCH = 64
 
 
@@ -59,8 +61,8 @@ class Responses:
     rows: list[EvaluatedResponse]
 
     def summary(self) -> dict[str, float]:
-        """Means over the responses: ``accuracy``, ``reward`` (where known), ``length``, ``ended``."""
-        result = {"num_prompts": float(len(self.rows))}
+        """Their number, and means over them: ``accuracy``, ``reward`` (where known), ``length``, ``ended``."""
+        result: dict[str, float] = {"num_prompts": len(self.rows)}
         if known := [row.is_right for row in self.rows if row.is_right is not None]:
             result["accuracy"] = sum(known) / len(known)
         if rewards := [row.reward for row in self.rows if row.reward is not None]:
@@ -81,6 +83,15 @@ class Responses:
 
 def _open(path: Path, precision: str) -> BaseModel:
     return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+
+
+def default_max_length(model_path: Path) -> int:
+    """Longest response in tokens: 128, or half of the model's positions where that is less.
+
+    For the errors see `load_nemo_config`.
+    """
+    architecture = ModelArchitecture.from_nemo_config(load_nemo_config(model_path))
+    return min(_MAX_LENGTH, max(1, architecture.max_position_embeddings // 2))
 
 
 def evaluate(
@@ -107,7 +118,7 @@ def evaluate(
     if room < 1:
         raise ValueError(
             f"{model_path} has {base.architecture.max_position_embeddings} positions: no prompt has room beside "
-            f"responses of {sampling.max_new_tokens} tokens"
+            f"responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]

@@ -1,38 +1,59 @@
 """Generate responses to prompts and measure them: exact match with the prompts' answers, rewards, lengths.
 
-    python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \
+    python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \\
         [--reward-model rm.nemo] [--greedy] [--max-length 32] [--end-strings "User:"] [--add-bos]
 
 Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match. Responses are compared
-without the end string that ended them.
+without the end string that ended them. docs/jobs.md says what the results mean.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from nemo_style_aligner.algorithms.evaluation import evaluate, require_same_tokenizer, score
+from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--reward-model", type=Path, default=None)
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "32"))
-    parser.add_argument("--limit", type=int, default=None, help="use the first prompts only")
+    parser.add_argument("--model", type=Path, required=True, help="the .nemo file or directory of the policy")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of the prompts")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write: summary and responses")
+    parser.add_argument(
+        "--reward-model", type=Path, default=None, help="the .nemo file or directory of what scores the responses"
+    )
+    parser.add_argument(
+        "--precision", default="bf16", choices=("bf16", "32"), help="of the weights (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=int, default=None, help="use the first prompts only (default: all)")
     parser.add_argument("--greedy", action="store_true", help="most likely tokens instead of sampling")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max-length", type=int, default=128, help="longest response in tokens")
-    parser.add_argument("--end-strings", nargs="*", default=[], help="what ends a response, besides the EOS token")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="of sampling; lower is nearer to greedy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=None,
+        help="longest response in tokens, which has to fit into the model's positions beside its prompt (default: 128, "
+        "or half of the positions where that is less)",
+    )
+    parser.add_argument(
+        "--end-strings", nargs="*", default=[], help="what ends a response, besides the EOS token (default: nothing)"
+    )
     parser.add_argument(
         "--add-bos", action="store_true", help="BOS token before each prompt: sampling_params.add_BOS=True of PPO"
     )
-    parser.add_argument("--num-slots", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument(
+        "--num-slots",
+        type=int,
+        default=32,
+        help="responses that are generated at the same time: more take more memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="of sampling: another seed, other responses (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     if not args.prompts.is_file():
@@ -43,22 +64,27 @@ def main() -> None:
     for option, number in (("--limit", args.limit), ("--max-length", args.max_length), ("--num-slots", args.num_slots)):
         if number is not None and number < 1:
             parser.error(f"{option} {number}: give at least 1")
+    if not args.temperature > 0:
+        parser.error(f"--temperature {args.temperature}: above 0; --greedy takes the most likely tokens")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _evaluate(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
+
+def _evaluate(args: argparse.Namespace) -> None:
     sampling = SamplingParams(
-        max_new_tokens=args.max_length,
+        max_new_tokens=args.max_length or default_max_length(args.model),
         use_greedy=args.greedy,
         temperature=args.temperature,
         stop_strings=tuple(args.end_strings),
         seed=args.seed,
     )
     if args.reward_model is not None:
-        try:
-            require_same_tokenizer(args.model, args.reward_model)
-        except ValueError as error:
-            parser.error(str(error))
+        require_same_tokenizer(args.model, args.reward_model)
     with single_process(args.seed):
         responses = evaluate(
             args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos

@@ -1,6 +1,11 @@
 """Make a .nemo checkpoint of a randomly initialised Llama-style model, to train from scratch.
 
-python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
+    python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
+
+The tokenizer is that of any Hugging Face model (its folder will do), or a new one, made of texts of yours:
+
+    python -c "from nemo_style_aligner.data import tokenizer_training; \\
+        tokenizer_training.train_bpe_tokenizer(open('texts.txt'), vocab_size=8000, directory='DIR')"
 """
 
 import argparse
@@ -17,17 +22,26 @@ from nemo_style_aligner.parallel.groups import single_process
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokenizer", type=tokenizer_argument, required=True, metavar="DIR", help="Hugging Face tokenizer directory"
+        "--tokenizer",
+        type=tokenizer_argument,
+        required=True,
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json); see above",
     )
     parser.add_argument("--output", type=Path, required=True, help="the .nemo file to write")
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--ffn-hidden-size", type=int, default=None, help="default: 8/3 of the hidden size")
-    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--num-layers", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--ffn-hidden-size",
+        type=int,
+        default=None,
+        help="default: 8/3 of the hidden size, rounded up to a multiple of 16",
+    )
+    parser.add_argument("--num-heads", type=int, default=4, help="of attention (default: %(default)s)")
     parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
-    parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens")
-    parser.add_argument("--tied-embeddings", action="store_true")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens (default: %(default)s)")
+    parser.add_argument("--tied-embeddings", action="store_true", help="the output layer is the embedding")
+    parser.add_argument("--seed", type=int, default=1234, help="of the weights (default: %(default)s)")
     args = parser.parse_args()
 
     try:
