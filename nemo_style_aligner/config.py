@@ -41,6 +41,9 @@ _OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "
 # Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's have; others are ``???`` there.
 _REQUIRED = ("pretrained_checkpoint.restore_from_path", "rm_model_file", "model.data.data_prefix")
 
+# Last parts of the keys whose values have fields in braces.
+_TEMPLATES = ("prompt_template", "filename")
+
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _FLAGS_WITH_VALUE = (
     *("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"),
@@ -80,21 +83,27 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
         if is_override and first_override is None:
             first_override = len(prepared)
         is_plain = is_override and "=" in argument and re.match(r"(?!hydra[./])[A-Za-z_]", argument)
-        prepared.append(f"++{_with_quoted_path(argument)}" if is_plain else argument)
+        prepared.append(f"++{_with_quotes(argument)}" if is_plain else argument)
         takes_value = argument in _FLAGS_WITH_VALUE
     # Overrides must stand together, hydra's parser says.
     at = len(prepared) if first_override is None else first_override
     return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
 
 
-def _with_quoted_path(override: str) -> str:
-    """``key=path``, the path in quotes if hydra's grammar would stumble over it, as over a name with ``step=30``."""
+def _with_quotes(override: str) -> str:
+    """``key=value``, the value in quotes where it is text over which hydra's grammar would stumble.
+
+    Such are paths, as of a name with ``step=30``, and templates: ``{input} {output}``.
+    """
     key, _, value = override.partition("=")
-    is_path = re.match(r"\.{0,2}/|~", value) and "${" not in value
     quote = '"' if "'" in value else "'"
-    if not is_path or re.fullmatch(r"[A-Za-z0-9_/.@%+ -]*", value) or quote in value or "\\" in value:
+    if quote in value or value.endswith("\\"):
         return override
-    return f"{key}={quote}{value}{quote}"
+    is_template = key.rsplit(".", 1)[-1] in _TEMPLATES and "{" in value and value[0] not in "'\""
+    is_path = re.match(r"\.{0,2}/|~", value) and "${" not in value and "\\" not in value
+    if is_template or (is_path and not re.fullmatch(r"[A-Za-z0-9_/.@%+ -]*", value)):
+        return f"{key}={quote}{value}{quote}"
+    return override
 
 
 def config_file(job: str) -> Path:

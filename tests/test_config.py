@@ -286,6 +286,17 @@ def test_paths_are_taken_as_typed(path: str) -> None:
     assert cfg.exp_manager.resume_from_checkpoint == path.strip("'")
 
 
+@pytest.mark.parametrize(
+    "template", ["{question} {output}", "User: {input}\\nA: {output}", "It's {a}: {output}", '"{a} {output}"', "'{a}'"]
+)
+def test_templates_are_taken_as_typed(template: str) -> None:
+    """Braces are a mapping in hydra's grammar; who puts quotes around them means the same."""
+    cfg = composed("gpt_sft", f"model.data.train_ds.prompt_template={template}")
+    assert cfg.model.data.train_ds.prompt_template == template.strip("'\"")
+    cfg = composed("gpt_sft", "exp_manager.checkpoint_callback_params.filename=x-{step}-{${.monitor}:.2f}")
+    assert cfg.exp_manager.checkpoint_callback_params.filename == "x-{step}-{val_loss:.2f}"
+
+
 def test_interpolations_in_paths_stay_so() -> None:
     cfg = composed("gpt_ppo_critic", "exp_manager.explicit_log_dir=/r/${exp_manager.name}", "exp_manager.name=x")
     assert cfg.exp_manager.explicit_log_dir == "/r/x"

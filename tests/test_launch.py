@@ -762,6 +762,15 @@ def test_several_runs_are_not_started_by_hydra(script: Path, how: str) -> None:
     assert [path.name for path in script.parent.iterdir()] == ["script.py"]
 
 
+def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -> None:
+    result = run(script, "exp_manager.name={step} b", "trainer.devices=1")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: exp_manager.name={step} b cannot be read (no viable alternative"), (
+        result.stderr
+    )
+    assert "in quotes, and these within the shell's" in result.stderr and "hydra.cc" not in result.stderr
+
+
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
     result = run(script, "trainer.devices=2", "--cfg", "job")
     assert result.returncode == 0 and "max_queue_delay_microseconds: 2000" in result.stdout

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra.utils
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
@@ -422,7 +423,13 @@ def _compose(name: str, description: str) -> DictConfig | None:
     _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
     sys.argv[1:] = prepare_overrides(sys.argv[1:])
-    hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+    try:
+        hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{error.override.lstrip('+')} cannot be read ({error.message.splitlines()[0]}): put a value that is text "
+            "in quotes, and these within the shell's: 'KEY=\"{a} b: c\"'"
+        ) from error
     return complete_config(composed[0], name) if composed else None
 
 
