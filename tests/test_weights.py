@@ -21,8 +21,9 @@ from small_models import TensorSource
 from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.data.tokenizer import load_tokenizer
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, load_nemo_weights, save_nemo
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -468,8 +469,55 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
         assert torch.equal(written[key], tensor), key
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == "{{ messages }}"
-    if not classifier:
+    if classifier:
+        assert tokenizer.pad_token == "<s>" and again.config.pad_token_id == 97
+    else:
         assert again.generation_config.eos_token_id == tokenizer.eos_token_id == 98
+
+
+def reward_archive(folder: Path, tokenizer: Tokenizer, **standardization: float) -> Path:
+    """A reward model of random weights, with a bias of 0.5."""
+    architecture = ModelArchitecture(2, 32, 64, 4, 2, tokenizer.vocab_size, max_position_embeddings=64)
+    model = build_model(architecture, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
+    model.gpt.rm_head.bias.data.fill_(0.5)
+    tokenizer.save(folder / "files")
+    config = {"reward_model_type": "binary_ranking", "reward_standardization": standardization}
+    save_nemo(folder / "rm.nemo", model, architecture.to_nemo_config() | config, folder / "files")
+    return folder / "rm.nemo"
+
+
+def test_classifiers_take_batches_and_pad_with_another_token_than_eos(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = train_character_tokenizer("abc", tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "<|endoftext|>"}))
+    archive = reward_archive(tmp_path, load_tokenizer(tmp_path / "tokenizer"), enable=True, mean=3, std=2)
+    nemo_to_hf(archive, tmp_path / "out", torch.float32)
+    assert "no bias in the head: add 0.5 to their rewards" in caplog.text and "to pad with" not in caplog.text
+    assert "do not standardise: subtract 3 from their rewards and divide by 2" in caplog.text
+
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.pad_token == "<|pad|>"
+    texts = ["ab<|endoftext|>", "cabcabc<|endoftext|>"]
+    with torch.no_grad():
+        together = classifier(**theirs(texts, return_tensors="pt", padding=True)).logits
+        alone = torch.cat([classifier(**theirs(text, return_tensors="pt")).logits for text in texts])
+        ours = build(read_architecture(tmp_path / "out"), head=RewardHeadConfig())
+        load_nemo_weights(archive, ours)
+        rewards = [logits_of(ours, torch.tensor([tokenizer.text_to_ids(text)]))[0, -1] for text in texts]
+    assert torch.allclose(together, alone, atol=1e-6) and (alone[0] - alone[1]).abs() > 1e-3
+    assert torch.allclose(alone + 0.5, torch.stack(rewards), atol=1e-5)
+
+
+def test_a_classifier_that_has_nothing_to_pad_with_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = reward_archive(tmp_path, train_bpe_tokenizer(["ab"], 300, tmp_path / "tokenizer"))
+    nemo_to_hf(archive, tmp_path / "out", torch.float32)
+    assert "no token to pad with but EOS" in caplog.text and "transformers takes one text at a time" in caplog.text
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
 
 
 def test_an_archive_whose_tokenizer_is_a_name_says_so(tmp_path: Path) -> None:

@@ -337,12 +337,17 @@ def _warn_of_what_classifiers_lack(model: MegatronModel, head: RewardHeadConfig)
     """Hugging Face's sequence classifiers score the last token, without a bias or a standardisation."""
     if not model.layout.is_last_stage or model.layout.tp_rank:
         return
-    lost = []
     if head.pooling != "last":
-        lost.append("average pooling")
-    if head.std is not None:
-        lost.append("reward standardisation")
+        logger.warning("Hugging Face's classifiers read the last token, not an average: their rewards will differ")
+    bias = [f"{value:.4g}" for value in model.gpt.rm_head.bias.tolist()]
     if model.gpt.rm_head.bias.any():
-        lost.append("the head's bias (kept as score.bias)")
-    if lost:
-        logger.warning("Hugging Face's sequence classifiers have no %s: rewards will differ", ", ".join(lost))
+        logger.warning(
+            "Hugging Face's classifiers have no bias in the head: add %s to their rewards (it is in score.bias)",
+            bias[0] if len(bias) == 1 else f"[{', '.join(bias)}]",
+        )
+    if head.std is not None:
+        logger.warning(
+            "Hugging Face's classifiers do not standardise: subtract %g from their rewards and divide by %g",
+            head.mean,
+            head.std,
+        )

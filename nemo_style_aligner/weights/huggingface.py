@@ -345,9 +345,8 @@ def write_checkpoint(
     work.mkdir(parents=True)
     dtype = _write_shards(work, weights, max_shard_bytes)
     token_ids = copy_tokenizer_files(tokenizer_dir, work) if tokenizer_dir else {}
-    if num_attributes and token_ids and token_ids["pad_token_id"] == token_ids["eos_token_id"]:
-        # Classifiers read the last token that is not padding: not the EOS token then, which ends every text.
-        token_ids["pad_token_id"] = None
+    if num_attributes and token_ids:
+        token_ids["pad_token_id"] = _pad_not_by_eos(work)
     config = hf_config(architecture, dtype, num_attributes=num_attributes, token_ids=token_ids)
     _write_json(work / "config.json", config)
     if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():
@@ -389,6 +388,32 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, in
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+
+
+def _pad_not_by_eos(directory: Path) -> int | None:
+    """Have a classifier's tokenizer pad with another token than EOS; the id of that, None where there is none.
+
+    Classifiers read the last token that is not padding: EOS, which ends every text, must not count as such. Taken is a
+    special token that ends no text: one of padding by its name, else BOS, else that of unknown words.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return tokenizer.pad_token_id
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    candidates = [*(token for token in special if "pad" in token.lower()), tokenizer.bos_token, tokenizer.unk_token]
+    chosen = next((token for token in candidates if token not in (None, tokenizer.eos_token)), None)
+    if chosen is None:
+        logger.warning(
+            "the tokenizer has no token to pad with but EOS, at which a classifier reads its reward: config.json has "
+            "no pad_token_id, and transformers takes one text at a time (docs/checkpoints.md)"
+        )
+        return None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).is_file():
+            _write_json(directory / name, json.loads((directory / name).read_text("utf-8")) | {"pad_token": chosen})
+    return tokenizer.convert_tokens_to_ids(chosen)
 
 
 def _write_shards(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> torch.dtype:
