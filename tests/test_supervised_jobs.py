@@ -58,6 +58,13 @@ OPTIM = {"name": "distributed_fused_adam"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.parametrize("name", ["train_gpt_sft.py", "train_reward_model.py"])
+def test_the_last_line_of_a_job_is_its_own(artefacts: Artefacts, name: str) -> None:
+    """megatron-core imports Triton, whose bindings report what outlives the interpreter, as it ends."""
+    pytest.importorskip("triton")
+    assert artefacts.outputs[name].splitlines()[-1].startswith("Training: "), artefacts.outputs[name]
+
+
 # ---- resuming -----------------------------------------------------------------------------------
 
 

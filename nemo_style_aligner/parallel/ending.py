@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import shlex
 import shutil
@@ -60,6 +61,8 @@ def shutdown(status: int = 0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     worlds.leave()
+    # What a loop has frozen would outlive the interpreter; bindings (nanobind's, as Triton has) report it as leaked.
+    gc.unfreeze()
     _flush_output()
 
 
