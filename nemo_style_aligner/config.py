@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config_types import ARCHITECTURE_KEYS, wrong_types
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.legacy_keys import LEGACY_KEYS, LegacyKey
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
@@ -27,7 +28,7 @@ SECRET_KEYS = ("token",)
 """Last parts of the keys whose values are nobody else's business."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A mistake in a job's config; the message names the key and what to do."""
 
 

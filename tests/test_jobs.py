@@ -612,9 +612,10 @@ def test_a_work_queue_whose_port_is_taken(artefacts: Artefacts, tmp_path: Path) 
         queue = ["trainer.ppo.batch_iterator.use_flask=True", f"trainer.ppo.batch_iterator.port={port}"]
         job = Job(script("train_gpt_ppo_actor.py", *flags, *queue), tmp_path / "actor.log")
         try:
-            assert job.wait(TIMEOUT) == 1, job.describe()
+            assert job.wait(TIMEOUT) == 2, job.describe()
         finally:
             job.kill()
+    assert "Traceback" not in job.output()
     assert f"rollout work queue cannot listen on 127.0.0.1:{port} (Address already in use)" in job.output()
     assert "choose a free port with trainer.ppo.batch_iterator.port" in job.output()
     assert "waiting for the server" not in job.output()

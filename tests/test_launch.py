@@ -512,7 +512,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = """
 import os, sys, time
 from omegaconf import DictConfig
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.servers.http_client import ServerUnavailableError
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> None:
@@ -532,6 +534,12 @@ def main(cfg: DictConfig) -> None:
         raise RuntimeError("this rank is broken")
     if mode == "exit" and dist.get_rank() == dist.get_world_size() - 1:
         sys.exit(7)
+    if mode == "DataError":
+        raise DataError("prompts.jsonl:3: wrong")
+    if mode == "ServerUnavailableError":
+        if dist.get_rank() == 0:
+            raise ServerUnavailableError("the critic is gone")
+        dist.barrier()  # which rank 0's end fails
     if mode != "well":
         time.sleep(300)  # the others wait, as if in a collective
 
@@ -748,6 +756,23 @@ def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path, b
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("by", ["python", pytest.param("mpirun", marks=needs_mpi)])
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [("DataError", 2, "error: prompts.jsonl:3: wrong"), ("ServerUnavailableError", 1, "the critic is gone")],
+)
+def test_what_the_user_can_mend_is_one_message_and_no_traceback(
+    script: Path, by: str, error: str, status: int, message: str
+) -> None:
+    log = f"exp_manager.explicit_log_dir={script.parent / 'log'}"
+    result = run(script, "trainer.devices=2", f"exp_manager.name={error}", log, by=by)
+    assert result.returncode == status, result.stderr
+    assert result.stderr.count(message) == 1 and "Traceback" not in result.stderr, result.stderr
+    if by == "python" and status == 2:
+        alone = run(script, "trainer.devices=1", f"exp_manager.name={error}", log, "exp_manager.log_level=debug")
+        assert alone.returncode == 2 and "Traceback" in alone.stderr and message in alone.stderr.splitlines()[-1]
+
+
 def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
     result = run(script, "trainer.devices=4", env=CLEAN | BY_HAND | {"RANK": "0", "LOCAL_RANK": "0"})
     assert result.returncode == 2
@@ -951,6 +976,56 @@ def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp
         process.kill()
     assert output.count(f"saved because received {'SIGUSR1' if by == 'nohup' else 'SIGHUP'}") == 2
     assert process.returncode == 75 and (log_dir / "requeue").exists()
+
+
+@pytest.mark.parametrize("phase", ["running", "starting"])
+def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
+    """Two ranks; the second of them stands in `sleep`, or both go on from collective to collective."""
+    path = tmp_path / "script.py"
+    path.write_text(STOP_SCRIPT)
+    command = [*launcher("python", 2), str(path), "trainer.devices=2", f"exp_manager.name={phase}"]
+    process = subprocess.Popen(
+        [*command, f"exp_manager.explicit_log_dir={tmp_path / 'log'}"],
+        env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # which ``&`` would ignore
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert "waiting" in process.stdout.readline() and "waiting" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT  # 130 for shells, whose loops it ends
+    assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors, errors
+    assert not (tmp_path / "log" / "requeue").exists()
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from nemo_style_aligner.parallel.ending import install_excepthook\n"
+        "install_excepthook()\n"
+        "try:\n"
+        "    print('waiting', flush=True)\n"
+        "    time.sleep(300)\n"
+        "finally:\n"
+        "    print('ending', flush=True)\n"
+        "    time.sleep(300)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=CLEAN, text=True, stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in ("waiting", "ending"):
+            assert line in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(

@@ -45,7 +45,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.models.supervised_losses import LanguageModelBatch, language_model_objective
-from nemo_style_aligner.parallel import stop_signals
+from nemo_style_aligner.parallel import ending, stop_signals
 from nemo_style_aligner.parallel.groups import ParallelLayout, single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
@@ -471,6 +471,25 @@ class TinyRun:
         """After which validated step the weights were those of the archive."""
         load_nemo_weights(self.archive, self.trainer.model)
         return next(step for step, norm in self.weights.items() if torch.equal(norm, self._norm()))
+
+
+def test_who_interrupts_a_run_is_told_what_is_on_disk(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TinyRun(layout, tmp_path)
+    make_step = run.trainer.make_step
+
+    def make_or_interrupt() -> None:
+        if run.trainer.step == 4:
+            raise KeyboardInterrupt
+        make_step()
+
+    monkeypatch.setattr(run.trainer, "make_step", make_or_interrupt)
+    monkeypatch.setattr(ending, "_where_interrupted", None)
+    with pytest.raises(KeyboardInterrupt):
+        run.trainer.fit()
+    said = ending._interruption()
+    assert said.startswith(f"interrupted after 4 steps; the newest checkpoint is {tmp_path}/checkpoints/step=3"), said
 
 
 def test_an_archive_that_a_killed_run_has_not_written_is_made_up_for(

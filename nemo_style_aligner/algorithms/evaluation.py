@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.generation.stopping import before_end
@@ -110,20 +112,21 @@ def evaluate(
         add_bos: put the tokenizer's BOS token before each prompt, as PPO does with ``sampling_params.add_BOS``.
 
     Raises:
-        ValueError: there is no prompt that leaves room for a response, or no BOS token.
+        DataError: there is no prompt that leaves room for a response.
+        TokenizerError: there is no BOS token.
     """
     base = _open(model_path, precision)
     bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
     room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
     if room < 1:
-        raise ValueError(
+        raise DataError(
             f"{model_path} has {base.architecture.max_position_embeddings} positions: no prompt has room beside "
             f"responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     if not items:
-        raise ValueError(f"{prompts_path} has no prompt of at most {room} tokens")
+        raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")
     engine = EmbeddedEngine(
         base.architecture,
         dtype=base.dtype,
@@ -153,10 +156,10 @@ def evaluate(
 
 
 def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise ValueError if the reward model would take the policy's tokens for other text."""
+    """Raise CheckpointMismatchError if the reward model would take the policy's tokens for other text."""
     policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
     if policy != reward_model:
-        raise ValueError(
+        raise CheckpointMismatchError(
             f"{reward_model_path} has another tokenizer than {model_path}: it would read other text than was written. "
             "Give a reward model that was trained from the policy's base model"
         )
@@ -166,13 +169,14 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     """Fill in every response's reward, in place. For the tokenizer see `require_same_tokenizer`.
 
     Raises:
-        ValueError: the reward model has fewer positions than a response takes.
-        CheckpointMismatchError: it has no head.
+        CheckpointMismatchError: the reward model has fewer positions than a response takes, or no head.
     """
     base = _open(reward_model_path, precision)
     longest, positions = max(len(row.tokens) for row in responses.rows), base.architecture.max_position_embeddings
     if longest > positions:
-        raise ValueError(f"{reward_model_path} reads {positions} tokens at most; prompt and response have {longest}")
+        raise CheckpointMismatchError(
+            f"{reward_model_path} reads {positions} tokens at most; prompt and response have {longest}"
+        )
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
     model = base.load(head=head, trainable=False, needs_head=True)
     reward_model = RewardModel(model, head, MicroBatching(num_rows=16))

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings
 from nemo_style_aligner.algorithms.training_loop import LoopSettings, step_limit
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 
 
@@ -44,11 +45,11 @@ class PPOSettings(LoopSettings):
         """Read a job's config; ``steps_per_epoch`` PPO steps see every prompt once.
 
         Raises:
-            ValueError: too few prompts for one step.
+            DataError: too few prompts for one step.
         """
         ppo = cfg.trainer.ppo
         if steps_per_epoch < 1:
-            raise ValueError(
+            raise DataError(
                 "there are fewer training prompts than model.ppo.num_rollout_samples="
                 f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
             )

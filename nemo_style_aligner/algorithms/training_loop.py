@@ -17,6 +17,7 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublis
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.parallel.ending import tell_when_interrupted
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
@@ -95,6 +96,7 @@ class TrainingLoop(abc.ABC):
         What a run before this one has left open is made up for: rounds of a warm-up, a validation that it abandoned,
         an archive that it was killed before.
         """
+        tell_when_interrupted(self._where_interrupted)
         self.run_control.begin()
         total, rank = self.settings.max_steps, self.metrics.rank
         if self.step == 0 or not self.is_finished:
@@ -143,6 +145,11 @@ class TrainingLoop(abc.ABC):
             return f"{text}; max_steps={settings.step_limit} ends the run"
         text += f"; max_epochs={settings.max_epochs} ends the run after {settings.max_steps} steps"
         return text if settings.step_limit == sys.maxsize else f"{text}, before max_steps={settings.step_limit}"
+
+    def _where_interrupted(self) -> str:
+        newest = self.checkpoints.newest()
+        saved = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+        return f"after {self.step} steps; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
 
     # ---- what a trainer brings --------------------------------------------------------------
 

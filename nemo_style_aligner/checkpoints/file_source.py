@@ -16,9 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from nemo_style_aligner.errors import UserError
 
-class DamagedCheckpointError(ValueError):
+
+class DamagedCheckpointError(UserError, ValueError):
     """A checkpoint's files are not what was written."""
+
+    exit_status = 1
 
 
 class FileSource(ABC):

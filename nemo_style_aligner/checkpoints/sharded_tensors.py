@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
@@ -40,15 +41,15 @@ OPTIMIZER_PREFIX = "optimizer."
 """Of the keys of an optimizer's tensors, in training checkpoints."""
 
 
-class CheckpointMismatchError(ValueError):
+class CheckpointMismatchError(UserError, ValueError):
     """A checkpoint does not hold what the model wants."""
 
 
-class UnsupportedFormatError(ValueError):
+class UnsupportedFormatError(UserError, ValueError):
     """A checkpoint in a format that is not read here; says what to do."""
 
 
-class UnsafeCheckpointError(ValueError):
+class UnsafeCheckpointError(UserError, ValueError):
     """A checkpoint's metadata refers to something that has no place in a checkpoint."""
 
 

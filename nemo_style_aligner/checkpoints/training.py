@@ -242,6 +242,10 @@ class CheckpointManager:
             if save.is_archived:
                 self._export(save.contents.model(), tokenizer_dir, group)
 
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole. Not collective."""
+        return self._files.newest()
+
     # ---- archives ---------------------------------------------------------------------------
 
     @property

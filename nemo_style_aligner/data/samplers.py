@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class EpochSampler:
                 f"got {global_batch_size} and {consumed_samples}"
             )
         if num_samples < (global_batch_size if drop_last else 1):
-            raise ValueError(
+            raise DataError(
                 f"{num_samples} samples do not fill one global batch of {global_batch_size}: lower the global batch "
                 "size (model.global_batch_size; SFT: model.data.train_ds.global_batch_size) or give more data"
             )

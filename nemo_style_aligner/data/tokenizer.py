@@ -26,6 +26,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
+from nemo_style_aligner.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ TOKENIZER_FILES = (
 )
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """A tokenizer cannot be loaded, or lacks what is asked of it."""
 
 

@@ -11,16 +11,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from nemo_style_aligner.errors import OtherRankError
 from nemo_style_aligner.parallel.groups import broadcast_object
 
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5.0
 """How long a rank at most keeps the others waiting in one collective for something that takes long."""
-
-
-class OtherRankError(OSError):
-    """Something failed on another rank; says on which, and why."""
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

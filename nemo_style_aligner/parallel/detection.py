@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Literal
 
+from nemo_style_aligner.errors import UserError
+
 Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "environment", "supervisor", "python"]
 
 SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
@@ -18,8 +20,10 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
-class LaunchError(RuntimeError):
+class LaunchError(UserError, RuntimeError):
     """The environment in which the job was started does not fit; the message says what to change."""
+
+    exit_status = 1
 
 
 @dataclasses.dataclass(frozen=True)

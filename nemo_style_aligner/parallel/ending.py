@@ -5,26 +5,34 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import MissingMandatoryValue
 
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.errors import OtherRankError, UserError
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a job that Ctrl-C has ended."""
+
+_logger = logging.getLogger(__name__)
 
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0
@@ -32,12 +40,14 @@ _EXIT_SECONDS = 60.0
 # Mistakes in the config, which every rank finds; jobs that hang, of which every rank learns.
 _ENDED_BY_ALL = (2, EXIT_STUCK)
 _ALL_SECONDS = 30.0  # until all of them have
-# Until a mistake is told by a rank that is the first of its machine, and by any other.
+# Until what several ranks may have found is told by a rank that is the first of its machine, and by any other.
 _FIRST_RANK_SECONDS = 3.0
 _ANY_RANK_SECONDS = 10.0
 
 _log_dir: Path | None = None
 _run: str | None = None
+_where_interrupted: Callable[[], str] | None = None
+_is_interrupted = False
 
 
 def shutdown(status: int = 0) -> None:
@@ -121,8 +131,41 @@ def open_closed_streams() -> None:
 
 
 def install_excepthook() -> None:
-    """From now on an exception that nobody catches ends the whole job, not only this rank."""
+    """From now on an exception that nobody catches ends the whole job, not only this rank.
+
+    So does Ctrl-C, with a line in place of a traceback; a second one at once, whatever the first is waiting for.
+    """
     sys.excepthook = _report_and_abort
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored (``&``)
+        signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def tell_when_interrupted(where: Callable[[], str]) -> None:
+    """From now on a job that Ctrl-C ends says ``where()``: what it has done, and what of it is on disk."""
+    global _where_interrupted
+    _where_interrupted = where
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    global _is_interrupted
+    if _is_interrupted:
+        _die_interrupted()
+    _is_interrupted = True
+    while frame is not None:
+        # A rank that another one's end has made fail before it came to handling its own Ctrl-C: an exception would
+        # have nobody to catch it.
+        if frame.f_code is _report_and_abort.__code__:
+            _report_and_abort(KeyboardInterrupt, KeyboardInterrupt(), None)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _die_interrupted() -> NoReturn:
+    """Go as the signal itself would have it: a shell ends its loops only then, and calls it `EXIT_INTERRUPTED`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(EXIT_INTERRUPTED)  # the first process of a container has no signal's own effect
 
 
 def abort_job(exit_code: int) -> NoReturn:
@@ -149,6 +192,8 @@ def abort_job(exit_code: int) -> NoReturn:
                 subprocess.Popen(later, start_new_session=True, stdin=subprocess.DEVNULL, close_fds=True)
             else:
                 subprocess.run(cancel, timeout=_ABORT_SECONDS / 2, check=False)
+    if exit_code == EXIT_INTERRUPTED and threading.current_thread() is threading.main_thread():
+        _die_interrupted()
     os._exit(exit_code)
 
 
@@ -158,41 +203,73 @@ def fail_job(error: BaseException) -> NoReturn:
 
 
 def _report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    # All ranks find the same mistake in the config.
-    is_mistake = issubclass(kind, (ConfigError, HydraException, MissingMandatoryValue))
+    status = _status_of(error)
     try:
         rank, size, local_rank = _own_rank()
-        _leave_failure(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
-        if is_mistake:
-            # Rank 0 says it, and where that has not ended the job by then, the first rank of each other machine, on
-            # which it may be another one. Should these be late, somebody else does, but under srun, where nobody's end
-            # is the others', so that all would.
-            if rank > 0:
-                time.sleep(_FIRST_RANK_SECONDS if local_rank == 0 else _ANY_RANK_SECONDS)
+        is_first = _leave_failure(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
+        may_be_common = isinstance(error, (*_MISTAKES, OtherRankError)) and not isinstance(error, LaunchError)
+        is_told_elsewhere = rank > 0 if may_be_common else not is_first
+        if is_told_elsewhere and status != EXIT_INTERRUPTED:
+            # All ranks find the same mistake, hear of it, or lose who has failed. Rank 0 says it, and where that has
+            # not ended the job by then, the first rank of each other machine, on which it may be another one; or
+            # somebody else.
+            time.sleep(_FIRST_RANK_SECONDS if local_rank == 0 else _ANY_RANK_SECONDS)
+        if status == EXIT_INTERRUPTED:
+            lines = _interruption() if rank == 0 else ""
+        elif status == 2:
+            # Under srun nobody's end is the others', so that all would say it.
             is_told = local_rank == 0 or not in_slurm_step(os.environ)
             lines = f"error: {error}\n" if is_told else ""
         else:
-            is_known = issubclass(kind, LaunchError)
+            is_known = isinstance(error, (UserError, OtherRankError))
             trace_lines = [f"{kind.__name__}: {error}"] if is_known else traceback.format_exception(kind, error, trace)
             text = "".join(trace_lines).rstrip()
             header = f"rank {rank} of {size} on {socket.gethostname()} (process {os.getpid()}) failed; ending the job"
             lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
         with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
+            _logger.debug("the traceback:", exc_info=(kind, error, trace))
             sys.stderr.write(lines)  # in one piece: other ranks may be writing too
     finally:
         # Whatever cannot be said: an exception from here would leave the process to its other threads.
-        abort_job(2 if is_mistake else 1)
+        abort_job(status)
 
 
-def _leave_failure(line: str) -> None:
-    """Add a line to the files in which ranks say that they failed: for people and scripts, and for the other ranks."""
+_MISTAKES = (UserError, HydraException, MissingMandatoryValue)
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, UserError):
+        return error.exit_status
+    return 2 if isinstance(error, _MISTAKES) else 1
+
+
+def _interruption() -> str:
+    """What a job says that Ctrl-C has ended."""
+    where = ""
+    if _where_interrupted is not None:
+        with contextlib.suppress(Exception):  # it is in the middle of something
+            where = f" {_where_interrupted()}"
+    return f"interrupted{where}\n"
+
+
+def _leave_failure(line: str) -> bool:
+    """Add a line to the files in which ranks say that they failed: for people and scripts, and for the other ranks.
+
+    Returns:
+        Whether this rank is, as far as can be seen, the first of the run that does.
+    """
     if _log_dir is None:
-        return
+        return True
+    is_first = True
     for path in [_log_dir / FAILED_FILE, *([] if _run is None else [failed_file_of(_log_dir, _run)])]:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
+                is_first = file.tell() == 0 or path.name == FAILED_FILE  # which other starts of the job may have left
                 file.write(line)
+    return is_first
 
 
 def _flush_output() -> None:

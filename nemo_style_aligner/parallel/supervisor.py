@@ -41,7 +41,9 @@ def supervise(num_ranks: int) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        _signal_all(children, number)
+        # Who asks a second time has waited for ranks that do not hear: they compute outside of Python.
+        is_repeated = received.count(signal.SIGINT) > 1
+        _signal_all(children, signal.SIGKILL if is_repeated else number)
 
     previous = {number: signal.signal(number, forward) for number in taken(_FORWARDED)}
     try:

@@ -27,6 +27,7 @@ import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.servers.proof import UnprovenServerError, challenge_request, check_proof, unproven
 from nemo_style_aligner.servers.protocol import decode_error
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
@@ -55,12 +56,16 @@ def server_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if is_bare else f"http://{host}:{port}"
 
 
-class ServerUnavailableError(RuntimeError):
+class ServerUnavailableError(UserError, RuntimeError):
     """The server gave no usable answer within the total limit. The message names server, request and time."""
 
+    exit_status = 1
 
-class RequestRefusedError(RuntimeError):
+
+class RequestRefusedError(UserError, RuntimeError):
     """The server answered with an error that trying again does not cure. ``status`` is the HTTP status."""
+
+    exit_status = 1
 
     def __init__(self, message: str, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(message)

@@ -18,6 +18,7 @@ import waitress
 import waitress.wasyncore
 from flask import Flask, Response, request
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.connections import (
     ConnectionLimits,
@@ -302,6 +303,13 @@ def _proving(environ: Mapping[str, Any], start_response: Any, token: str | None,
     return start
 
 
+class PlaceTakenError(UserError, OSError):
+    """A service cannot listen where it should."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
     if host == "localhost":  # by that name, clients look for it at IPv4's address: see `http_client`
         host = "127.0.0.1"
@@ -318,7 +326,7 @@ def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket
             raise
     except OSError as error:
         where = f" with {section}.port, or another address of this machine with {section}.host" if section else ""
-        raise OSError(
+        raise PlaceTakenError(
             error.errno, f"{name} cannot listen on {host}:{port} ({error.strerror}): choose a free port{where}"
         ) from error
     return listener

@@ -23,6 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_style_aligner.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "NEMO_STYLE_ALIGNER_TOKEN"
@@ -36,7 +38,7 @@ HOW_TO_SHARE = (
 _MAX_BYTES = 4096
 
 
-class SecretError(RuntimeError):
+class SecretError(UserError, RuntimeError):
     """The secret cannot be used or made; the message says where it is and how to mend it."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpClient,
@@ -48,12 +49,14 @@ _GIVE_UP_SECONDS = (
 _WATCH_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0)
 
 
-class SequenceConflictError(RuntimeError):
+class SequenceConflictError(UserError, RuntimeError):
     """The critic is not where this run believes it to be, and cannot be brought there.
 
     ``expected``: the number of the run's next training request as the critic sees it; ``history``: the critic's;
     ``other_run_s``: how many seconds ago another run trained the critic, if the critic says so.
     """
+
+    exit_status = 1
 
     def __init__(
         self, message: str, expected: int, history: str | None = None, other_run_s: float | None = None

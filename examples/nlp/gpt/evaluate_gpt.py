@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
 
@@ -97,4 +98,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
