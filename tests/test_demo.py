@@ -17,6 +17,14 @@ def test_an_output_folder_with_other_things_is_left_alone(tmp_path: Path) -> Non
     assert precious.exists()
 
 
+def test_a_stage_says_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Demo(tmp_path / "demo", num_stages=2)
+    with demo.stage("sft", "SFT") as results:
+        assert capsys.readouterr().out == "[1/2] SFT ...\n"
+        results.append("loss 1")
+    assert capsys.readouterr().out == "[1/2] SFT: loss 1 (0 s)\n"
+
+
 def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     demo = Demo(tmp_path / "demo", num_stages=1)

@@ -29,6 +29,7 @@ from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
@@ -333,6 +334,25 @@ def test_progress_is_a_line_per_interval_away_from_a_terminal() -> None:
     assert len(lines) == 4
 
 
+def test_a_step_that_takes_long_is_not_silent() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    with ProgressBar(total=2, description="PPO", interval=30, stream=stream, clock=clock) as progress:
+        with activity.phase("step"), activity.phase("generate"):
+            for _ in range(7):
+                clock.now += 10
+                activity.progress()
+        progress.update(1)
+        with activity.phase("save_time"):
+            clock.now += 30
+            progress.update(1)
+    activity.progress()
+    assert stream.getvalue().splitlines() == [
+        "PPO: 0/2 after 30 s, in step/generate",
+        "PPO: 0/2 after 60 s, in step/generate",
+        "PPO: 2/2 after 100 s, 50 s each",
+    ]
+
+
 def test_progress_that_nobody_reads_stops_no_loop() -> None:
     """As where ``job 2>&1 | tee log`` has lost its terminal: the job shall save."""
 
@@ -379,7 +399,7 @@ def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) ->
         root.setLevel(level)
         own.setLevel(logging.NOTSET)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("DEBUG nemo_style_aligner.servers.request_log: a request")
+    assert line.endswith("DEBUG servers.request_log: a request")
 
 
 def test_log_lines_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,12 +52,14 @@ class Demo:
 
     @contextlib.contextmanager
     def stage(self, name: str, what: str) -> Iterator[list[str]]:
-        """Time a stage and print its one line of progress. Append to the yielded list what the line should end with."""
+        """Time a stage and print its line of progress. Append to the yielded list what the line should end with.
+
+        In a log file another line says when it begins.
+        """
         self._number += 1
         started = time.monotonic()
         prefix = f"[{self._number}/{self._num_stages}] {what}"
-        if sys.stdout.isatty():
-            print(f"{prefix} ...", end="\r", flush=True)
+        print(f"{prefix} ...", end="\r" if sys.stdout.isatty() else "\n", flush=True)
         results: list[str] = []
         yield results
         self.seconds[name] = time.monotonic() - started

@@ -38,6 +38,9 @@ class ParallelLayout:
     pp_rank: int
     dp_rank: int
 
+    def __str__(self) -> str:
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}"
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""

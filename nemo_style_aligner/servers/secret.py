@@ -50,16 +50,22 @@ class Secret:
     source: str
 
 
+_told_sources: set[str] = set()  # a job with the work queue and the critic asks three times
+
+
 def resolve_token(configured: str | None, key: str) -> str | None:
     """The secret for the config value ``configured`` of the key ``key``; None when authentication is off.
 
-    Logs where it came from, and a warning when there is none. Raises `SecretError`.
+    Logs where it came from, once for each place, and a warning when there is none. Raises `SecretError`.
     """
     if configured is None or str(configured).lower() == NONE:
         logger.warning("%s=none: no authentication, whoever reaches the port can read, train and save", key)
         return None
     secret = find_secret(None if str(configured).lower() == AUTO else str(configured), key)
-    logger.info("shared secret from %s", secret.source)
+    logger.log(
+        logging.DEBUG if secret.source in _told_sources else logging.INFO, "shared secret from %s", secret.source
+    )
+    _told_sources.add(secret.source)
     return secret.value
 
 

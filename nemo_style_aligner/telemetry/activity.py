@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +30,34 @@ class Activity:
     bound: float
 
 
-_STARTING = "starting"
+STARTING = "starting"
+"""The phase before the first."""
+
 _phases: list[tuple[str, float]] = []
 _bounds: list[float] = []
 _started = _progress = time.monotonic()
+_listener: Callable[[], None] | None = None
 
 
 def progress() -> None:
     """Something was done: the process is not stuck. Cheap; any thread."""
     global _progress
     _progress = time.monotonic()
+    if _listener is not None:
+        _listener()
+
+
+def listen(listener: Callable[[], None] | None) -> None:
+    """From now on ``listener`` is called at each `progress`, in its thread; None: nobody is. It must be cheap."""
+    global _listener
+    _listener = listener
 
 
 def enter(name: str) -> None:
     """The main thread begins a phase; calls of other threads do nothing."""
     if threading.current_thread() is threading.main_thread():
+        _phases.append((name, time.monotonic()))
         progress()
-        _phases.append((name, _progress))
 
 
 def leave() -> None:
@@ -83,7 +94,7 @@ def current() -> Activity:
     """The state now; any thread."""
     phases = list(_phases)
     return Activity(
-        phase="/".join(name for name, _ in phases) or _STARTING,
+        phase="/".join(name for name, _ in phases) or STARTING,
         since=phases[-1][1] if phases else _started,
         progress=_progress,
         bound=max([*_bounds, 0.0]),

@@ -14,6 +14,7 @@ LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 LOG_LEVELS = ("debug", "info", "warning")
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+_PACKAGE = __name__.split(".")[0]
 _FIELDS = "fields"  # attribute of a record
 
 _rank = 0  # this process's, once `configure_logging` has been told
@@ -28,7 +29,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     global _rank
     _rank = rank
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
+    text = TextFormatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
     root = logging.getLogger()
     for old in list(root.handlers):
@@ -36,7 +37,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     root.addHandler(handler)
     level = level if rank == 0 else max(level, logging.WARNING)
     root.setLevel(max(level, logging.INFO))
-    logging.getLogger(__name__.split(".")[0]).setLevel(level if level < root.level else logging.NOTSET)
+    logging.getLogger(_PACKAGE).setLevel(level if level < root.level else logging.NOTSET)
     # These packages report every request and every kernel at INFO.
     for noisy in ("urllib3", "werkzeug", "waitress", "filelock", "megatron", "torch", "transformers", "httpx"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
@@ -51,6 +52,15 @@ def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> N
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The ``extra`` of a logging call whose record has ``fields``: keys of its JSON line. Text does not show them."""
     return {_FIELDS: dict(fields)}
+
+
+class TextFormatter(logging.Formatter):
+    """Records as text, in which this package's loggers go without its name: every line would begin with it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line's first part, as `logging.Formatter`'s."""
+        shown = logging.makeLogRecord(record.__dict__ | {"name": record.name.removeprefix(f"{_PACKAGE}.")})
+        return super().formatMessage(shown)
 
 
 class JsonFormatter(logging.Formatter):

@@ -11,12 +11,15 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from nemo_style_aligner.telemetry import activity
+
 
 class ProgressBar:
     """Shows how far a loop is. Rank 0 only; silent on the other ranks.
 
     On a terminal this is a tqdm bar. Elsewhere (a batch job's log) it is one plain line per ``interval``
-    seconds and one at the end::
+    seconds, and one at the end. Inside of the ``with`` statement that also holds for units that take longer: the line
+    then names the phase (`activity`)::
 
         with ProgressBar(total=100, description="PPO", rank=rank) as progress:
             for step in range(100):
@@ -82,21 +85,30 @@ class ProgressBar:
             self._print_line()
 
     def __enter__(self) -> ProgressBar:
+        if self._enabled and self._bar is None:
+            activity.listen(self._note_activity)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        activity.listen(None)
         self.close()
 
-    def _print_line(self) -> None:
+    def _note_activity(self) -> None:
+        if self._clock() - self._last_line >= self._interval:
+            phase = activity.current().phase
+            self._print_line("" if phase == activity.STARTING else f", in {phase}")
+
+    def _print_line(self, where: str = "") -> None:
         now = self._clock()
         self._last_line = now
-        self._shown_done = self._done
+        if not where:
+            self._shown_done = self._done
         elapsed = now - self._started
         done_here = self._done - self._initial
         rate = f", {elapsed / done_here:.3g} s each" if done_here > 0 else ""
         metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
-        line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}"
+        line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)
