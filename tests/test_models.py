@@ -38,7 +38,7 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models import products
+from nemo_style_aligner.models import pipeline, products
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -584,6 +584,16 @@ def test_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
     assert balance(shares(work, 8)) > 0.98 > 0.95 > balance(shares(lengths, 8))
 
 
+def test_packing_is_measured_over_all_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_the_other_ranks(by_rank: torch.Tensor, group: Any) -> None:
+        by_rank[:, 1] = torch.tensor([10.0, 30.0, 30.0], dtype=torch.float64)
+
+    monkeypatch.setattr(pipeline.torch.distributed, "all_reduce", add_the_other_ranks)
+    model: Any = SimpleNamespace(layout=SimpleNamespace(dp_size=2, dp_rank=0))
+    measured = pipeline._packing_metrics(model, num_used=10, num_computed=10, work=10)
+    assert measured == {"padding_efficiency": 0.5, "dp_balance": pytest.approx(20 / 30)}  # the mean over the most
+
+
 # ---- reward heads -------------------------------------------------------------------------------
 
 
@@ -719,6 +729,32 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
     assert report.keys() == {"loss", "lr", "skipped_updates"} and report["loss"] == 0.0  # nothing is a mean of nothing
     assert actor.optimizer.step_count == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_log_probs_and_ratios_are_of_the_distribution_sampled_from() -> None:
+    """At the sampling temperature, with and without an entropy bonus."""
+    model, ids = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32), tokens()
+    actor = make_actor(model, None)
+    actor.temperature = 0.5
+    for actor.entropy_bonus in (0.0, 0.01):
+        own = actor.logprobs(ids, everywhere(ids))
+        torch.testing.assert_close(own, logprobs(model, ids, 0.5))
+        batch = dataclasses.replace(policy_batch(ids), old_logprobs=own)
+        assert actor.update(batch)["ppo_ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_an_entropy_bonus_flattens_the_distribution() -> None:
+    model, ids = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32), tokens()
+    actor = make_actor(model, None)
+    actor.entropy_bonus = 1.0
+
+    def entropy() -> torch.Tensor:
+        return score(model, ids, Scoring(entropy=True))[..., 1].mean()
+
+    before = entropy()
+    for _ in range(3):
+        actor.update(policy_batch(ids, advantage=0.0))
+    assert entropy() > before
 
 
 # ---- passes that are kept for the update --------------------------------------------------------
