@@ -25,10 +25,12 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
+from small_models import SHAPE
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, open_source
@@ -47,7 +49,9 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.prompts import PromptSource
@@ -486,6 +490,22 @@ def test_updates_with_nan_leave_no_trace_on_any_rank(multirank: dict[str, Any], 
     assert (result["clean"][2], result["with NaN"][2]) == ([4, 0], [4, 2])  # updates made and skipped
 
 
+def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -> None:
+    with single_process(seed=1):
+        model = build_model(ModelArchitecture(**SHAPE), {}, torch.float32)
+        before, after = (
+            Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0, NonFinitePolicy("skip", 2)) for _ in range(2)
+        )
+        for _ in range(2):
+            before.skips.skip("an update", "a batch")
+        manager = CheckpointManager(tmp_path, CheckpointSettings())
+        manager.save(model, before, {"step": 1}, {})
+        manager.finish()
+        CheckpointManager(tmp_path, CheckpointSettings()).resume(model, after)
+        with pytest.raises(NonFiniteError, match="3 updates in a row, more than max_consecutive_skips=2"):
+            after.skips.skip("an update", "a batch")
+
+
 def test_nan_is_never_written_into_a_checkpoint(multirank: dict[str, Any]) -> None:
     error, names = multirank["nonfinite"]["saving NaN"]
     assert "step 2 is not saved: NaN or Inf in model." in error  # rank 1 has it, rank 0 says it
@@ -715,6 +735,15 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         (whole / "state" / "data").unlink()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
+
+
+def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
+    """What it says is no less part of the checkpoint than its files: here which one is the best."""
+    Manifest(12, 1, 0.25, {}).write(tmp_path)
+    file = tmp_path / MANIFEST
+    file.write_text(file.read_text().replace("0.25", "0.75"))
+    with pytest.raises(DamagedCheckpointError, match=rf"{file} is damaged"):
+        Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["state", MANIFEST])

@@ -230,6 +230,8 @@ def test_kl_is_clamped_and_finite_for_wild_log_probs() -> None:
     for estimator in ("abs", "k1", "k2", "k3"):
         kl = F.kl_penalty(wild, torch.tensor([[0.0, -1000.0, -3.0]]), estimator, clamp=10.0)
         assert torch.isfinite(kl).all() and kl.abs().max() <= 10 and kl[0, 2] == 0
+    # The log ratio is clamped, and then the estimate.
+    assert F.kl_penalty(torch.tensor([-9.0, 9.0]), torch.zeros(2), "k2", clamp=0.5).tolist() == [0.125, 0.125]
     with pytest.raises(ValueError, match="k4"):
         F.kl_penalty(wild, wild, "k4")  # type: ignore[arg-type]
 

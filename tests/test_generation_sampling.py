@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -109,6 +110,12 @@ def test_top_p_always_keeps_the_best_token_and_its_ties() -> None:
     assert (~filter_top_k_top_p(scores, 0, 1e-6).isinf()).tolist() == [[False, True, False, True]]
 
 
+def test_top_p_keeps_no_more_than_it_takes() -> None:
+    """The best token alone has the probability asked for."""
+    scores = torch.tensor([[0.0, -math.log(2), -math.log(2)]])
+    assert filter_top_k_top_p(scores, 0, 0.5).tolist() == [[0.0, -math.inf, -math.inf]]
+
+
 def test_repetition_penalty_and_temperature_equal_hugging_face() -> None:
     torch.manual_seed(2)
     logits, ids = torch.randn(4, 30), torch.randint(0, 30, (4, 12))
@@ -186,6 +193,7 @@ def _first_end(tokens: list[int], condition: StopCondition) -> tuple[int, str | 
         ([5, 12, 23, 6], 0, (3, "stop")),  # "bccd" spans two tokens
         ([5, 12, 23, 6, 7, 8], 4, (6, "length")),  # it passed before the minimum length
         ([5, 12, 23, 6, 12, 23, 9], 4, (6, "stop")),  # its second occurrence counts
+        ([5, 12, 23, 3, 7, 8], 3, (6, "length")),  # no second one, though "ad" may be the end of one
         ([5, 6, 7, 8, 9, 5], 0, (6, "length")),
         ([5, 6, 7, 8, 9, 91], 0, (6, "stop")),  # stop at the very last token is a stop
     ],
@@ -219,6 +227,7 @@ def test_long_responses_decode_a_bounded_tail_only() -> None:
         (["▁Hi", ":", "▁x"], ": ", 3),  # alone, the last token has no space
         (["▁Hi", "\n", "▁"], "\n ", 3),
         (["▁Caf", "<C3>", "<A9>"], "é", 3),  # alone, the last token is no character
+        (["▁Hi", "a", "▁", "b"], " b", 4),  # a token for each byte: a text that began with them would lack the space
         (["▁Hi", "▁User", "▁:"], "User:", None),
     ],
 )
