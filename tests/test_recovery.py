@@ -10,7 +10,9 @@ import concurrent.futures
 import contextlib
 import copy
 import errno
+import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -25,10 +27,10 @@ import torch
 from served_critic import client_config, wait_for
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
-from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers import journal, training_session
+from nemo_style_aligner.servers import http_client, journal, training_session
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
@@ -210,13 +212,14 @@ def actor(
 
 def train(critic: RemoteCritic, *values: float) -> list[float]:
     """One training step for each value; the losses."""
-    losses = []
-    for value in values:
-        full = torch.full((2, 3), float(value))
-        tokens = torch.ones(2, 4, dtype=torch.int64)
-        experience = SimpleNamespace(tokens=tokens, returns=full, values=full, mask=torch.ones(2, 3))
-        losses.append(critic.start_training(experience).result())
-    return losses
+    return [start_training(critic, value).result() for value in values]
+
+
+def start_training(critic: RemoteCritic, value: float) -> CriticTraining:
+    full = torch.full((2, 3), float(value))
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    experience: Any = SimpleNamespace(tokens=tokens, returns=full, values=full, mask=torch.ones(2, 3))
+    return critic.start_training(experience)
 
 
 def save(critic: RemoteCritic) -> dict[str, Any]:
@@ -367,14 +370,12 @@ def test_the_critic_goes_on_while_its_checkpoint_is_written(job: CriticJob, tmp_
         train(critic, 1)
         job.checkpoints.gate.clear()
         under_way = critic.start_save()
-        assert value(critic) == weights(1)[-1]
-        training = threading.Thread(target=train, args=(critic, 2))
-        training.start()
-        time.sleep(0.5)
+        training = start_training(critic, 2)
+        assert {value(critic) for _ in range(20)} == {*weights(1)}
         assert job.critic.trained == [1] and job.checkpoints.stored == {}
         job.checkpoints.gate.set()
         assert under_way.wait(60)
-        training.join(20)
+        training.result()
         ((weight, _),) = job.checkpoints.stored.values()
         assert job.critic.trained == [1, 2] and weight == weights(1)[-1]
         assert under_way.position.next_number == 2 and critic.client.position.next_number == 3
@@ -436,7 +437,7 @@ def test_a_critic_that_does_not_come_back_ends_the_wait(job: CriticJob, tmp_path
         job.start()
 
 
-def test_a_separate_reward_model_that_is_lost_is_simply_asked_again() -> None:
+def test_a_separate_reward_model_that_is_lost_is_simply_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     class Model:
         def __init__(self, output: str) -> None:
             self.output = output
@@ -465,8 +466,9 @@ def test_a_separate_reward_model_that_is_lost_is_simply_asked_again() -> None:
     client = CriticClient(config, infer_limits=LIMITS, train_limits=LIMITS)
     client.wait_until_ready(20)
     lose("reward")
+    caplog.set_level(logging.DEBUG, http_client.__name__)
     scores = client.infer_async(torch.tensor([[4, 5, 6]]), torch.tensor([3]))
-    time.sleep(0.5)
+    wait_for(lambda: re.search(rf":{ports['reward']}/.*next try in", caplog.text))
     assert not scores.done()
     start("reward")
     assert scores.result(20).rewards.tolist() == [3.0] and scores.result().values.tolist() == [[4.0, 5.0]]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from job_processes import ROOT, run
 from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
+from nemo_style_aligner.algorithms.generation_schedule import GenerationSchedule
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link, Wait
@@ -24,6 +26,7 @@ from nemo_style_aligner.rollout import remote
 from nemo_style_aligner.rollout.prompts import Prompt
 from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, pack_results, unpack_request, unpack_results
 from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -98,11 +101,15 @@ def test_the_engines_log_probs_serve_as_the_policys(
 def test_a_step_ahead_with_weights_that_stay_is_on_policy(
     trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
 ) -> None:
-    """The same prompts, random streams and numbers; only that updates, without effect, were made in between."""
+    """The same prompts, random streams and, up to rounding, numbers; only that updates, without effect, were made in
+    between."""
     expected, tensors = trained("together_lr0"), trained("stale_lr0")
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(tensors[name], tensor), name
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert torch.equal(tensors[name], tensor), name
     updates_behind = [value for _, value in curves("stale_lr0")["train_rollouts/staleness_max"]]
     assert updates_behind == [0.0] + [UPDATES_PER_STEP] * (STEPS - 1)
 
@@ -170,6 +177,21 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
     state, undisturbed = (_last_state(folder / "logs" / way) for way in ("stale_stopped", "stale"))
     assert state == undisturbed
     assert (state["step"], state["is_validation_due"]) == (STEPS, False) and "val_rewards" in state["metrics"]
+
+
+def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
+    seeds: list[int] = []
+    generator: Any = SimpleNamespace(weight_version=0, start=lambda prompts, seed: seeds.append(seed))
+    collector: Any = SimpleNamespace(generator=generator, collect=lambda prompts, seed: seeds.append(seed))
+    prompts: Any = SimpleNamespace(batch=lambda start: [])
+    model: Any = None
+    schedule = GenerationSchedule(collector, model, ScopedTimer(), 7, staleness=1, unload_engine=False)
+    for step in range(3):
+        for stream in (0, -1, 1):
+            schedule.generate(prompts, 0, step, stream, version=0)
+    assert len(set(seeds)) == 9
+    schedule.start_ahead(prompts, 0, step=1, version=0)
+    assert seeds[9] == seeds[3]
 
 
 def _last_state(log_dir: Path) -> dict[str, Any]:

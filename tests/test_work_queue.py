@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import requests
 import torch
 from job_processes import ROOT
 from listeners import listeners
-from served_critic import TEST_LIMITS, client_config
+from served_critic import TEST_LIMITS, client_config, wait_for
 
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
@@ -36,7 +37,7 @@ from nemo_style_aligner.parallel import agreement, stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.rollout import generator, setup, work_client, work_server
+from nemo_style_aligner.rollout import generator, intake, setup, work_client, work_server
 from nemo_style_aligner.rollout.generator import LocalGenerator
 from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
 from nemo_style_aligner.rollout.prompts import Prompt
@@ -83,6 +84,27 @@ def pass_time(queue: WorkQueue, clock: Clock, until: float) -> None:
     while clock.now < until:
         clock.now = min(until, clock.now + queue.lease_seconds / 4)
         queue.status()
+
+
+@pytest.fixture
+def clock_of_all(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of a queue and its workers, which say several times in a tenth of a second that they live, whatever it shows."""
+    clock = Clock()
+    monkeypatch.setattr(work_client, "time", types.SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(work_client, "_BEATS_PER_LEASE", 500)
+    return clock
+
+
+def get_on(queue: WorkQueue, clock: Clock, until: float, make_progress: Callable[[], None]) -> None:
+    """The clock goes on, and so do the workers: their signs of life arrive."""
+
+    def are_heard_of() -> bool:
+        return all(holder["silent_seconds"] == 0 for holder in queue.status()["holders"].values())
+
+    while clock.now < until:
+        make_progress()
+        clock.now += queue.lease_seconds / 4
+        wait_for(are_heard_of)
 
 
 @contextlib.contextmanager
@@ -183,6 +205,8 @@ def test_a_repeated_lease_request_gets_the_same_ids() -> None:
     queue.start_round(0, list(range(10)))
     first = queue.lease(3, "a", request_number=1)
     assert queue.lease(3, "a", request_number=1) == first
+    queue.complete([1], "a")
+    assert queue.lease(3, "a", request_number=1).ids == [0, 2]  # what is done is not begun anew
     assert queue.lease(3, "a", request_number=2)[0] == [3, 4, 5]
     assert queue.lease(3, "b", request_number=1)[0] == [6, 7, 8]
 
@@ -287,6 +311,21 @@ def test_waiting_has_a_limit() -> None:
         assert client(server, worker="slow").lease(1) == [1]
         with pytest.raises(TimeoutError, match=r"waits for 1 ids.*for 0\.2 s: ids 1 are held by slow, last heard of"):
             client(server, limits=dataclasses.replace(LIMITS, wait_seconds=0.2)).lease(1, wait=True)
+
+
+def test_a_wait_begins_anew_with_every_id_that_others_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, clock, left = WorkQueue(lease_seconds=60), Clock(), [1, 2, 3]
+
+    def sleep(seconds: float) -> None:
+        clock.now += 0.4
+        queue.complete([left.pop(0)], "slow")
+
+    with serve(queue) as server:
+        queue.start_round(0, left)
+        assert queue.lease(3, "slow").ids == left
+        worker = client(server, limits=dataclasses.replace(LIMITS, wait_seconds=0.5))
+        monkeypatch.setattr(work_client, "time", types.SimpleNamespace(monotonic=clock, sleep=sleep))
+        assert worker.lease(1, wait=True) == [] and not left
 
 
 def test_many_clients_at_once_complete_each_id_once() -> None:
@@ -641,7 +680,9 @@ class LateScores:
         return self.answers[-1]
 
 
-def test_scores_are_given_up_when_none_comes_for_long() -> None:
+def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(intake, "time", types.SimpleNamespace(monotonic=clock))
     client: Any = LateScores()
     responses = ScoredResponses(client, 2, scoring_seconds=0.2)
     for request_id in range(5):
@@ -650,17 +691,18 @@ def test_scores_are_given_up_when_none_comes_for_long() -> None:
     assert len(client.answers) == 3 and not responses.are_scored(0.0)
     scores = [Scores(torch.full((2,), float(number)), torch.zeros(2, 1)) for number in range(3)]
     for number in (1, 0):  # each one starts the time anew
-        time.sleep(0.3)
+        clock.now += 0.3
         client.answers[number].set_result(scores[number])
         assert not responses.are_scored(0.0)
     for _ in range(2):  # and so does each step of a critic that is brought level
-        time.sleep(0.3)
-        client.last_progress = time.monotonic()
+        clock.now += 0.3
+        client.last_progress = clock.now
         assert not responses.are_scored(0.0)
-    time.sleep(0.3)
+    clock.now += 0.3
     assert not responses.are_scored(0.0)
+    clock.now += 0.2
     with pytest.raises(TimeoutError, match=r"no scores came for 0\.4 s.*samples \[4\] are missing"):
-        responses.are_scored(0.2)
+        responses.are_scored(0.0)
     client.answers[2].set_result(scores[2])
     assert responses.are_scored(5.0) and list(responses.scores()) == scores
 
@@ -678,41 +720,39 @@ def test_a_request_for_scores_that_fails_is_not_waited_for() -> None:
 # ------------------------------------------------------------------ heartbeats, look-ahead, lease sizes
 
 
-def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer() -> None:
-    queue, steps, ended = WorkQueue(lease_seconds=1.5), [0], threading.Event()
-    limits = WorkerLimits(lease_seconds=1.5, stall_seconds=0.8, wait_seconds=30)
+def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer(clock_of_all: Clock) -> None:
+    queue, steps = WorkQueue(lease_seconds=10, clock=clock_of_all), []
+    limits = WorkerLimits(lease_seconds=10, stall_seconds=5, wait_seconds=30)
     others = set(threading.enumerate())
     with serve(queue) as server:
         queue.start_round(0, [1, 2])
-        worker = client(server, worker="w", limits=limits, progress=lambda: steps[0])
+        worker = client(server, worker="w", limits=limits, progress=lambda: len(steps))
         assert worker.lease(2) == [1, 2]
-        for _ in range(20):  # longer than a lease
-            assert not ended.wait(0.1)
-            steps[0] += 1
+        get_on(queue, clock_of_all, 20.0, lambda: steps.append(1))  # longer than stall and lease together
         assert queue.status()["leased"] == 2
-        until = time.monotonic() + 30
-        while queue.status()["leased"] and time.monotonic() < until:
-            time.sleep(0.05)
+        while queue.status()["leased"] and clock_of_all.now < 100.0:
+            clock_of_all.now += 2.5
+            time.sleep(0.1)  # for several beats
         assert queue.status()["pending"] == 2 and queue.status()["total"]["expired"] == 2
         assert worker.complete([1]) == []
         worker.close()
     assert not [t for t in set(threading.enumerate()) - others if t.name.startswith("work-queue")]
 
 
-def test_what_keeps_the_watchdog_quiet_keeps_the_leases() -> None:
+def test_what_keeps_the_watchdog_quiet_keeps_the_leases(clock_of_all: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not an engine's statistics: in a sidecar they stand still until a response is there."""
     cfg = load_defaults("gpt_ppo_actor")
-    settings = {"use_flask": True, "port": 0, "lease_seconds": 1.5, "stall_seconds": 0.8}
+    settings = {"use_flask": True, "port": 0, "lease_seconds": 10, "stall_seconds": 5}
+    monkeypatch.setattr(setup, "WorkQueue", functools.partial(WorkQueue, clock=clock_of_all))
     cfg.trainer.ppo.batch_iterator.merge_with(settings)
     engine: Any = types.SimpleNamespace(num_slots=0, statistics=GenerationStatistics())
     with single_process():
-        worker = build_work_source(cfg, engine, EngineGroup(), open_work_queue(cfg))
-    assert isinstance(worker, WorkQueueClient)
+        server = open_work_queue(cfg)
+        worker = build_work_source(cfg, engine, EngineGroup(), server)
+    assert server is not None and isinstance(worker, WorkQueueClient)
     worker.start_round(1, [7])
     assert worker.lease(1) == [7]
-    for _ in range(35):  # longer than stall and lease together
-        time.sleep(0.1)
-        activity.progress()
+    get_on(server.queue, clock_of_all, 20.0, activity.progress)  # longer than stall and lease together
     assert worker.complete([7]) == [7]
     worker.close()
 
@@ -756,11 +796,11 @@ def test_nothing_is_leased_ahead_that_others_have_slots_for() -> None:
         assert worker.lease(4) == [0, 1, 2, 3]
         assert worker.lease(1) == [4]  # leased ahead while the first four were worked on
         assert worker.lease(1) == [5]
-        worker.complete([0])
-        held = queue.status()["leased"]
+        taken = 6
         for _ in range(4):
-            worker.lease(1)
-        assert queue.status()["leased"] <= held + 4  # no look-ahead: what is left would not fill everybody's slots
+            taken += len(worker.lease(1))
+        worker._sender.submit(lambda: None).result()  # what it has asked for has come
+        assert queue.status()["leased"] == taken == 10  # no look-ahead: what is left would not fill everybody's slots
         seen: list[int] = []
         while ids := worker.lease(4):
             seen += ids
