@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import sentencepiece
 import torch
 from small_models import CHATML
 
+from nemo_style_aligner.algorithms import supervised_setup
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.supervised import MISSING, Batcher
@@ -38,7 +40,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rollout.prompts import PromptSource
+from nemo_style_aligner.rollout.prompts import PromptSource, build_prompt_sources
 
 
 @pytest.fixture(scope="session")
@@ -137,6 +139,32 @@ def test_long_prompts_are_dropped_with_one_count(
         prompts[2]
     with pytest.raises(DataError, match="all 4 prompts are longer than 2 tokens"):
         PromptDataset([path], tokenizer, max_prompt_length=2)
+
+
+def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "bos_ids", lambda wanted, key: [9] if wanted else [])
+    files = {
+        name: [str(jsonl(tmp_path / f"{name}.jsonl", *({"text": "a" * n} for n in range(1, longest + 1))))]
+        for name, longest in (("train", 11), ("validation", 5))
+    }
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.model.data.update(seq_length=12, data_prefix=files)
+    cfg.model.ppo.length_params.max_length = 4
+    cfg.model.ppo.update(num_rollout_samples=2, num_val_samples=3)
+    cfg.model.ppo.sampling_params.add_BOS = True
+    train, validation = build_prompt_sources(cfg, tokenizer)
+    assert validation is not None
+    assert train.longest + 4 == 12 and (train.batch_size, validation.batch_size) == (2, 3)
+    assert [prompt.token_ids for prompt in validation.batch(0)] == [
+        [9, *tokenizer.text_to_ids("a" * n)] for n in (1, 2, 3)
+    ]
+    cfg.model.ppo.num_val_samples = 99
+    cfg.model.ppo.sampling_params.add_BOS = False
+    cfg.trainer.ppo.trt_llm.max_input_len = 6
+    train, validation = build_prompt_sources(cfg, tokenizer)
+    assert validation is not None and (train.longest, validation.batch_size) == (6, 5)
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -277,6 +305,27 @@ def test_bad_labels_are_named(tmp_path: Path, tokenizer: Tokenizer, label: str) 
         RegressionDataset([path], tokenizer, 8)
 
 
+def test_the_reward_model_job_ends_texts_and_orders_them_as_its_config_says(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    pairs = jsonl(tmp_path / "c.jsonl", {"text": "good"}, {"text": "bad"})
+    labelled = jsonl(tmp_path / "l.jsonl", {"text": "good", "label": 1})
+    ids = tokenizer.text_to_ids("good")
+    cfg = load_defaults("training_rm")
+    for append_eod, shuffles in ((False, (True, False)), (True, (False, True))):
+        cfg.model.data.update(seq_length=9, append_eod=append_eod)
+        cfg.trainer.rm.update(train_random_sampler=shuffles[0], val_random_sampler=shuffles[1])
+        for kind, file in (("binary_ranking", pairs), ("regression", labelled)):
+            cfg.model.reward_model_type = kind
+            cfg.model.data.data_prefix = {"train": [str(file)], "validation": [str(file)]}
+            task = reward_task(cfg, tokenizer, RewardHeadConfig())
+            assert task.validation is not None
+            for item in (task.train[0], task.validation[0]):
+                given = item.token_ids if kind == "regression" else item.chosen_ids
+                assert given == (ids + [tokenizer.eos_id] if append_eod else ids)
+            assert (task.shuffle_train, task.shuffle_validation) == shuffles
+
+
 # ---- SFT: pairs -------------------------------------------------------------------------------
 
 
@@ -394,6 +443,9 @@ def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None
     rows = [{"input": "a", "output": "b"}, {"input": "abcdef", "output": "b"}]
     data = sft(tmp_path, tokenizer, *rows, min_seq_length=5)
     assert len(data) == data.num_dropped == 1
+    options = {"prompt_template": "{output}", "truncation_field": "", "add_eos": False}
+    data = sft(tmp_path, tokenizer, {"output": "a"}, {"output": "bc"}, **options)
+    assert spell(tokenizer, data[0].token_ids) == "bc" and data.num_dropped == 1  # nothing comes before the "a"
 
 
 @pytest.mark.parametrize(
@@ -408,6 +460,42 @@ def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None
 def test_bad_formats_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         sft_format(**changes)
+
+
+@pytest.mark.parametrize("part", ["train_ds", "validation_ds"])
+def test_every_key_of_fine_tuning_data_is_heeded(
+    part: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[SFTFormat] = []
+    monkeypatch.setattr(supervised_setup, "SFTDataset", lambda paths, tokenizer, options: made.append(options) or paths)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", {"text": "a"}) for name in ("train_ds", "validation_ds")}
+    cfg = load_defaults("gpt_sft")
+    for name, file in files.items():
+        cfg.model.data[name].file_path = str(file)
+    sft_task(cfg, tokenizer)
+    markup = {name: f"<{name}>" for name in cfg.model.data.chat_prompt_tokens}
+    general = {"answer_only_loss": False, "chats_only": True, "chat_prompt_tokens": ChatPromptTokens(**markup)}
+    read = {
+        "max_seq_length": 40, "min_seq_length": 3, "prompt_template": "{q}: {a}", "label_key": "a",
+        "truncation_field": "q", "truncation_method": "left", "add_bos": True, "add_eos": False, "add_sep": True,
+    }  # fmt: skip
+    loop = {"shuffle": part == "validation_ds", "global_batch_size": 6, "micro_batch_size": 3}
+    section = cfg.model.data[part]
+    assert section.keys() == {"file_path", *read, *loop}
+    assert not [key for key, value in (read | loop).items() if section[key] == value], "not away from its default"
+    section.update(**read, **loop)
+    cfg.model.answer_only_loss, cfg.model.data.chat, cfg.model.data.chat_prompt_tokens = False, True, markup
+    task = sft_task(cfg, tokenizer)
+    at = list(files).index(part)
+    assert made[2:][at] == SFTFormat(**read, **general)
+    if part == "validation_ds":
+        assert made[2] == dataclasses.replace(made[0], **general)
+        found = (task.shuffle_validation, task.val_global_batch_size, task.val_micro_batch_size)
+    else:
+        found = (task.shuffle_train, cfg.model.global_batch_size, cfg.model.micro_batch_size)
+    assert found == tuple(loop.values())
+    assert [task.train, task.validation] == [(file,) for file in files.values()]
 
 
 def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -625,6 +713,9 @@ def test_calls_tools_and_thoughts_reach_the_chat_template(tmp_path: Path, tokeni
         spell(tokenizer, item.token_ids) == f"[tools add]user:q]assistant:{call}tool:16]assistant:<think>hm</think>a]"
     )
     assert learnt(tokenizer, item).replace("_", "") == f"{call}<think>hm</think>a]"
+    marked = TOOLS_TEMPLATE.replace("<call>", "<|im_start|>")  # a special token, and not the response's end
+    item = sft(tmp_path, with_template(tokenizer, tmp_path / "marked", marked), row, max_seq_length=200)[0]
+    assert learnt(tokenizer, item).replace("_", "") == '[add {"a": 6}]<think>hm</think>a]'
 
 
 def test_templates_that_take_no_null_as_content_take_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
