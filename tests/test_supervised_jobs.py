@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import time
 import types
 import urllib.request
@@ -24,9 +25,10 @@ from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.algorithms import run_control
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.algorithms.supervised import SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.algorithms.supervised_setup import (
+    SupervisedTask,
     build_supervised_trainer,
     reward_objective,
     reward_task,
@@ -41,6 +43,7 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
@@ -183,7 +186,9 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
     assert re.search(r"monitor=val_lss is not measured, .* choose one of (val_\w+, )*val_loss", said)
     assert said.count("is not measured") == 1
     curves = read_metrics(log_dir)
-    assert curves["train/loss"][-1][1] < 0.7 * curves["train/loss"][0][1]
+    losses = [loss for _, loss in curves["train/loss"]]
+    # Of one batch alone it depends on which texts are in it; of the last half it is 0.55 to 0.72 with other seeds.
+    assert statistics.mean(losses[15:]) < 0.85 * statistics.mean(losses[:3])
     assert [step for step, _ in curves["val/loss"]] == [15, 30]
 
     port = free_port()
@@ -329,6 +334,65 @@ def test_validation_has_batch_sizes_of_its_own(artefacts: Artefacts, layout: Par
     assert rows[0] == 8 and trainer.val_batching.num_rows == 2  # 7, filled up to whole micro batches
 
 
+def test_each_validation_is_on_the_same_examples(artefacts: Artefacts, layout: ParallelLayout, tmp_path: Path) -> None:
+    """Else checkpoints would be ranked by losses of different data."""
+    trainer = trainer_for("sft", artefacts, layout, tmp_path, 16, 8)
+    whole = trainer.validate()
+    trainer.settings = dataclasses.replace(trainer.settings, limit_val_batches=1)
+    first = trainer.validate()
+    assert first == trainer.validate() and first["loss"] != whole["loss"]
+
+
+@pytest.mark.parametrize(("job", "name"), [("gpt_sft", "sft"), ("training_rm", "rm")])
+def test_every_key_of_a_supervised_trainer_is_heeded(
+    job: str, name: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    cfg = load_defaults(job)
+    section, optim, model_cfg = cfg.trainer[name], cfg.model.optim, cfg.model
+    loop = {
+        "max_epochs": 3, "max_steps": 20, "val_check_interval": 0.25, "save_interval": 7, "limit_val_batches": 2,
+        "gradient_clip_val": 0.5, "on_nonfinite": "skip", "max_consecutive_skips": 4,
+    }  # fmt: skip
+    adam = {
+        "name": "fused_adam", "lr": 0.5, "weight_decay": 0.2, "betas": [0.8, 0.9], "eps": 1e-3,
+        "overlap_grad_sync": True,  # of several ranks
+    }  # fmt: skip
+    sched = {"name": "constant", "max_steps": 99, "warmup_steps": 3, "constant_steps": 2, "min_lr": 0.25}
+    batches = {"global_batch_size": 4, "micro_batch_size": 3, "max_tokens_per_micro_batch": 50, "seed": 7}
+    elsewhere = {"train_random_sampler", "val_random_sampler"}  # see `test_data`: they come with the task
+    assert section.keys() - elsewhere == loop.keys()
+    assert optim.keys() - {"sched"} == adam.keys() and optim.sched.keys() == sched.keys()
+    for part, changes in ((section, loop), (optim, adam), (optim.sched, sched), (model_cfg, batches)):
+        assert not [key for key, value in changes.items() if part[key] == value], "not away from its default"
+        part.update(changes)
+    model = build_model(ModelArchitecture(**SHAPE), {"optim": optim}, torch.float32)
+    control, metrics = RunControl(), MetricsLogger(tmp_path)
+    run = Run(tmp_path, layout, metrics, control, CheckpointManager(tmp_path / "checkpoints", CheckpointSettings()))
+    examples: Any = range(23)
+    task = SupervisedTask(examples, examples[:9], lambda items: lambda indices: None, 2, False, True, None, 1)
+    trainer = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
+    assert trainer.settings == SupervisedSettings(
+        max_steps=3 * (23 // 4), max_epochs=3, step_limit=20, val_check_interval=4, save_interval=7, limit_val_batches=2
+    )
+    assert (trainer.batching, trainer.val_batching) == (MicroBatching(6, 50, 2), MicroBatching(2, 50, 2))
+    samplers = [
+        (sampler.num_samples, sampler.global_batch_size, sampler.seed, sampler.shuffle)
+        for sampler in (trainer.train_sampler, trainer.val_sampler)
+        if sampler is not None
+    ]
+    assert samplers == [(23, 4, 7, False), (9, 4, 7, True)]
+    optimizer = trainer.optimizer
+    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
+    assert optimizer.schedule == Schedule(**sched | {"lr": 0.5, "is_given_length": True})
+    assert not optimizer.megatron.config.use_distributed_optimizer
+    groups = optimizer.megatron.param_groups
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-3)}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.2}  # norms do not decay
+    section.max_steps, optim.sched.max_steps = 10, None
+    shorter = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
+    assert shorter.settings.max_steps == shorter.optimizer.schedule.max_steps == 10
+
+
 # ---- stopping early -----------------------------------------------------------------------------
 
 
@@ -352,11 +416,14 @@ def short_trainer(artefacts: Artefacts, layout: ParallelLayout, folder: Path) ->
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(0.1, 1), (0.5, 2), (1.0, 4), (0.0, 0), (1, 1), (9, 4)])
-def test_a_fraction_of_the_validation_batches_is_at_least_one(limit: float, batches: int) -> None:
+def test_a_fraction_of_batches_or_updates_is_at_least_one(limit: float, batches: int) -> None:
     section = OmegaConf.create(
         {"max_epochs": 1, "max_steps": -1, "val_check_interval": 1, "save_interval": 0, "limit_val_batches": limit}
     )
     assert SupervisedSettings.from_config(section, 10, 4).limit_val_batches == batches
+    section.val_check_interval = section.save_interval = 0.01  # of ten updates: after each one, and not never
+    settings = SupervisedSettings.from_config(section, 10, 4)
+    assert (settings.val_check_interval, settings.save_interval) == (1, 1)
 
 
 def test_a_validation_that_was_abandoned_is_made_up_for(
@@ -601,6 +668,11 @@ def test_a_run_says_what_ends_it(
     assert run.fit() == 0
     said = "24 examples, 8 per step: 3 steps per epoch; max_epochs=2 ends the run after 6 steps, before max_steps=99"
     assert said in caplog.text
+
+
+def test_a_time_limit_is_days_hours_minutes_and_seconds() -> None:
+    assert parse_duration("1:02:03:04") == ((1 * 24 + 2) * 60 + 3) * 60 + 4
+    assert parse_duration("00:04:00:00") == 4 * 3600 and parse_duration(None) is None
 
 
 def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:
