@@ -41,7 +41,7 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.ledger import BATCH_ARRAYS, MAX_RUNS, CriticPosition, TrainingLedger, batch_digest
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.routes import HttpSettings
 
@@ -498,17 +498,20 @@ def test_the_critic_goes_back_to_the_actors_checkpoint(job: CriticJob, tmp_path:
         assert train(critic, 5) == weights(1, 2, 33, 44, 5)[-1:]
 
 
+@pytest.mark.parametrize("saves", [1, 2])
 def test_saves_of_an_actor_that_cannot_save_do_not_push_out_the_checkpoint_it_needs(
-    job: CriticJob, tmp_path: Path
+    saves: int, job: CriticJob, tmp_path: Path
 ) -> None:
+    """After its first save that was whole, and after its second, which the journal no longer leads to."""
     with actor(job, tmp_path) as critic:
-        train(critic, 1)
-        state = save(critic)
-        for number in range(2, 6):
+        for number in range(1, saves + 1):
+            train(critic, number)
+            state = save(critic)
+        for number in range(saves + 1, saves + 5):
             train(critic, number)
             assert critic.start_save().wait(60)  # and the actor's own fails
     with actor(job, tmp_path, state) as critic:
-        assert value(critic) == weights(1)[-1]
+        assert value(critic) == weights(*range(1, saves + 1))[-1]
 
 
 def test_saves_that_a_stranger_asks_for_do_not_either(job: CriticJob, tmp_path: Path) -> None:
@@ -657,8 +660,6 @@ def test_a_full_disk_is_an_error_before_the_batch_is_sent(
 
 
 def test_a_journal_that_is_too_large_drops_the_oldest(tmp_path: Path) -> None:
-    from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
-
     arrays = {"tokens": np.ones((1, 1000), dtype=np.int64)}
     arrays |= {name: np.ones((1, 999), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
     journal, position = CriticJournal(tmp_path, max_bytes=50_000), CriticPosition("run", 1, "initial")
@@ -670,6 +671,14 @@ def test_a_journal_that_is_too_large_drops_the_oldest(tmp_path: Path) -> None:
     again.rewind(position)
     assert again.positions(position) == journal.positions(position)
     np.testing.assert_array_equal(again.read(4)["tokens"], arrays["tokens"])
+
+
+def test_batches_of_another_history_lead_nowhere(tmp_path: Path) -> None:
+    arrays = {name: np.zeros((1, 1), np.float32) for name in BATCH_ARRAYS}
+    journal, start = CriticJournal(tmp_path, GIB), CriticPosition("run", 1, "initial")
+    journal.write(start, arrays, batch_digest(arrays))
+    reached, other = start.after(batch_digest(arrays)), CriticPosition("run", 2, "other")
+    assert journal.positions(reached) == [start, reached] and journal.positions(other) == [other]
 
 
 # ---- limits of the client ----------------------------------------------------------------------------
@@ -744,3 +753,19 @@ def test_ledgers_forget_nothing_in_a_checkpoint() -> None:
     ledger.record(None, 0, 0.5, "y")
     again.load_state_dict(ledger.state_dict())
     assert again.state_dict() == ledger.state_dict() and again.steps == 2 and again.expected("a") == 2
+
+
+def test_ledgers_forget_the_run_that_came_longest_ago() -> None:
+    ledger = TrainingLedger()
+    for number in range(MAX_RUNS + 1):
+        ledger.record(f"run{number}", 1, 0.0, "x")
+    assert ledger.expected("run0") == 1 and ledger.expected(f"run{MAX_RUNS}") == 2
+    ledger.record("run1", 2, 0.0, "x")
+    ledger.record("new", 1, 0.0, "x")
+    assert ledger.expected("run1") == 3 and ledger.expected("run2") == 1
+
+
+def test_batches_of_the_same_bytes_are_told_apart_by_shape_and_dtype() -> None:
+    kinds: list[tuple[tuple[int, int], Any]] = [((2, 3), np.float32), ((3, 2), np.float32), ((2, 3), np.int32)]
+    digests = {batch_digest({name: np.zeros(shape, dtype) for name in BATCH_ARRAYS}) for shape, dtype in kinds}
+    assert len(digests) == len(kinds)

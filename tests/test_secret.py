@@ -19,6 +19,7 @@ from nemo_style_aligner.algorithms import service_setup
 from nemo_style_aligner.algorithms.place_checks import secret_problems
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.servers import secret
+from nemo_style_aligner.servers.http_server import token_check
 from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
@@ -73,6 +74,14 @@ def test_a_service_names_its_key_in_full(job: str, section: str, caplog: pytest.
     cfg.merge_with({"token": "none", "host": "127.0.0.1"})
     service_setup._http_settings(cfg, section)
     assert f"{section}.token=none: no authentication" in caplog.text
+
+
+def test_nothing_but_the_whole_secret_opens_a_service() -> None:
+    has_token = token_check("s3cret")
+    for given in ("", "s", "s3cre", "s3cretX", "S3CRET"):
+        assert not has_token({"AUTHORIZATION": f"Bearer {given}"}) and not has_token({"TRITON_ACCESS_TOKEN": given})
+    assert not has_token({}) and not has_token({"AUTHORIZATION": "Basic s3cret"})
+    assert has_token({"AUTHORIZATION": "Bearer s3cret"}) and has_token({"TRITON_ACCESS_TOKEN": "s3cret"})
 
 
 def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:

@@ -167,9 +167,14 @@ def test_batches_are_stripped_to_the_longest_true_length() -> None:
 
 
 def test_padding_does_not_reach_the_model() -> None:
-    with serve(CountingBackend()) as server:
-        answer = outputs(post(server, "critic_infer", infer_body([[4, 1, 7, -1, 10**12]], [3])))
-    np.testing.assert_array_equal(answer["values"], [[4.0, 5.0, 0.0, 0.0]])
+    backend, seen = CountingBackend(), []
+    infer = backend.infer
+    backend.infer = lambda tokens, lengths: seen.append(tokens.tolist()) or infer(tokens, lengths)
+    with serve(backend) as server:
+        rows = [[4, 1, 7, -1, 10**12], [1, 2, 3, 4, 0]]
+        answer = outputs(post(server, "critic_infer", infer_body(rows, [3, 4])))
+    np.testing.assert_array_equal(answer["values"], [[4.0, 5.0, 0.0, 0.0], [1.0, 3.0, 6.0, 0.0]])
+    assert seen == [[[4, 1, 7, 0], [1, 2, 3, 4]]]
 
 
 def test_client_pads_to_length_and_cuts_back() -> None:

@@ -363,6 +363,14 @@ def test_the_log_hears_of_a_server_that_breaks_connections(
     assert re.match(rf"{where} was answered after", lines[-1])
 
 
+def test_a_server_that_breaks_every_time_is_not_asked_for_ever() -> None:
+    with listening(lambda connection: reply(connection, b"500 Internal Server Error")) as (client, connections):
+        limits = ClientLimits(total_s=5.0, internal_errors=2, first_backoff_s=0.01, max_backoff_s=0.01)
+        with pytest.raises(RequestRefusedError, match="status 500"):
+            client.request("GET", "/x", limits=limits)
+        assert len(connections) == 3
+
+
 def test_readiness_is_asked_for_now_and_then_and_not_of_strangers() -> None:
     with listening(lambda connection: reply(connection, b"400 Bad Request")) as (http, connections):  # Triton's "no"
         with critic_client(int(http.base_url.rpartition(":")[2])) as client, pytest.raises(ServerUnavailableError):
@@ -428,7 +436,9 @@ def test_who_only_listens_gets_no_secret() -> None:
     assert received and not any(b"s3cret" in data for data in received)
 
 
-def test_a_proof_cannot_be_had_from_a_service_on_another_port() -> None:
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_proof_cannot_be_had_from_a_service_on_another_port(is_edited: bool) -> None:
+    """Nor by who passes it on with a port of its own."""
     server = WorkQueueServer(WorkQueue(600), token="s3cret")
     received: list[bytes] = []
 
@@ -436,11 +446,14 @@ def test_a_proof_cannot_be_had_from_a_service_on_another_port() -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as target:
             received.append(connection.recv(2**16))
             target.sendall(received[-1])
-            connection.sendall(target.recv(2**16))
+            answer = target.recv(2**16)
+            port = connection.getsockname()[1]
+            connection.sendall(re.sub(rb"(?i)(X-Proof: )\d+", rb"\g<1>%d" % port, answer) if is_edited else answer)
 
+    refusal = "has another secret" if is_edited else rf"listens on port {server.port}: connect to that one"
     try:
         with listening(relay, token="s3cret") as (client, connections):
-            with pytest.raises(RequestRefusedError, match=rf"listens on port {server.port}: connect to that one"):
+            with pytest.raises(RequestRefusedError, match=refusal):
                 client.request("GET", "/health", limits=BRIEF)
             assert len(connections) == 1
     finally:
