@@ -1,0 +1,192 @@
+"""Every key of the jobs' configs reaches what it is about: each is set away from its default, none is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from small_models import SHAPE, VOCAB
+
+from nemo_style_aligner.algorithms import service_setup
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.service_setup import (
+    build_critic_service,
+    build_reward_service,
+    listen_as_critic,
+    listen_as_reward_model,
+)
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.parallel.groups import current_layout
+from nemo_style_aligner.servers.connections import ConnectionLimits
+from nemo_style_aligner.servers.dispatcher import DispatchSettings
+from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CONNECTIONS = {
+    "receive_seconds": 1.0, "min_bytes_per_second": 2.0, "first_request_seconds": 3.0, "idle_seconds": 4.0,
+    "max_connections": 5, "max_body_without_token": 6,
+}  # fmt: skip
+SERVED = {  # what both services have
+    "port": 1234, "host": "10.0.0.7", "token": "s3cret", "max_body_bytes": 5000, "max_outstanding_requests": 7,
+    "infer_timeout_seconds": 8, "inference_micro_batch_size": [2, 4], "max_queue_delay_microseconds": 9,
+    "strip_sequence_length_to_multiple": 16, "connections": CONNECTIONS,
+}  # fmt: skip
+HEAD = {
+    "reward_standardization": {"enable": True, "mean": 1.0, "std": 2.0},
+    "use_avg_pool": True,
+    "force_head_dtype": "bfloat16",
+    "reward_model_type": "regression",
+}
+REGRESSION = {"num_attributes": 2, "attribute_weights": [0.25, 0.75]}
+OTHER_TESTS = {  # are of keys that all jobs have: layouts, models, the optimizer (`test_supervised_jobs`)
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "encoder_seq_length",
+    "max_position_embeddings", "seed", "optim", "activations_checkpoint_granularity", "activations_checkpoint_method",
+    "activations_checkpoint_num_layers", "hidden_dropout", "attention_dropout",
+}  # fmt: skip
+
+
+def change(section: DictConfig, changes: Mapping[str, Any]) -> None:
+    """Set keys, all away from their defaults."""
+    assert not [key for key, value in changes.items() if section[key] == value], "not away from its default"
+    section.merge_with(changes)
+
+
+def keys_below(section: DictConfig, changes: Mapping[str, Any]) -> None:
+    """Raises AssertionError where keys within the sections among ``changes`` are left out."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            assert section[key].keys() == value.keys(), key
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "own"),
+    [
+        ("gpt_ppo_critic", "trainer.ppo", {"command_timeout_seconds": 11, "combine_rm_and_critic_server": False}),
+        ("inference_rm", "inference", {"model_name": "judge"}),
+    ],
+)
+def test_a_service_listens_as_its_config_says(
+    job: str, name: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_critic, made = job == "gpt_ppo_critic", SimpleNamespace()
+    monkeypatch.setattr(
+        service_setup,
+        "ModelServer",
+        lambda endpoints, http, dispatch, device: made.__dict__.update(
+            endpoints=endpoints, http=http, dispatch=dispatch
+        ),
+    )
+    cfg = load_defaults(job)
+    section = OmegaConf.select(cfg, name)
+    of_training = {"max_steps", "gradient_clip_val", "on_nonfinite", "max_consecutive_skips"} if is_critic else set()
+    assert section.keys() == {*SERVED, *own} | of_training
+    keys_below(section, SERVED)
+    change(section, SERVED | own)
+    cfg.model.merge_with(HEAD | {"regression": REGRESSION})
+    tokenizer = SimpleNamespace(fingerprint=lambda: "of the tokenizer", text_to_ids=lambda text: [len(text)])
+    base: Any = SimpleNamespace(
+        config={"encoder_seq_length": 99}, architecture=ModelArchitecture(**SHAPE), tokenizer=tokenizer
+    )
+    layout: Any = SimpleNamespace(dp_size=3)
+    run: Any = SimpleNamespace(layout=layout)
+    if is_critic:
+        listen_as_critic(cfg, run, base)
+    else:
+        listen_as_reward_model(cfg, layout, base)
+    assert made.http == HttpSettings(
+        port=1234, host="10.0.0.7", section=name, token="s3cret", max_body_bytes=5000, max_outstanding_requests=7,
+        infer_timeout_s=8.0, command_timeout_s=11.0 if is_critic else 3600.0,
+        connections=ConnectionLimits(**CONNECTIONS),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert made.dispatch == DispatchSettings((6, 12), 9, 16, max_sequence_length=99)
+    first = made.endpoints[0]
+    assert first.name == ("critic_infer" if is_critic else "judge")
+    assert {output: list(spec.dims) for output, spec in first.outputs.items()} == (
+        {"values": [-1]} if is_critic else {"rewards": [2]}
+    )
+    assert first.limits.parameters() == {
+        "max_sequence_length": 99, "vocab_size": VOCAB, "tokenizer": "of the tokenizer", "max_body_bytes": 5000
+    }  # fmt: skip
+
+
+def test_a_critic_is_trained_as_its_config_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_setup, "ArchiveOfRun", SimpleNamespace(at=lambda path: None))  # there is no archive
+    cfg = load_defaults("gpt_ppo_critic")
+    trainer = {"max_steps": 20, "gradient_clip_val": 0.5, "on_nonfinite": "skip", "max_consecutive_skips": 4}
+    model = {
+        "micro_batch_size": 3, "max_tokens_per_micro_batch": 50, "global_batch_size": 6,
+        "forward_micro_batch_size": 5, "forward_max_tokens_per_micro_batch": 60,
+        "offload_adam_states": True, "keep_activations": "never", "loss_clip_val": 0.3, "rm_placement": "swap",
+    }  # fmt: skip
+    assert cfg.trainer.ppo.keys() == {*trainer, *SERVED, "command_timeout_seconds", "combine_rm_and_critic_server"}
+    assert cfg.model.keys() == {*model, *HEAD, "regression"} | OTHER_TESTS
+    assert cfg.model.regression.keys() == {*REGRESSION, "merge_attributes"}  # which the critic always does
+    keys_below(cfg.model, HEAD)
+    change(cfg.trainer.ppo, trainer)
+    change(cfg.model, model | HEAD)
+    change(cfg.model.regression, REGRESSION)
+    cfg.model.optim.sched.update(warmup_steps=2, constant_steps=0)
+    base = base_model(cfg)
+    with caplog.at_level("INFO"):
+        service = build_critic_service(cfg, run_in(tmp_path / "first"), base, TrainingLedger())
+    critic, optimizer = service.critic, service.critic.optimizer
+    assert critic.training_batching == MicroBatching(3, 50) and critic.forward_batching == MicroBatching(5, 60)
+    assert (critic.global_batch_size, critic.loss_clip) == (6, 0.3)
+    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
+    assert optimizer.schedule == Schedule.from_config(cfg.model.optim, 20)
+    assert "offload_adam_states" in caplog.text and critic.kept_passes is None
+    assert critic.head == RewardHeadConfig(2, "average", torch.bfloat16, True, (0.25, 0.75), 1.0, 2.0)
+    assert service.reward_model is not None and service.reward_model.head == critic.head
+    assert service.reward_model.batching == critic.forward_batching
+    service.infer(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 3]))
+    assert service.weight_swaps == 1
+    cfg.trainer.ppo.combine_rm_and_critic_server, cfg.model.keep_activations = False, "always"
+    alone = build_critic_service(cfg, run_in(tmp_path / "second"), base, TrainingLedger())
+    assert alone.reward_model is None and alone.critic.kept_passes is not None
+
+
+def test_a_reward_model_scores_as_its_config_says() -> None:
+    cfg = load_defaults("inference_rm")
+    model = {"forward_micro_batch_size": 5, "forward_max_tokens_per_micro_batch": 60}
+    assert cfg.model.keys() - OTHER_TESTS == {*model, *HEAD, "regression"}
+    change(cfg.model, model | HEAD)
+    change(cfg.model.regression, REGRESSION | {"merge_attributes": True})
+    service = build_reward_service(cfg, base_model(cfg))
+    assert service.reward_model.batching == MicroBatching(5, 60)
+    assert service.reward_model.head == RewardHeadConfig(
+        2, "average", torch.bfloat16, merge_attributes=True, attribute_weights=(0.25, 0.75), mean=1.0, std=2.0
+    )
+
+
+def base_model(cfg: DictConfig) -> Any:
+    """A `BaseModel` whose weights are not read from anywhere."""
+
+    def load(head: RewardHeadConfig | None = None, trainable: bool = True, needs_head: bool = False) -> Any:
+        return build_model(ModelArchitecture(**SHAPE), cfg.model, torch.float32, head=head, trainable=trainable)
+
+    return SimpleNamespace(path=Path("model.nemo"), load=load, build=load)
+
+
+def run_in(folder: Path) -> Run:
+    folder.mkdir()
+    checkpoints = CheckpointManager(folder / "checkpoints", CheckpointSettings())
+    return Run(folder, current_layout(), MetricsLogger(folder), RunControl(), checkpoints)
