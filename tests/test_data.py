@@ -378,8 +378,8 @@ def test_keys_of_other_names_are_an_error_with_the_options_that_name_them(tmp_pa
     row = {"prompt": "q", "completion": "a"}
     with pytest.raises(DataError, match=r"sft\.jsonl:1: key 'input' is missing.*'prompt', 'completion'") as error:
         sft(tmp_path, tokenizer, row)
-    options = dict(re.findall(r"model\.data\.train_ds\.(\w+)=('[^']*'|\w+)", str(error.value)))
-    item = sft(tmp_path, tokenizer, row, **{name: value.strip("'") for name, value in options.items()})[0]
+    options = dict(re.findall(r"model\.data\.train_ds\.(\w+)=((?<=e=)[^']*(?=')|\w+)", str(error.value)))
+    item = sft(tmp_path, tokenizer, row, **options)[0]
     assert spell(tokenizer, item.token_ids) == "q a$"
 
 

@@ -182,7 +182,7 @@ class SFTDataset:
             record.fail(
                 f"key {missing[0]!r} is missing, which prompt_template {options.prompt_template!r} names; the keys "
                 f"there are: {', '.join(map(repr, record.fields)) or 'none'}. If prompt and response have other names, "
-                "give these: \"model.data.train_ds.prompt_template='{prompt} {completion}'\" "
+                "give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
             )
         # Spaces around a field are not the template's, as in NeMo: two in a row would be other tokens.

@@ -72,7 +72,7 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         _evaluate(args)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         parser.error(str(error))
 
 
@@ -98,7 +98,4 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    main()
