@@ -288,10 +288,12 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
                  {"text": "e", "label": [0.5, 2]})  # fmt: skip
     data = RegressionDataset([path], tokenizer, seq_length=8)
     assert (len(data), data.num_dropped) == (2, 1)
-    regression = {"reward_model_type": "regression", "regression": {"num_attributes": 2}}
+    regression: dict[str, Any] = {"reward_model_type": "regression", "regression": {"num_attributes": 2}}
     batch = reward_batcher(tokenizer, path, 8, **regression)([0, 1, MISSING])
     assert batch.labels.tolist() == [[1, -100], [0.5, 2], [-100, -100]] and batch.labels.dtype == torch.float32
     assert batch.lengths.tolist() == [3, 1, 3] and batch.tokens.shape == (3, 3)
+    regression["regression"]["loss_mask_val"] = -7
+    assert reward_batcher(tokenizer, path, 8, **regression)([MISSING]).labels.tolist() == [[-7, -7]]
     single = RegressionDataset([jsonl(tmp_path / "s.jsonl", {"text": "a", "label": 3})], tokenizer, 8)
     assert single[0].labels == [3.0]
     with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' has 2 attributes where 1 are expected"):

@@ -12,8 +12,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.algorithms import service_setup
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms import job_setup, service_setup
+from nemo_style_aligner.algorithms.job_setup import Run, start_run
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import (
     build_critic_service,
@@ -21,6 +21,7 @@ from nemo_style_aligner.algorithms.service_setup import (
     listen_as_critic,
     listen_as_reward_model,
 )
+from nemo_style_aligner.algorithms.supervised_setup import reward_objective
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
@@ -30,6 +31,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
@@ -175,6 +177,69 @@ def test_a_reward_model_scores_as_its_config_says() -> None:
     assert service.reward_model.head == RewardHeadConfig(
         2, "average", torch.bfloat16, merge_attributes=True, attribute_weights=(0.25, 0.75), mean=1.0, std=2.0
     )
+
+
+@pytest.mark.parametrize("job", ["gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft"])
+def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace()
+    replaced: dict[str, Any] = {
+        "initialize_model_parallel": lambda *arguments: arguments,
+        "hold_log_directory": lambda log_dir, name: made.__dict__.update(held=(log_dir, name)),
+        "RunControl": lambda seconds: seconds,
+        "start_watchdog": lambda minutes, log_dir: (minutes, log_dir),
+    }
+    for name, stand_in in replaced.items():
+        monkeypatch.setattr(job_setup, name, stand_in)
+    monkeypatch.setattr(MetricsLogger, "__init__", lambda self, *arguments: made.__dict__.update(logger=arguments))
+    cfg = load_defaults(job)
+    checkpoints = {
+        "monitor": "val_x", "mode": "min" if cfg.exp_manager.checkpoint_callback_params.mode == "max" else "max",
+        "save_top_k": 4, "save_last_n": 3, "save_nemo_on_train_end": False, "always_save_nemo": True,
+        "async_save": False, "filename": "x-{step}",
+    }  # fmt: skip
+    if job != "gpt_ppo_critic":  # which does not know the best
+        checkpoints["save_best_model"] = True
+    wandb = {"project": "p", "name": "n"}
+    resuming = {"resume_if_exists": False, "resume_ignore_no_checkpoint": False, "resume_from_checkpoint": "/old"}
+    manager = {
+        "explicit_log_dir": str(tmp_path), "name": "other", "create_wandb_logger": True, "wandb_logger_kwargs": wandb,
+        "max_time_per_run": "00:00:01:30", "watchdog_minutes": 5, "checkpoint_callback_params": checkpoints, **resuming,
+    }  # fmt: skip
+    # exp_dir: below. The log's keys are read as the job is launched, before there is a run.
+    assert cfg.exp_manager.keys() == {*manager, "exp_dir", "log_format", "log_level"}
+    keys_below(cfg.exp_manager, manager)
+    change(cfg.exp_manager, manager)
+    change(cfg.model, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "seed": 7})
+    change(cfg.trainer, {"distributed_timeout_minutes": 9})
+    run = start_run(cfg)
+    assert run.layout == (2, 3, 7, 9) and run.log_dir == tmp_path
+    assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, wandb)
+    assert (run.control, run.watchdog) == (90.0, (5, tmp_path))
+    assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")
+    cfg.exp_manager.update(explicit_log_dir=None, exp_dir=str(tmp_path / "experiments"))
+    assert start_run(cfg).log_dir == tmp_path / "experiments" / "other"
+
+
+@pytest.mark.parametrize("job", ["gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft"])
+def test_a_model_drops_out_and_recomputes_as_its_config_says(job: str) -> None:
+    cfg = load_defaults(job)
+    change(cfg.model, {"hidden_dropout": 0.1, "attention_dropout": 0.2, "activations_checkpoint_granularity": "full"})
+    change(cfg.model, {"activations_checkpoint_method": "block", "activations_checkpoint_num_layers": 2})
+    config = build_model(ModelArchitecture(**SHAPE), cfg.model, torch.float32).config
+    assert (config.hidden_dropout, config.attention_dropout) == (0.1, 0.2)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == ("full", "block", 2)
+
+
+def test_labels_of_the_masked_value_do_not_count() -> None:
+    cfg = load_defaults("training_rm")
+    change(cfg.model, {"reward_model_type": "regression"})
+    change(cfg.model.regression, {"loss_mask_val": -7, "num_attributes": 2})
+    labels = torch.tensor([[1.0, -7.0], [-7.0, -7.0]])
+    batch = LabelledBatch(torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 2]), labels)
+    objective = reward_objective(cfg, RewardHeadConfig.from_model_config(cfg.model))
+    error, count, _ = objective.loss(torch.zeros(2, 3, 2), batch)
+    assert (float(error), float(count)) == (1.0, 1.0)
+    assert objective.wanted(batch).any(1).tolist() == [True, False]
 
 
 def base_model(cfg: DictConfig) -> Any:
