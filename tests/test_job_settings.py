@@ -33,6 +33,8 @@ from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
+from nemo_style_aligner.rollout import setup as rollout_setup
+from nemo_style_aligner.rollout.setup import build_scorer
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.ledger import TrainingLedger
@@ -177,6 +179,28 @@ def test_a_reward_model_scores_as_its_config_says() -> None:
     assert service.reward_model.head == RewardHeadConfig(
         2, "average", torch.bfloat16, merge_attributes=True, attribute_weights=(0.25, 0.75), mean=1.0, std=2.0
     )
+
+
+def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace()
+    monkeypatch.setattr(
+        rollout_setup, "CriticClient", lambda config, **options: made.__dict__.update(config=config, **options)
+    )
+    section = load_defaults("gpt_ppo_actor").remote_critic_rm
+    timeouts = {
+        "connect_seconds": 1,
+        "read_seconds": 2,
+        "total_seconds": 3,
+        "training_seconds": 8,
+        "restart_seconds": 5,
+    }
+    assert section.timeouts.keys() == {*timeouts, "ready_seconds"}  # the latter is of the start alone
+    change(section, {"token": "s3cret"})
+    change(section.timeouts, timeouts)
+    build_scorer(OmegaConf.create({"remote_critic_rm": section}))
+    assert made.token == "s3cret" and made.config == section
+    for limits, read, total in ((made.infer_limits, 2.0, 3.0), (made.train_limits, 4.0, 8.0)):
+        assert (limits.connect_s, limits.read_s, limits.total_s, limits.away_s) == (1.0, read, total, 5.0)
 
 
 @pytest.mark.parametrize("job", ["gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft"])
