@@ -85,7 +85,7 @@ def leave_out_nonfinite(
     trouble = "NaN or Inf in " + "; in ".join(troubles)
     if policy.action == "stop" or not valid.any():
         raise NonFiniteError(
-            f"{trouble}. Nothing was trained on them. Look at these prompts and at the critic job, or set "
+            f"{trouble}. Nothing was trained on them. Look at these prompts, the critic and the reward service, or set "
             "trainer.ppo.on_nonfinite=skip to leave out such samples as long as there are others"
         )
     warn_for_all_ranks(logger, "%s: left out", trouble)
