@@ -1,6 +1,6 @@
 """Serve a Python function as the reward model of a PPO run: rewards by rules, tests or a judge instead of a model.
 
-    python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo \
+    python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo \\
         --prompts train_prompts.jsonl test_prompts.jsonl --port 5555
 
 The function gets the prompt's text, the response's, and the prompt's line with all its keys, and returns a number:
