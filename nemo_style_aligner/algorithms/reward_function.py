@@ -24,6 +24,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.datasets import read_records, tokenize_texts
 from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.stopping import before_end
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
@@ -44,7 +45,7 @@ _DRAIN_SECONDS = 60.0  # after it: what has not begun by then is refused
 _EXCERPT = 80  # characters of a response in messages
 
 
-class RewardFunctionError(ValueError):
+class RewardFunctionError(UserError, ValueError):
     """The reward function cannot be loaded; the message says why."""
 
 

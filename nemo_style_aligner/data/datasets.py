@@ -346,7 +346,7 @@ def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -
     for pair in looked_at:
         good, bad = records[2 * pair].fields["text"], records[2 * pair + 1].fields["text"]
         other = records[2 * ((pair + pairs // 2) % pairs)].fields["text"]
-        strangers += _length_in_common(good, bad) <= _length_in_common(good, other)
+        strangers += len(common_start(good, bad)) <= len(common_start(good, other))
     if strangers > len(looked_at) / 4:
         warn_for_all_ranks(
             logger,
@@ -359,10 +359,10 @@ def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -
         )
 
 
-def _length_in_common(one: str, other: str) -> int:
-    """Characters of the beginning that both texts have."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in alike)
+def common_start(one: str, other: str) -> str:
+    """What both texts begin with."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in pairs)
 
 
 # ---- labelled texts ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from nemo_style_aligner.data.datasets import RaggedInts, read_records, report_dropped
+from nemo_style_aligner.data.datasets import RaggedInts, common_start, read_records, report_dropped
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
@@ -462,7 +462,7 @@ class _TemplateRendering:
                     "(of 'messages'), or change the template"
                 )
             if not answered.startswith(prompt):
-                end = prompt[len(_common_start(prompt, answered)) :]
+                end = prompt[len(common_start(prompt, answered)) :]
                 self._record.fail(
                     f"the generation prompt of the tokenizer's chat template ends in {end!r}, which turn {i + 1}, "
                     "rendered as an answer, does not have: what is generated could not be what was learnt. Change "
@@ -484,7 +484,7 @@ class _TemplateRendering:
         content = _without_spaces(self._turns[i].content or "")
         if content not in _without_spaces(answered[len(prompt) :]):
             # The prompt may have the response's first characters, as "<think>".
-            before = _common_start(self._render(self._messages[:i]), prompt)
+            before = common_start(self._render(self._messages[:i]), prompt)
             if content not in _without_spaces(answered[len(before) :]):
                 self._record.fail(
                     f"the tokenizer's chat template leaves out part of the response, turn {i + 1} (some do so with "
@@ -523,8 +523,3 @@ class _TemplateRendering:
 def _without_spaces(text: str) -> str:
     """Templates set white space around the parts of a response as they like."""
     return "".join(text.split())
-
-
-def _common_start(one: str, other: str) -> str:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(character for character, _ in pairs)

@@ -19,17 +19,15 @@ from pathlib import Path
 
 from nemo_style_aligner.algorithms.reward_function import (
     PromptLines,
-    RewardFunctionError,
     RewardFunctionService,
     load_reward_function,
     open_tokenizer,
 )
-from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.data.tokenizer import TokenizerError
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.launch import bind_address
 from nemo_style_aligner.servers.routes import HttpSettings
-from nemo_style_aligner.servers.secret import SecretError, resolve_token
+from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 
 
@@ -72,7 +70,7 @@ def main() -> None:
             num_threads=args.threads,
             end_strings=args.end_strings,
         )
-    except (RewardFunctionError, DataError, TokenizerError, SecretError, OSError) as error:
+    except (UserError, OSError) as error:
         parser.error(str(error))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.request_stop())
