@@ -10,8 +10,9 @@ several faults at random instants and is started again as a user would, with the
 - no job ended that nobody killed or took the disk from.
 
 ``make faults`` runs 20 trials, ``FAULT_TRIALS=50`` so many, ``FAULT_SEED`` chooses others, ``FAULT_CRITIC_RANKS=2``
-gives the critic job two ranks, ``FAULT_KINDS="critic,connections: cut"`` does these in every trial. A trial takes a
-minute or two: without ``FAULT_TRIALS`` none is made.
+gives the critic job two ranks, ``FAULT_ACTOR="trainer.devices=3 trainer.ppo.rollout_devices=1 trainer.ppo.staleness=1"``
+the actor job other settings (of the undisturbed run, too), ``FAULT_KINDS="critic,connections: cut"`` does these in every
+trial. A trial takes a minute or two: without ``FAULT_TRIALS`` none is made.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from conftest import Artefacts
 from cutting_proxy import CuttingProxy
 from job_processes import Job, ranks_of, script, stored_weights
 
+from nemo_style_aligner.checkpoints.directory import CheckpointDirectory
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
@@ -43,10 +46,24 @@ ONLY = [kind.strip() for kind in os.environ.get("FAULT_KINDS", "").split(",") if
 TRIALS = int(os.environ.get("FAULT_TRIALS", "0"))
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 CRITIC_RANKS = int(os.environ.get("FAULT_CRITIC_RANKS", "1"))
+ACTOR = os.environ.get("FAULT_ACTOR", "").split()
 RUN_SECONDS, FAULT_SECONDS = 300.0, 150.0  # limits of a run, and what each fault may add, on a busy machine
 STEPS, WARMUP = 6, 2
 SAVED_EVERY = 2
-KINDS = ("critic", "rank 1", "queue's rank", "everything", "connections", "critic's disk", "actor's disk")
+KINDS = (
+    "critic",
+    "last rank",
+    "queue's rank",
+    "everything",
+    "actor told to stop",
+    "critic told to stop",
+    "frozen",
+    "damage",
+    "connections",
+    "critic's disk",
+    "actor's disk",
+)
+FROZEN_SECONDS = 8.0
 DISK_MEBIBYTES = 24
 
 pytestmark = [
@@ -121,6 +138,7 @@ class Pair:
                 "model.optim.sched.warmup_steps=2",
                 "model.optim.sched.constant_steps=3",
                 "model.hidden_dropout=0.1",
+                *ACTOR,
             ),
         }
 
@@ -232,16 +250,58 @@ class Campaign:
             self.harmed.update(list(jobs))
             for job in jobs.values():
                 job.kill()
+        elif kind.endswith("told to stop"):
+            name = kind.split()[0]
+            self.harmed[name] += 1
+            jobs[name].stop(120, signal.SIGUSR1 if name == "actor" else signal.SIGTERM)
+        elif kind == "frozen":
+            self._freeze()
+        elif kind == "damage":
+            self._damage()
         else:
             name = "critic" if kind == "critic" else "actor"
             is_alone = name == "critic" and CRITIC_RANKS == 1
             ranks = [] if is_alone else ranks_of(jobs[name])
             ranks = ranks or [jobs[name].process.pid]  # the only rank, or the supervisor before it has started any
-            chosen = {"rank 1": ranks[-1], "queue's rank": ranks[0], "critic": self.random.choice(ranks)}[kind]
+            chosen = {"last rank": ranks[-1], "queue's rank": ranks[0], "critic": self.random.choice(ranks)}[kind]
             self.harmed[name] += 1
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chosen, signal.SIGKILL)
             jobs[name].wait(60)  # its other ranks notice
+
+    def _freeze(self) -> None:
+        """Hold a process, or a whole job, for a while, as a busy machine or a debugger does. Nobody may end of it."""
+        name, job = self.random.choice(list(self.pair.jobs.items()))
+        processes = [job.process.pid, *ranks_of(job)]
+        chosen = self.random.choice([*([process] for process in processes), processes])
+        self.injected[-1] = f"frozen: {name}, {len(chosen)} of {len(processes)} processes"
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in chosen:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+            if number == signal.SIGSTOP:
+                time.sleep(self.random.uniform(0.5, FROZEN_SECONDS))
+
+    def _damage(self) -> None:
+        """Kill a job, and spoil a file of its newest checkpoint if it has one before that."""
+        name = self.random.choice(["actor", "critic"])
+        self.harmed[name] += 1
+        self.pair.jobs[name].kill()
+        checkpoints = CheckpointDirectory(self.pair.folder / name / "checkpoints", CheckpointSettings()).entries()
+        self.injected[-1] = f"damage: {name}, without a checkpoint before"
+        if len(checkpoints) < 2:
+            return
+        files = sorted(path for path in checkpoints[0].path.rglob("*") if path.is_file())
+        chosen, how = self.random.choice(files), self.random.choice(["a bit", "cut short", "gone"])
+        self.injected[-1] = f"damage: {name}, {chosen.relative_to(checkpoints[0].path)}, {how}"
+        content = bytearray(chosen.read_bytes())
+        if how == "gone" or not content:
+            chosen.unlink()
+        elif how == "a bit":
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+            chosen.write_bytes(content)
+        else:
+            chosen.write_bytes(content[: self.random.randrange(len(content))])
 
     def _fill_disk(self, name: str, deadline: float) -> None:
         """Leave no room on a job's disk until it has ended for want of it; then make room."""
@@ -337,7 +397,7 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
             if ONLY:
                 kinds = ONLY
             elif TRIALS == 1:  # one of each sort
-                kinds = ["connections", "critic", choice.choice(["rank 1", "queue's rank"])]
+                kinds = ["connections", "critic", choice.choice(["last rank", "queue's rank"])]
             else:
                 kinds = choice.choices(possible, k=choice.randrange(1, 6))
             campaign = Campaign(pair, trial, disks)

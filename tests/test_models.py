@@ -37,6 +37,7 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models import pipeline, products
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
@@ -852,6 +853,31 @@ def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPa
     assert not [rows for rows, width in made if width == VOCAB]
     reports.append(fresh.update(policy_batch(ids)))
     assert reports[0] == reports[1]  # with the norm of the gradients
+
+
+@pytest.mark.parametrize(
+    ("free", "is_kept"),  # bytes beside the reserve, in activations of the batch
+    [
+        (2.0, True),
+        (0.5, True),  # half of 1.5 were too little, but the process has the memory, and nobody else gets it
+        (0.0, True),
+        (-0.2, False),  # the reserve itself is short, for a save perhaps
+    ],
+)
+def test_passes_are_kept_in_memory_that_the_process_has_anyway(
+    free: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_passes_module, "keep_freed_memory", lambda: True)
+    actor = keeping_actor("auto")
+    passes, ids = actor.kept_passes, tokens()
+    assert passes is not None
+    of_all = 5 * 11 * activation_bytes(ARCHITECTURES["llama"], 4)
+    for at_hand in (2.0, free):
+        passes._free_bytes = lambda at_hand=at_hand: at_hand * of_all  # type: ignore[method-assign,misc]
+        actor.logprobs(ids, everywhere(ids), is_trained=True)
+        held = passes._held()
+        actor.update(policy_batch(ids))
+    assert held == of_all * is_kept
 
 
 def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:

@@ -120,8 +120,10 @@ class KeptPasses:
         """A pass begins: see how much memory there is. Collective over the ranks that share layers."""
         if self._choice == "always":
             return
-        held = self._held()
-        room = max(0, int(_SHARE * (max(held, self._retained) + self._free_bytes())))
+        held, free = self._held(), self._free_bytes()
+        room = max(0, int(_SHARE * (max(held, self._retained) + free)))
+        if free >= 0:  # with the reserve untouched, what this process has anyway is all for this: nobody else gets it
+            room = max(room, self._retained)
         if self._model.layout.tp_size > 1:
             agreed = torch.tensor([room], dtype=torch.int64, device=device())
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
