@@ -28,7 +28,7 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 
 # The constants of Llama 3.1's frequency scaling, as Hugging Face names them; only the factor differs between models.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_FACTOR = 8.0  # NeMo's, where a config does not say
+_LLAMA3_FACTOR = 8.0  # NeMo's default
 
 _OFF = (None, False)
 _ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
@@ -47,12 +47,12 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
-    _ZERO_CENTERED: _OFF,  # but with LayerNorm, which it makes layernorm1p
+    _ZERO_CENTERED: _OFF,  # except with LayerNorm, which it turns into layernorm1p
     "low_freq_factor": (None, LLAMA3_ROPE["low_freq_factor"]),
     "high_freq_factor": (None, LLAMA3_ROPE["high_freq_factor"]),
     "old_context_len": (None, LLAMA3_ROPE["original_max_position_embeddings"]),
 }
-"""Keys of NeMo that change what a model computes, and the values under which it is the model that is built here."""
+"""Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,17 +216,17 @@ class ModelArchitecture:
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that the rotary position embedding is asked for; its frequencies are spaced by it."""
+        """Channels of a head to rotate, as configured; the spacing of the rotary frequencies depends on it."""
         return int(self.kv_channels * self.rotary_percentage)
 
     @property
     def turned_channels(self) -> int:
-        """Channels of a head that are turned: of an odd `rotary_size` one more, as many frequencies as Megatron has."""
+        """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
         return (self.rotary_size + 1) // 2 * 2
 
     @property
     def num_parameters(self) -> int:
-        """Parameter count, embeddings included once when they are tied."""
+        """Parameters of the language model; tied embeddings count once."""
         h, d = self.hidden_size, self.kv_channels
         qkv_out = d * (self.num_attention_heads + 2 * self.num_query_groups)
         attention = h * qkv_out + h * d * self.num_attention_heads
@@ -246,7 +246,7 @@ class ModelArchitecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of the layers and of the final norm: without embedding and output layer."""
+        """Parameters of the layers and the final norm, without embedding and output layer."""
         return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
 
     @property
@@ -273,12 +273,12 @@ class ModelArchitecture:
     def layout_problems(
         self, tp_size: int, pp_size: int = 1, *, tp_key: str = "model.tensor_model_parallel_size"
     ) -> list[str]:
-        """Why the model cannot be divided so, one line for each reason; empty if it can.
+        """Why the model cannot be divided into these sizes, one line for each reason; empty if it can.
 
         Args:
             tp_size: ranks that share each layer.
             pp_size: pipeline stages.
-            tp_key: what says ``tp_size``, for messages.
+            tp_key: the config key that ``tp_size`` is from, for messages.
         """
         tp, pp = f"{tp_key}={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
         heads, groups = self.num_attention_heads, self.num_query_groups

@@ -25,7 +25,7 @@ CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 
 SECRET_KEYS = ("token",)
-"""Last parts of the keys whose values are nobody else's business."""
+"""Last parts of the keys whose values are secrets."""
 
 
 class ConfigError(UserError, ValueError):
@@ -39,10 +39,10 @@ _MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_lengt
 _OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.data.chat_prompt_tokens")
 
 
-# Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's have; others are ``???`` there.
+# Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's do; other such keys are ``???``.
 _REQUIRED = ("pretrained_checkpoint.restore_from_path", "rm_model_file", "model.data.data_prefix")
 
-# Last parts of the keys whose values have fields in braces.
+# Last parts of the keys whose values are templates, with fields in braces.
 _TEMPLATES = ("prompt_template", "filename")
 
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -58,7 +58,7 @@ _FLAGS_WITH_VALUE = (
 def register_resolvers() -> None:
     """Make NeMo-Aligner's resolvers available: ``${multiply:a,b}``, ``${int_div:a,b}``, ``${subtract:a,b}``.
 
-    And ``${by_index:i,[a,b]}``, value number i; the first where i is none of the numbers, which is reported by itself.
+    And ``${by_index:i,[a,b]}``, element i; the first one if i is no index of the list, which is reported separately.
     """
     OmegaConf.register_new_resolver("multiply", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("int_div", lambda a, b: a // b, replace=True)
@@ -71,14 +71,14 @@ def _by_index(index: Any, values: Sequence[Any]) -> Any:
 
 
 def prepare_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line as hydra shall see it.
+    """The command line as hydra should see it.
 
-    ``key=value`` becomes ``++key=value``, so that hydra takes keys that are not in the YAML file:
-    `check_config` knows more about them. And hydra is told to write no files and leave the logging alone.
+    ``key=value`` becomes ``++key=value``, so that hydra accepts keys that are not in the YAML file:
+    `check_config` knows more about them. Hydra is also told to write no files and leave logging alone.
     """
     prepared: list[str] = []
     first_override: int | None = None
-    takes_value = False  # the argument before was a flag like --config-name, which is followed by its value
+    takes_value = False  # whether the argument before was a flag like --config-name, whose value follows it
     for argument in arguments:
         is_override = not takes_value and not argument.startswith("-")
         if is_override and first_override is None:
@@ -86,15 +86,15 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
         is_plain = is_override and "=" in argument and re.match(r"(?!hydra[./])[A-Za-z_]", argument)
         prepared.append(f"++{_with_quotes(argument)}" if is_plain else argument)
         takes_value = argument in _FLAGS_WITH_VALUE
-    # Overrides must stand together, hydra's parser says.
+    # Hydra's parser wants all overrides in one place.
     at = len(prepared) if first_override is None else first_override
     return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
 
 
 def _with_quotes(override: str) -> str:
-    """``key=value``, the value in quotes where it is text over which hydra's grammar would stumble.
+    """``key=value``, the value in quotes if it is text that hydra's grammar would not accept.
 
-    Such are paths, as of a name with ``step=30``, and templates: ``{input} {output}``.
+    Such are paths (with a name that has ``step=30`` in it, say) and templates (``{input} {output}``).
     """
     key, _, value = override.partition("=")
     quote = '"' if "'" in value else "'"
@@ -150,7 +150,7 @@ def complete_config(cfg: DictConfig, job: str) -> DictConfig:
 
 
 def check_config(cfg: DictConfig, job: str) -> list[str]:
-    """Check every key a user has added to the job's YAML, and move those that have another name here.
+    """Check every key that a user has given, and move those that have another name here.
 
     Args:
         cfg: the composed config; changed in place.
@@ -161,7 +161,7 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
 
     Raises:
         ConfigError: unknown keys (each with its nearest known ones), values that are not supported or of
-            another type, values that are missing; all of them.
+            another type, values that are missing: all in one message.
     """
     defaults = load_defaults(job)
     known = set(_leaves(defaults))
@@ -202,7 +202,7 @@ def log_directory(exp_manager: DictConfig) -> Path:
 
 
 def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
-    """That ``exp_dir`` gives way to ``explicit_log_dir``, as in NeMo; an error if nobody has asked for the latter."""
+    """A note that ``explicit_log_dir`` wins over ``exp_dir``, as in NeMo; an error if it only does so by default."""
     key, winner = "exp_manager.exp_dir", "exp_manager.explicit_log_dir"
     try:
         given, log_dir = OmegaConf.select(cfg, key), OmegaConf.select(cfg, winner)
@@ -216,7 +216,7 @@ def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
 
 
 def _missing(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys that still have to be given (``???``); unlike omegaconf's own it computes no values."""
+    """The dotted keys that still have to be given (``???``); unlike OmegaConf's own function it resolves nothing."""
     for name in map(str, config):
         if OmegaConf.is_missing(config, name):
             yield f"{prefix}{name}"
@@ -256,7 +256,7 @@ def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: Legac
     if legacy.allowed and not legacy.allows(value):
         raise ConfigError(f"{key}={value}: {legacy.note}; leave the key out")
     if legacy.allowed:
-        return ""  # the key says what is so in any case
+        return ""  # the value is what the job does anyway
     if legacy.moved_to is None:
         return f"{key}={value}: {legacy.note}"
     target = legacy.moved_to.replace("*", key.rsplit(".", 1)[-1])
@@ -278,7 +278,7 @@ _ABSENT = object()
 
 
 def keys_without_effect(cfg: DictConfig, job: str) -> set[str]:
-    """The keys of a config that `check_config` has let pass, but that the job does not read whatever they say."""
+    """The keys that `check_config` accepts, but that have no effect on the job whatever their values."""
     known = set(_leaves(load_defaults(job)))
     unread = set()
     for key in _leaves(cfg):
@@ -294,7 +294,7 @@ def _job_section(defaults: DictConfig) -> str:
 
 
 def without_secrets(cfg: DictConfig) -> DictConfig:
-    """A copy, interpolations resolved, in which no secret can be read: for logs."""
+    """A copy for logs: interpolations resolved, secrets masked."""
     copy = cfg.copy()
     OmegaConf.resolve(copy)
     OmegaConf.set_struct(copy, False)
@@ -316,7 +316,7 @@ def _describe_unknown(unknown: Sequence[str], known: set[str], job: str) -> str:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> list[str]:
-    """Known keys of the same last name elsewhere, then those spelt alike."""
+    """Up to three known keys: those spelt alike, then those with the same last part."""
     last = key.rsplit(".", 1)[-1]
     same_name = [candidate for candidate in candidates if candidate.rsplit(".", 1)[-1] == last]
     alike = difflib.get_close_matches(key, candidates, n=2, cutoff=0.75)

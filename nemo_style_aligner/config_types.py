@@ -1,6 +1,6 @@
-"""Types of config values: a value is of its default's type, or of one named here.
+"""Types of config values: a value has the type of its default, or one that `TYPES` names.
 
-A default of null says nothing about the type, and some keys take several: both are in `TYPES`.
+`TYPES` is for keys whose default is null, which says nothing about the type, and for keys that take several types.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ NULLABLE: tuple[str, ...] = (
     "model.data.*.truncation_field",
     "model.ppo.sampling_params.end_strings",
 )
-"""Keys that have a default, and for which null means something too. It does for the model's own keys: as its checkpoint
-says."""
+"""Keys whose default is not null, but that may be null. So may the keys directly below ``model``, where null means the
+checkpoint's value."""
 
 ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
     num_layers=1,
@@ -97,15 +97,15 @@ ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
     vocab_size=1,
     rope_scaling_factor=1.0,
 ).to_nemo_config()
-"""The keys of ``model`` that describe an architecture, each with a value of its type: no job's YAML has them."""
+"""The keys of ``model`` that describe an architecture, each with an example value: the YAML files have no defaults."""
 
 
 def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
-    """One line for each value of another type than its key has.
+    """One line for each value whose type is not its key's.
 
-    Null is for keys whose default it is, and those for which it means something. A whole number fits wherever a number
-    does. A whole number in the form of a float (``1e3``) where a whole number is wanted becomes one in ``cfg``. Numbers
-    are taken as text where text is wanted.
+    Null is accepted for keys whose default is null and for those in `NULLABLE`. A whole number is accepted as a float.
+    A float that is a whole number (``1e3``), given for a whole number, becomes one in ``cfg``. Numbers are accepted as
+    text.
     """
     problems = []
     for key, value in list(values(cfg)):
@@ -145,7 +145,7 @@ def _types(key: str, defaults: DictConfig) -> Types:
 def _default(key: str, defaults: DictConfig) -> Any:
     try:
         return OmegaConf.select(defaults, key, throw_on_missing=False)
-    except OmegaConfBaseException:  # it refers to a key that has no value yet
+    except OmegaConfBaseException:  # it refers to a key without a value
         return None
 
 
@@ -168,9 +168,9 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is there, with its dotted key; lists are values, sections are not.
+    """Every value that is not missing, with its dotted key; lists are values, sections are not.
 
-    Or the `OmegaConfBaseException` that says why the values it refers to do not make one.
+    In place of a value that cannot be resolved stands the `OmegaConfBaseException` that says why.
     """
     for name in map(str, cfg):
         if OmegaConf.is_missing(cfg, name):

@@ -1,4 +1,4 @@
-"""Errors that people mend, not programmers: of the config, the data, another job that does not answer."""
+"""Errors that a user can fix, such as those of the config, the data, or another job that does not answer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from typing import ClassVar
 
 
 class UserError(Exception):
-    """What went wrong is none of the program's own errors; the message says what, where, and what to do.
+    """An error that is not the program's own; the message says what is wrong, where, and what to do.
 
-    A job that ends with one shows its message alone, and the traceback with ``exp_manager.log_level=debug``.
+    A job that ends with one shows only its message; with ``exp_manager.log_level=debug`` the traceback as well.
     """
 
     exit_status: ClassVar[int] = 2
-    """Of the job: 2 for a mistake, which every rank finds and another start does not mend (docs/jobs.md)."""
+    """The job's exit status: 2 for a mistake, which every rank finds and another start would not fix (docs/jobs.md)."""
+
+
+class NotWrittenError(UserError, OSError):
+    """A file of the job could not be written, mostly for want of space; the message says which, and what to do."""
+
+    exit_status = 1
 
 
 class OtherRankError(OSError):
-    """Something failed on another rank; says on which, and why."""
+    """Something failed on another rank; the message says on which, and why."""

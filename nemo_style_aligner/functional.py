@@ -3,7 +3,7 @@
 Shapes: ``b`` sequences, ``s`` tokens, ``v`` vocabulary entries. Everything per token has shape
 ``[b, s-1]``: **position t belongs to the prediction of token t+1**, so the log-prob, value, KL and
 advantage of token t+1 sit at index t. A mask is 1 (or True) where a position counts and 0 elsewhere;
-what stands at a masked position, even inf or NaN, never reaches a result or a gradient.
+the value at a masked position, even inf or NaN, never reaches a result or a gradient.
 
 Losses are *sums* over the mask. The caller divides by the count over all micro batches and ranks,
 which makes the loss the same whatever the micro batch or the data-parallel size. No function
@@ -65,7 +65,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
         x, mask: [b, s-1].
         unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
     """
-    # In fp64 the statistics are the same, to fp32 rounding, in whatever order the rows come.
+    # In fp64, so that the order of the rows does not change the result, to fp32 rounding.
     values = zero_where_masked(x, mask).double()
     count = (mask != 0).sum().double()
     mean = values.sum() / count.clamp(min=1)
@@ -206,11 +206,11 @@ def truncated_importance_weights(
 ) -> torch.Tensor:
     """``min(p_trainer / p_engine, cap)`` per token, without gradient; 0 where masked. [b, s-1].
 
-    Corrects for tokens having been sampled by an engine whose numerics differ from the trainer's;
-    truncation bounds the variance (Ionides 2008, "Truncated Importance Sampling").
+    Corrects for tokens having been sampled by an engine whose numerics or weights differ from the
+    trainer's; truncation bounds the variance (Ionides 2008, "Truncated Importance Sampling").
     """
     difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
-    # The cap goes in before the exponential, which therefore cannot overflow.
+    # The cap is applied before the exponential, which therefore cannot overflow.
     return zero_where_masked(difference.clamp(max=math.log(cap)).exp(), mask)
 
 
@@ -218,14 +218,14 @@ def sequence_ratios(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tenso
     """``exp(mean_t log(p_trainer / p_engine))``, the geometric mean of each sequence's token ratios.
 
     That is the sequence's probability ratio to the power of one over its length, as in GSPO (arXiv:2507.18071):
-    sequences of all lengths are measured by one rule. Inputs [b, s-1], result [b], 1 where all is masked.
+    ratios of sequences of different lengths are comparable. Inputs [b, s-1], result [b], 1 where all is masked.
     """
     difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
     return masked_mean(difference, mask, dim=-1).exp()
 
 
 def effective_sample_share(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``(sum w)^2 / (n sum w^2)`` over the n unmasked: Kish's effective sample size as a share, 1 for equal weights."""
+    """``(sum w)^2 / (n sum w^2)`` over the n unmasked: Kish's effective sample size over n, 1 for equal weights."""
     weights = zero_where_masked(weights.double(), mask)
     count = (mask != 0).sum()
     return weights.sum().square() / (count * weights.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)

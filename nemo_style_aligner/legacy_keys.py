@@ -14,10 +14,10 @@ class LegacyKey:
 
     Attributes:
         pattern: dotted key, with ``*`` for any text.
-        note: what it means here, in one line; moved keys have none, their target says it.
-        moved_to: the key that takes its value; ``None`` when it has no effect.
-        allowed: values under which the note is true; any other value is an error. Empty: all.
-        counts_are_others: an integer is not the share that equals it (Lightning's 1 batch and 1.0 of all).
+        note: what it means here, or why other values than those allowed are refused; none for keys that have moved.
+        moved_to: the key that takes its value; None if there is none.
+        allowed: values that say what the job does anyway; any other is an error. Empty: all values are accepted.
+        counts_are_others: no integer is among those allowed (for Lightning 1 is one batch, 1.0 all of them).
     """
 
     pattern: str
@@ -27,7 +27,7 @@ class LegacyKey:
     counts_are_others: bool = False
 
     def allows(self, value: object) -> bool:
-        """Whether the note is true of a value."""
+        """Whether ``value`` is one of those in `allowed`."""
         return value in self.allowed and not (self.counts_are_others and type(value) is int)
 
 

@@ -1,4 +1,4 @@
-"""Tensors on their way to a GPU."""
+"""Moving tensors to a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def moved(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """``tensor`` on ``target``; itself where it is there.
+    """``tensor`` on ``target``; itself if it is there already.
 
-    From the CPU to a GPU by way of pinned memory, in the order of the GPU's work: the CPU does not wait until that is
-    done, as it would for a copy of pageable memory.
+    From the CPU to a GPU the copy is made from pinned memory and queued behind the GPU's work, for which the CPU would
+    have to wait if it copied pageable memory.
     """
     if tensor.device.type == "cpu" and target.type == "cuda":
         return tensor.pin_memory().to(target, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Words that messages of several parts have in common."""
+"""Wording that the messages of several modules share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Sequence
 
 
 def some_of(names: Sequence[str], shown: int = 5) -> str:
-    """The first of ``names``, and how many more there are: a message is to stay readable, whatever is wrong."""
+    """The first of ``names``, and how many more there are, so that a message stays readable."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -320,16 +320,20 @@ print(faults() * resource.getpagesize() / 2**20)
 
 
 HUGE_PAGES = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
 limit = int(sys.argv[1])
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-from nemo_style_aligner.parallel.allocator import keep_freed_memory
+from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
 assert keep_freed_memory()
 assert keep_freed_memory()  # once is enough
 tensors = [torch.ones(5 * 2**20) for _ in range(20)]  # 20 MiB each
 lines = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
 print(int(lines["AnonHugePages"].split()[0]) / 1024)
+before = unused_memory()
+del tensors
+if before or hasattr(ctypes.CDLL(None), "mallinfo2"):
+    assert 390 < (unused_memory() - before) / 2**20 < 410
 """
 
 

@@ -9,10 +9,14 @@ several faults at random instants and is started again as a user would, with the
 - the weights of policy and critic are, bit for bit;
 - no job ended that nobody killed or took the disk from.
 
-``make faults`` runs 20 trials, ``FAULT_TRIALS=50`` so many, ``FAULT_SEED`` chooses others, ``FAULT_CRITIC_RANKS=2``
-gives the critic job two ranks, ``FAULT_ACTOR="trainer.devices=3 trainer.ppo.rollout_devices=1 trainer.ppo.staleness=1"``
-the actor job other settings (of the undisturbed run, too), ``FAULT_KINDS="critic,connections: cut"`` does these in every
-trial. A trial takes a minute or two: without ``FAULT_TRIALS`` none is made.
+``make faults`` runs 20 trials. Variables change what it does; a trial takes a minute or two, and without
+``FAULT_TRIALS`` none is made:
+
+- ``FAULT_TRIALS=50``: so many trials; ``FAULT_SEED=100``: others.
+- ``FAULT_CRITIC_RANKS=2``: ranks of the critic job.
+- ``FAULT_ACTOR="trainer.devices=3 trainer.ppo.rollout_devices=1 trainer.ppo.staleness=1"``: settings of the actor job,
+  in the undisturbed run as well.
+- ``FAULT_KINDS="critic,connections: cut"``: these faults in every trial.
 """
 
 from __future__ import annotations

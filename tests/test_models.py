@@ -856,28 +856,48 @@ def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("free", "is_kept"),  # bytes beside the reserve, in activations of the batch
+    ("free", "unused", "is_kept"),  # bytes beside the reserve, and bytes of the process, in activations of the batch
     [
-        (2.0, True),
-        (0.5, True),  # half of 1.5 were too little, but the process has the memory, and nobody else gets it
-        (0.0, True),
-        (-0.2, False),  # the reserve itself is short, for a save perhaps
+        (2.0, 0.0, True),
+        (0.5, 0.0, False),  # half of 1.5 is too little
+        (0.5, 1.0, True),  # but what the process has nobody else gets
+        (-3.0, 1.0, True),
+        (-3.0, 0.9, False),  # a save is using some of it, say
     ],
 )
 def test_passes_are_kept_in_memory_that_the_process_has_anyway(
-    free: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    free: float, unused: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_passes_module, "keep_freed_memory", lambda: True)
     actor = keeping_actor("auto")
     passes, ids = actor.kept_passes, tokens()
     assert passes is not None
     of_all = 5 * 11 * activation_bytes(ARCHITECTURES["llama"], 4)
+    monkeypatch.setattr(kept_passes_module, "unused_memory", lambda: int(unused * of_all))
     for at_hand in (2.0, free):
         passes._free_bytes = lambda at_hand=at_hand: at_hand * of_all  # type: ignore[method-assign,misc]
         actor.logprobs(ids, everywhere(ids), is_trained=True)
         held = passes._held()
         actor.update(policy_batch(ids))
     assert held == of_all * is_kept
+
+
+def test_sequences_that_differ_in_their_last_token_alone_are_told_apart() -> None:
+    """It is no input of the model, but a target: answers of one token to the same prompt, say."""
+    kept, fresh = keeping_actor("always"), keeping_actor("never")
+    same_start(kept.model, fresh.model)
+    ids, order = tokens().clone(), torch.tensor([3, 0, 4, 1, 2])
+    ids[3, :-1] = ids[1, :-1]
+    ids[3, -1] = (ids[1, -1] + 1) % VOCAB
+    kept.logprobs(ids, everywhere(ids), is_trained=True)
+    batch = policy_batch(ids)
+    batch.advantages[3] *= -2.0
+    batch = pipeline.rows(batch, order)
+    with counted_passes(kept.model) as passes:
+        reports = [kept.update(batch), fresh.update(batch)]
+        assert passes == []
+    assert reports[0]["loss"] == pytest.approx(reports[1]["loss"], rel=1e-5)
+    assert reports[0]["grad_norm"] == pytest.approx(reports[1]["grad_norm"], rel=1e-4)
 
 
 def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:

@@ -146,6 +146,31 @@ def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) 
     """They are no part of the policy's loss, and nothing else would show that it learns nothing."""
     made, settings = step(), dataclasses.replace(SETTINGS, mask_truncated=is_masked)
     made.rollouts.is_end[:] = torch.arange(N) < num_ended
-    reason = why_nothing_is_learnt(made.rollouts, settings)
     experience, _ = make_experience(made.rollouts, made.scores, made.logprobs, made.init_logprobs, settings, version=0)
+    reason = why_nothing_is_learnt(made.rollouts, experience, settings)
     assert bool(experience.policy_mask.any()) == (reason is None) == (num_ended > 0 or not is_masked)
+
+
+def test_what_leaves_every_response_out_is_named() -> None:
+    """Each of the three ways leaves out a part."""
+    made, settings = step(), dataclasses.replace(SETTINGS, importance_sequence_bounds=(0.99, 1.01))
+    made.rollouts.is_end[:] = torch.arange(N) >= 2
+    made.scores.rewards[2] = math.nan
+    made.rollouts.engine_logprobs[:] = made.logprobs - 1.0
+    made = made.screened(SKIP)
+    experience, _ = make_experience(made.rollouts, made.scores, made.logprobs, made.init_logprobs, settings, version=0)
+    reason = why_nothing_is_learnt(made.rollouts, experience, settings)
+    assert reason is not None and "2 without an end" in reason and "1 with NaN or Inf" in reason
+    assert "the others outside importance_sequence_bounds" in reason
+
+
+def test_log_probs_of_the_engine_that_are_nan_leave_a_sample_out() -> None:
+    """Importance weights are made of them: one NaN would cost the whole update."""
+    made = step()
+    made.rollouts.engine_logprobs[3, int(made.rollouts.lengths[3]) - 2] = math.nan
+    with pytest.raises(NonFiniteError, match=r"the engine's log-probs of samples \[3\]"):
+        made.screened(STOP)
+    screened = made.screened(SKIP)
+    assert screened.rollouts.is_valid.tolist() == [True, True, True, False, True, True]
+    experience, metrics = screened.experience()
+    assert experience.importance_weights.isfinite().all() and all(map(math.isfinite, metrics.values()))

@@ -33,6 +33,8 @@ def _rollout_lengths(view: JobView) -> Iterator[str]:
             f"{view.said(_PPO_LENGTH)} leaves no room for {text} in {view.said(LENGTH, 'model.data.seq_length')}; "
             "lower it or raise them"
         )
+    elif not isinstance(view.get(prompt), int):  # found by the check of single values
+        return
     elif view.get(prompt) < 1 + bos:
         yield f"{view.said(prompt)}: must be {1 + bos} or more, for {text}"
     elif view.get(prompt) + response > length:

@@ -1,4 +1,4 @@
-"""Settings that cannot work together, found before a job loads anything, and all of them at once.
+"""Checks for settings that cannot work together: all are reported at once, before a job loads anything.
 
 `check_job` is what the entry scripts have ``@job`` call. It reads the checkpoint's own config (not its weights), so it
 knows the model's shape, and runs every check that concerns the job. A check is a function over a `JobView` that yields
@@ -58,7 +58,7 @@ from nemo_style_aligner.telemetry.metrics import wandb_settings
 
 logger = logging.getLogger(__name__)
 
-# What names a job's model where it is not `pretrained_checkpoint.restore_from_path`.
+# The key that names a job's model, where it is not `pretrained_checkpoint.restore_from_path`.
 _ARCHIVE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 
 
@@ -82,7 +82,7 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
 
 
 def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) -> list[str]:
-    """What `check_job` complains about."""
+    """The problems that `check_job` raises, one line each."""
     problems: list[str] = []
     cfg = cfg.copy()
     architecture = None
@@ -93,22 +93,22 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
         cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
         architecture = ModelArchitecture.from_nemo_config(cfg.model)
     except OmegaConfBaseException:
-        pass  # found again below, with its key
+        pass  # `_out_of_range` reports it, with its key
     except (OSError, ValueError, KeyError) as error:
         problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
     view = JobView(name, cfg, world_size, architecture, rank)
     problems += _out_of_range(view)
-    # Sizes that make no sense by themselves would make the arithmetic senseless.
+    # Most checks compute with sizes: they would make no sense with one that is out of range by itself.
     checks = (_values_that_are_read_as_a_whole,) if _any_size_wrong(problems) else _CHECKS[name]
     return problems + [problem for check in (*checks, _places) for problem in check(view)]
 
 
 def _base_config(path: str | None, key: str) -> dict[str, Any]:
-    """`read_base_config`, whose complaints about an archive that is none name the archive alone."""
+    """The config that `read_base_config` reads; an error that does not name ``key`` gets ``key=path`` in front."""
     try:
         return read_base_config(path, key)[1]
     except (OSError, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).splitlines())  # tarfile has one for each kind of compression
+        text = " ".join(str(error).splitlines())  # tarfile's error has a line for each compression
         raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
 
 
@@ -120,7 +120,7 @@ def _any_size_wrong(problems: list[str]) -> bool:
 
 
 def _out_of_range(view: JobView) -> Iterator[str]:
-    unread = keys_without_effect(view.cfg, view.name)  # NeMo's own files have values there that no reader would take
+    unread = keys_without_effect(view.cfg, view.name)  # in NeMo's own files they have values that would be refused
     for key, value in values(view.cfg):
         if key in unread:
             continue
@@ -136,7 +136,7 @@ def _out_of_range(view: JobView) -> Iterator[str]:
 
 
 def _attempt(read: Callable[[], Any]) -> Iterator[str]:
-    """The complaint of code that reads a whole section into its own dataclass."""
+    """The message of the ValueError or TypeError that ``read`` raises, if it does."""
     try:
         read()
     except (ValueError, TypeError) as error:
@@ -170,7 +170,7 @@ def _checkpoint_name(template: Any) -> Iterator[str]:
         yield f"{key}={template}: must be text"
         return
     fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
-    # Counters are whole numbers, what steps and validations measure are fractions.
+    # Values to try the template with: counters are integers, metrics of steps and validations are floats.
     examples = {name: 0.5 if name.startswith(("val_", "train_")) else 1 for name in fields}
     try:
         name = checkpoint_name(template, examples)
@@ -187,7 +187,7 @@ def _checkpoint_name(template: Any) -> Iterator[str]:
         yield f"{key}={template}: makes names of more than {_LONGEST_NAME} bytes; choose a shorter one"
 
 
-_LONGEST_NAME = 200  # file systems take 255, and numbers grow and suffixes are added
+_LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are added
 
 
 def _wandb(view: JobView) -> Iterator[str]:
@@ -211,7 +211,7 @@ def _wandb(view: JobView) -> Iterator[str]:
 
 
 def _places(view: JobView) -> Iterator[str]:
-    with contextlib.suppress(OmegaConfBaseException):  # reported by itself
+    with contextlib.suppress(OmegaConfBaseException):  # `_out_of_range` reports it
         yield from _what_is_there(view)
 
 
@@ -235,7 +235,7 @@ def _what_is_there(view: JobView) -> Iterator[str]:
 
 
 def _doubts(cfg: DictConfig) -> Iterator[str]:
-    """What works, but hardly as it was meant."""
+    """Settings that work, but hardly as intended."""
     watchdog, limit = "exp_manager.watchdog_minutes", "trainer.distributed_timeout_minutes"
     minutes, timeout = OmegaConf.select(cfg, watchdog), OmegaConf.select(cfg, limit)
     if minutes is not None and minutes >= timeout:
@@ -276,7 +276,7 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 
 def _batches(view: JobView) -> Iterator[str]:
-    """Nothing need divide a global batch: ranks and micro batches take what there is, down to nothing."""
+    """Both sizes must be set. Nothing has to divide a global batch: shares of it may be smaller, or empty."""
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         if not view.get(key):
             yield f"{key} is not set, neither in the job's config nor in the checkpoint's: give it a value"
@@ -322,7 +322,7 @@ def _monitor(view: JobView) -> Iterator[str]:
 
 
 def _keep_activations(view: JobView) -> Iterator[str]:
-    """A placement that is left to memory (auto) is decided where the model is built, and refused there."""
+    """With placement ``auto`` only `keep_passes` can tell, once the model is built, whether weights are swapped."""
     is_actor = view.name == "gpt_ppo_actor"
     if is_actor:
         key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
@@ -350,7 +350,7 @@ def _reward_head(view: JobView) -> Iterator[str]:
     try:
         dtypes = parse_precision(view.get(precision)), RewardHeadConfig.from_model_config(view.cfg.model).dtype
     except (ValueError, TypeError):
-        return  # reported by itself
+        return  # `_values_that_are_read_as_a_whole` reports it
     if dtypes[0].itemsize > dtypes[1].itemsize and not uses_distributed_optimizer(view.cfg.model):
         yield (
             f"{view.said(head, precision, optim)}: this optimizer cannot train a head less precise than the model; set "

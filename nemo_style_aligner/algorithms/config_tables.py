@@ -1,4 +1,4 @@
-"""Which values a config key may take, where that is a matter of the key alone: ranges and choices.
+"""Ranges and choices: which values a config key may take, whatever the other keys say.
 
 Patterns are dotted keys with ``*`` for any text. Null passes everywhere: `config_types` knows which keys need a value.
 """
@@ -24,7 +24,7 @@ from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers between ``low`` and ``high``, the ends included unless said otherwise; and ``also``, which means off."""
+    """Numbers from ``low`` to ``high``, the ends included unless said otherwise; ``also`` is allowed too: off."""
 
     low: float
     high: float = math.inf
@@ -33,7 +33,7 @@ class Range:
     also: float | None = None
 
     def allows(self, value: Any) -> bool:
-        """Whether a number, or each number of a list, lies in the range. Other types are not this check's business."""
+        """Whether a number, or each number of a list, is in the range. Other types pass: `config_types` checks them."""
         if isinstance(value, list | tuple):
             return all(map(self.allows, value))
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -67,7 +67,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.distributed_timeout_minutes", _POSITIVE),
     ("exp_manager.watchdog_minutes", _POSITIVE),
     ("trainer.*.max_epochs", _COUNT),
-    ("trainer.*.max_steps", Range(1, also=-1)),  # 0 would load everything to write out what it loaded
+    ("trainer.*.max_steps", Range(1, also=-1)),  # 0 steps would load a model only to write it out again
     ("trainer.*.val_check_interval", _NOT_NEGATIVE),
     ("trainer.*.save_interval", _NOT_NEGATIVE),
     ("trainer.*.limit_val_batches", _NOT_NEGATIVE),
@@ -171,5 +171,5 @@ def find_range(key: str) -> Range | None:
 
 
 def find_choices(key: str) -> tuple[Any, ...]:
-    """The values of which a key takes one; empty if it is free."""
+    """The values that a key may take; empty if they are not listed in `CHOICES`."""
     return next((allowed for pattern, allowed in CHOICES if fnmatchcase(key, pattern)), ())

@@ -31,7 +31,7 @@ class CriticService:
         checkpoints: where `save` writes.
         metrics: rank 0's log.
         reset: gives the critic the weights, optimizer and random states it had before any training.
-        reward_archive: the reward model's, on rank 0; None where there is no reward model, and on other ranks.
+        reward_archive: the reward model's archive, on rank 0; None without a reward model, and on other ranks.
 
     Attributes:
         step: critic updates made.
@@ -54,7 +54,7 @@ class CriticService:
         self.metrics = metrics
         self.reset = reset
         self._reward_archive = reward_archive
-        self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it was about to write
+        self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it is writing
         self.timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
 
     @property
@@ -76,30 +76,30 @@ class CriticService:
             if not self.reward_model.is_in_place:
                 values = self.critic.values(tokens, lengths)
                 return {"rewards": self.reward_model.rewards(tokens, lengths), "values": values}
-            # Whose weights are on the device goes first: they are exchanged once per request.
+            # The model whose weights are on the device goes first, so that a request exchanges them only once.
             rewards = self.reward_model.rewards(tokens, lengths)
             self._bring_critic_back()
             return {"rewards": rewards, "values": self.critic.values(tokens, lengths)}
 
     def _bring_critic_back(self, *, to_change: bool = False) -> None:
-        """The critic's own weights in their place: before anything reads them or (``to_change``) changes them."""
+        """Give the model back the critic's own weights, before anything reads or (``to_change``) changes them."""
         if self.reward_model is not None:
             self.reward_model.leave(to_change=to_change)
 
     def train(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """One update per global batch; the mean of their losses. See `ModelBackend.train`.
+        """Make one update per global batch; return the mean of their losses. See `ModelBackend.train`.
 
         Updates that were skipped for NaN or Inf are not in the mean; it is 0.0 where all were: the answer is a number
         in any case, the request counts as applied, and the log and ``train/skipped_updates`` say what happened.
 
         Raises:
-            OSError: the checkpoint, or archive, that was being written could not be.
-            NonFiniteError: `models.nonfinite.NonFinitePolicy` does not let it pass. The service ends; started again,
-                it goes on from its last checkpoint, which knows nothing of this request.
+            OSError: a checkpoint or archive could not be written in the background.
+            NonFiniteError: `models.nonfinite.NonFinitePolicy` says to stop. The service ends; when started again it
+                goes on from its last checkpoint, which was written before this request.
         """
-        self.checkpoints.poll()  # the copy's pinned memory is given back before the next save
+        self.checkpoints.poll()  # a finished save releases its pinned memory now, not only at the next save
         before = self.step
         with self.timer("train_time"):
             self._bring_critic_back(to_change=True)
@@ -119,8 +119,8 @@ class CriticService:
     def save(self, keep_history: str | None = None) -> Future[None]:
         """Copy weights, optimizer and ledger, and write the copies as a checkpoint while the service goes on.
 
-        The newest checkpoint with ``keep_history`` is not pruned. A save that no run asks for (it has no
-        ``keep_history``) prunes nothing that the last run may need. Done when the checkpoint is whole.
+        The newest checkpoint with ``keep_history`` is not pruned. Without ``keep_history`` no run has asked for this
+        save: it prunes nothing that the last run may need. The future is done when the checkpoint is whole.
         """
         needed = [keep_history] if keep_history is not None else self._needed_histories
         if keep_history is not None:
@@ -186,7 +186,7 @@ class CriticService:
         archive = self._reward_archive
         if archive is None:
             return
-        # The first start of a run with a reward model may be from the checkpoint of one without.
+        # A checkpoint written without a reward model names no archive: the run begins with the present one.
         archive.began_with = state["reward_archive"] or archive.began_with
         if archive.is_another:  # said at every start: nothing else shows it
             logger.warning(

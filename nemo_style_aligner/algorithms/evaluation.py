@@ -1,4 +1,4 @@
-"""Offline evaluation of a policy: generate, compare with the truth, score with a reward model."""
+"""Offline evaluation of a policy: generate, compare with the right answers, score with a reward model."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _SCORING_BATCH = 64
 
 @dataclasses.dataclass
 class EvaluatedResponse:
-    """One response.
+    """A prompt's response and what is known of it.
 
     Attributes:
-        prompt, response: text, special tokens and the end string left out.
-        tokens: int64 ids of both.
-        num_response_tokens: with the stop token, or those of the end string.
+        prompt, response: text; the response without special tokens and end string.
+        tokens: token ids of both.
+        num_response_tokens: tokens of the response, the stop token or those of the end string included.
         ended: whether a stop token or stop string ended it.
         answer: the right response, if the prompt's line has one.
-        reward: of the reward model, once scored.
+        reward: the reward model's, once `score` has run.
     """
 
     prompt: str
@@ -63,7 +63,7 @@ class Responses:
     rows: list[EvaluatedResponse]
 
     def summary(self) -> dict[str, float]:
-        """Their number, and means over them: ``accuracy``, ``reward`` (where known), ``length``, ``ended``."""
+        """``num_prompts``, and means: ``accuracy`` and ``reward`` (where known), ``length``, ``ended``."""
         result: dict[str, float] = {"num_prompts": len(self.rows)}
         if known := [row.is_right for row in self.rows if row.is_right is not None]:
             result["accuracy"] = sum(known) / len(known)
@@ -108,7 +108,7 @@ def evaluate(
     """Generate one response per prompt with the embedded engine on this process.
 
     Args:
-        limit: use so many prompts; None: all.
+        limit: use the first ``limit`` prompts; None: all.
         add_bos: put the tokenizer's BOS token before each prompt, as PPO does with ``sampling_params.add_BOS``.
 
     Raises:
@@ -156,7 +156,7 @@ def evaluate(
 
 
 def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise CheckpointMismatchError if the reward model would take the policy's tokens for other text."""
+    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's."""
     policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
     if policy != reward_model:
         raise CheckpointMismatchError(
@@ -166,7 +166,7 @@ def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
 
 
 def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
-    """Fill in every response's reward, in place. For the tokenizer see `require_same_tokenizer`.
+    """Fill in every response's reward, in place. Call `require_same_tokenizer` first.
 
     Raises:
         CheckpointMismatchError: the reward model has fewer positions than a response takes, or no head.

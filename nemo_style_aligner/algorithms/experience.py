@@ -24,16 +24,16 @@ class AdvantageSettings:
 
     Attributes:
         kl_coef: weight of the KL penalty [initial_policy_kl_penalty].
-        kl_estimator: [kl_estimator, or use_absolute_kl].
+        kl_estimator: see `functional.kl_penalty` [kl_estimator, or use_absolute_kl].
         kl_clamp: bound of the per-token penalty; None for none [kl_clamp].
         gamma: discount [discount_factor].
-        lam: [gae_lambda].
+        lam: lambda of GAE [gae_lambda].
         normalize: whiten advantages over all tokens of the loss [normalize_advantages].
         unbiased: sample variance in the whitening [advantage_whitening_unbiased].
-        mask_truncated: keep responses without a stop token out of the policy's loss [mask_truncated].
-        importance_weight_cap: truncated importance sampling; None turns it off [importance_weight_cap].
-        importance_sequence_bounds: sequences whose `functional.sequence_ratios` is outside are left out of the policy's
-            loss; None for no such bounds [importance_sequence_bounds].
+        mask_truncated: keep responses cut off at the length limit out of the policy's loss [mask_truncated].
+        importance_weight_cap: cap of truncated importance sampling; None turns it off [importance_weight_cap].
+        importance_sequence_bounds: sequences whose `functional.sequence_ratios` are outside of these are left out of
+            the policy's loss; None for no bounds [importance_sequence_bounds].
     """
 
     kl_coef: float
@@ -55,14 +55,14 @@ def leave_out_nonfinite(
     init_logprobs: torch.Tensor | None,
     policy: NonFinitePolicy,
 ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
-    """Samples whose reward, values or log-probs hold NaN or Inf, marked as not valid, with zeros in their place.
+    """Mark samples whose reward, values or log-probs hold NaN or Inf as invalid, and put zeros in their place.
 
     All ranks hold all samples, so all come to the same result.
 
     Args:
         rollouts, scores: n sequences of s tokens.
         logprobs, init_logprobs: fp32 [n, s-1], of the policy and, if there is one, of the initial policy.
-        policy: ``skip`` leaves the samples out.
+        policy: what to do about such samples; ``skip`` leaves them out.
 
     Raises:
         NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
@@ -70,6 +70,8 @@ def leave_out_nonfinite(
     mask = rollouts.response_mask()
     parts = {"reward": scores.rewards[:, None], "values": scores.values}
     parts["log-probs"] = functional.zero_where_masked(logprobs, mask)
+    if logprobs is not rollouts.engine_logprobs:
+        parts["the engine's log-probs"] = functional.zero_where_masked(rollouts.engine_logprobs, mask)
     if init_logprobs is not None:
         parts["the initial policy's log-probs"] = functional.zero_where_masked(init_logprobs, mask)
     valid = torch.ones(len(rollouts), dtype=torch.bool)
@@ -95,21 +97,10 @@ def leave_out_nonfinite(
         return torch.where(keep if tensor.ndim == 1 else keep[:, None], tensor, torch.zeros_like(tensor))
 
     return (
-        dataclasses.replace(rollouts, is_valid=valid),
+        dataclasses.replace(rollouts, is_valid=valid, engine_logprobs=cleared(rollouts.engine_logprobs)),
         Scores(rewards=cleared(scores.rewards), values=cleared(scores.values)),
         cleared(logprobs),
         None if init_logprobs is None else cleared(init_logprobs),
-    )
-
-
-def why_nothing_is_learnt(rollouts: RolloutBatch, settings: AdvantageSettings) -> str | None:
-    """Why no token of these is part of the policy's loss, and what to look at; None where there are some."""
-    if not settings.mask_truncated or rollouts.is_end.any():
-        return None
-    return (
-        f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
-        "(trainer.ppo.mask_truncated): does the model know what ends a response "
-        "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
     )
 
 
@@ -121,13 +112,13 @@ def make_experience(
     settings: AdvantageSettings,
     version: int,
 ) -> tuple[Experience, dict[str, float]]:
-    """KL-penalised token rewards, generalised advantages, whitening, importance weights.
+    """Compute KL-penalised token rewards, advantages and returns by GAE, whitening, and importance weights.
 
     Args:
         rollouts, scores: n sequences of s tokens.
         logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
         init_logprobs: fp32 [n, s-1], of the initial policy; None where there is no KL penalty.
-        version: of the policy's weights, those that ``logprobs`` belong to.
+        version: of the policy's present weights, from which staleness is counted.
 
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names.
@@ -172,10 +163,30 @@ def make_experience(
     return experience, metrics
 
 
+def why_nothing_is_learnt(rollouts: RolloutBatch, experience: Experience, settings: AdvantageSettings) -> str | None:
+    """Why no response is left for the policy's loss, and what to check; None if any is left."""
+    if experience.policy_mask.any():
+        return None
+    if settings.mask_truncated and not rollouts.is_end.any():
+        return (
+            f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
+            "(trainer.ppo.mask_truncated): does the model know what ends a response "
+            "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
+        )
+    reasons = {"without an end (mask_truncated)": ~rollouts.is_end} if settings.mask_truncated else {}
+    reasons["with NaN or Inf (on_nonfinite=skip)"] = ~rollouts.is_valid
+    named = ", ".join(f"{int(left_out.sum())} {reason}" for reason, left_out in reasons.items())
+    others = "" if settings.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
+    return (
+        f"all of {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
+        f"{named}{others}"
+    )
+
+
 def _rollout_metrics(
     rollouts: RolloutBatch, scores: Scores, kl: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
-    """Lengths and ends of the responses, what they got and paid; ``kl``, ``rewards``, ``mask`` fp32 [n, s-1]."""
+    """Metrics of lengths, endings, rewards and KL; ``kl``, ``rewards``, ``mask`` fp32 [n, s-1]."""
     valid = rollouts.is_valid
     return {
         "rollout_size": len(rollouts),
@@ -200,10 +211,11 @@ def _moments(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict[str, f
 def _importance(
     logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, settings: AdvantageSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights between the policy that generated and the present one, [n, s-1]; which sequences are near enough, [n].
+    """Importance weights of tokens, [n, s-1]; whether each sequence's ratio is within the bounds (1 or 0), [n].
 
-    The engine's log-probs belong to the weights that generated, the trainer's to those of now: their ratio covers the
-    engine's numerics and the weights' age alike. PPO's own ratio starts from the present policy (arXiv:2110.00641).
+    The engine's log-probs are of the weights that generated, the trainer's of the present ones: their ratio corrects
+    for the engine's numerics and for stale weights alike. PPO's own ratio starts from the present policy
+    (arXiv:2110.00641).
     """
     weights, trusted = torch.ones_like(mask), torch.ones_like(mask[:, 0])
     if settings.importance_weight_cap is not None:
@@ -224,10 +236,10 @@ def _importance_metrics(
     policy_mask: torch.Tensor,
     settings: AdvantageSettings,
 ) -> dict[str, float]:
-    """What `_importance` has given, over the tokens of the policy's loss."""
+    """Metrics of what `_importance` returned; weights count over the tokens of the policy's loss."""
     metrics: dict[str, float] = {}
     if settings.importance_weight_cap is not None and policy_mask.any():
-        is_cut = log_ratios >= math.log(settings.importance_weight_cap)  # exp may round to just below the cap
+        is_cut = log_ratios >= math.log(settings.importance_weight_cap)  # exp may round a weight to below the cap
         metrics["importance_weights"] = masked_mean(weights, policy_mask).item()
         metrics["importance_truncated"] = masked_mean(is_cut.to(policy_mask.dtype), policy_mask).item()
         metrics["importance_effective_share"] = functional.effective_sample_share(weights, policy_mask).item()

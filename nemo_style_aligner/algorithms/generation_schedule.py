@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class GenerationSchedule:
-    """Starts the generation of rollouts, keeps what is under way, and sees to the engine's weights.
+    """Starts the generation of rollouts, keeps the rounds that are under way, and refits the engine.
 
     Every rank that trains calls its methods together.
 
     Args:
         collector: generates and scores.
         model: the policy.
-        timer: names the time that generation and waiting take.
-        seed: of sampling.
-        staleness: 0: the rollouts of a step are made with the weights it starts from. 1: with those that the step
-            before started from, while that one trains; of the first step as with 0.
+        timer: times generation and waits.
+        seed: the run's, from which the seeds of sampling are derived.
+        staleness: 0: the rollouts of a step are generated with the weights it starts from. 1: with those that the step
+            before started from, while that one trains; those of the first step as with 0.
         unload_engine: give the engine's memory back when a round is complete.
     """
 
@@ -56,11 +56,12 @@ class GenerationSchedule:
         self._rounds: dict[int, Round] = {}  # by the step that trains on them
 
     def generate(self, prompts: PromptSource, start: int, step: int, stream: int, version: int) -> PendingRollouts:
-        """The rollouts of a step, or of another ``stream`` of random numbers that belongs to it.
+        """Generate the rollouts of a step, or take those that were started ahead, and have them scored.
 
         Args:
             start: samples of ``prompts`` to skip.
-            version: of the policy's weights.
+            stream: of the step's random streams; 0 is for its own rollouts, others for warm-up and validation.
+            version: of the policy's present weights.
 
         Raises:
             StopEarlyError: as `RolloutCollector.finish`.
@@ -78,18 +79,18 @@ class GenerationSchedule:
         return pending
 
     def start_ahead(self, prompts: PromptSource, start: int, step: int, version: int) -> None:
-        """Begin with the rollouts of a step to come, where ``staleness`` allows, with the present weights."""
+        """Start generating the rollouts of a coming step with the present weights, if ``staleness`` allows it."""
         if self._staleness == 0:
             return
         self.refit(version)
         self._rounds[step] = self._collector.generator.start(prompts.batch(start), self._sampling_seed(step, 0))
 
     def refit(self, version: int) -> None:
-        """Give the engine the policy's newest weights, unless it has them (validation follows training)."""
+        """Give the engine the policy's present weights, unless it has them already (after a validation, say)."""
         generator = self._collector.generator
         if generator.weight_version == version:
             return
-        for generation in self._rounds.values():  # made with the weights it was started with
+        for generation in self._rounds.values():  # a round is completed with the weights it was started with
             with self._timer("rollout_wait"):
                 generation.wait()
         with self._timer("refit"):
@@ -98,7 +99,7 @@ class GenerationSchedule:
             generator.refit(self._model, version)
 
     def drop(self, step: int) -> None:
-        """A step is made: its rollouts are not needed any more."""
+        """Forget the rollouts of a step that is complete."""
         self._rounds.pop(step, None)
 
     def _sampling_seed(self, step: int, stream: int) -> int:
@@ -107,7 +108,7 @@ class GenerationSchedule:
     # ---- state ------------------------------------------------------------------------------
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What cannot be made again: rollouts kept for ``step``, whose weights are gone. Waits for what is missing."""
+        """The rollouts kept for ``step``, once complete: they cannot be made again, as their weights are gone."""
         if step not in self._rounds:
             return {"rollouts": None}
         with self._timer("rollout_wait"):
@@ -117,7 +118,7 @@ class GenerationSchedule:
         return {"rollouts": [base64.b64encode(part.numpy().tobytes()).decode() for part in parts]}
 
     def load_state_dict(self, state: dict[str, Any], step: int, prompts: PromptSource, start: int) -> None:
-        """Continue where `state_dict` was taken, with any number of ranks."""
+        """Continue where `state_dict` was taken, with any number of ranks; for ``start`` see `generate`."""
         if state["rollouts"] is None:
             return
         if self._staleness == 0:

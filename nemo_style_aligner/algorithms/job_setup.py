@@ -42,7 +42,7 @@ class Resumable(Protocol):
         ...
 
 
-# Who is being stopped has a limit to keep, and goes on with the same run of the log afterwards.
+# Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
 _WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
 
 
@@ -51,12 +51,12 @@ class Run:
     """The surroundings of a job.
 
     Attributes:
-        log_dir: where everything goes.
+        log_dir: where the job writes.
         layout: the model-parallel layout.
         metrics: rank 0's log.
         control: when to stop early.
         checkpoints: saving and resuming.
-        watchdog: ends the job when it gets stuck; None where it is turned off.
+        watchdog: ends the job when it hangs; None if it is turned off.
     """
 
     log_dir: Path
@@ -67,7 +67,7 @@ class Run:
     watchdog: Watchdog | None = None
 
     def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
-        """Continue from the checkpoint that ``exp_manager`` says, if there is one."""
+        """Continue from the checkpoint that ``exp_manager`` selects, if there is one."""
         state = self.checkpoints.resume(model, optimizer)
         if state is not None:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
@@ -83,14 +83,14 @@ class Run:
             )
 
     def close(self) -> int:
-        """Wait for the checkpoint and the archive that are being written, and for the log; the job's exit status.
+        """Wait for the checkpoint and archive being written, and for the log; return the job's exit status.
 
         Raises:
             OSError: they could not be written.
         """
         self.checkpoints.finish()
         if self.control.status == EXIT_REQUEUE and dist.get_rank() == 0:
-            # Before the log, which may have to wait for a network: whatever becomes of the process then, this is known.
+            # Before the log is closed: that may wait for a network, and the process may be killed meanwhile.
             write_requeue_file(self.log_dir, STOPPED_EARLY)
         self.metrics.close(_WANDB_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _WANDB_SECONDS)
         if self.watchdog is not None:
@@ -102,7 +102,7 @@ def start_run(cfg: DictConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
     Raises:
-        ConfigError: another job works in its log directory.
+        ConfigError: another job works in its log directory, or it cannot be written to.
     """
     layout = initialize_model_parallel(
         int(cfg.model.tensor_model_parallel_size),
@@ -127,7 +127,7 @@ def start_run(cfg: DictConfig) -> Run:
 
 
 def _hold(log_dir: Path, exp_manager: DictConfig) -> None:
-    """`hold_log_directory` by rank 0; a ConfigError is every rank's, so that all end with its status. Collective."""
+    """`hold_log_directory` by rank 0; its error is a ConfigError on all other ranks. Collective."""
     try:
         on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     except OtherRankError as error:
@@ -138,7 +138,7 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     """The watchdog of a service that writes nothing else in its log directory. Collective.
 
     Raises:
-        ConfigError: another job works there. Without a watchdog nothing is written, and several may.
+        ConfigError: another job works there. Without a watchdog nothing is written, so any number of jobs may.
     """
     log_dir = log_directory(exp_manager)
     if exp_manager.watchdog_minutes is not None:
@@ -147,7 +147,10 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
 
 
 def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
-    """``exp_manager.watchdog_minutes``, over all ranks of the job, whose directory this is alone. Collective."""
+    """Start the watchdog of all of the job's ranks in a directory that is this job's alone; None: no watchdog.
+
+    Collective. ``minutes`` are ``exp_manager.watchdog_minutes``.
+    """
     if minutes is None:
         return None
     job = run_name() or broadcast_object(uuid.uuid4().hex[:12])
@@ -163,7 +166,7 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
 def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
     """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example.
 
-    ``micro_batch_size``: another than the section's, if given.
+    ``micro_batch_size``, if given, replaces the section's.
     """
     examples = int(model.micro_batch_size) if micro_batch_size is None else micro_batch_size
     return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)

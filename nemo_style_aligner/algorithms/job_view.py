@@ -1,4 +1,4 @@
-"""What the checks of a job's settings look at, and the keys that several of them speak of."""
+"""What the checks of a job's settings read, and the keys that several of them use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
 
 @dataclasses.dataclass(frozen=True)
 class JobView:
-    """What the checks look at.
+    """A job's config and surroundings, as the checks see them.
 
     Attributes:
-        name: the job's YAML file.
+        name: the job's YAML file, without its ending.
         cfg: the config, its ``model`` section laid over the checkpoint's.
         world_size: ranks of the job.
         architecture: the model's shape; None if the checkpoint's config could not be read.
@@ -36,7 +36,7 @@ class JobView:
     rank: int = 0
 
     def get(self, key: str) -> Any:
-        """A value, None where it is not set or cannot be computed, which is reported by itself."""
+        """The value of a key; None if it is not set or cannot be computed (another check reports the latter)."""
         try:
             return OmegaConf.select(self.cfg, key)
         except OmegaConfBaseException:
@@ -58,7 +58,7 @@ class JobView:
 
     @property
     def only_generates(self) -> bool:
-        """Whether this rank does, and so reads no data and no checkpoint: its machine need not have them."""
+        """Whether this rank only generates: it reads no data or training checkpoint, and its machine may have none."""
         return self.rank >= self.training_ranks > 0
 
     @property

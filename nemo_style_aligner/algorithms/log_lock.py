@@ -15,25 +15,26 @@ from nemo_style_aligner.config import ConfigError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-"""In the log directory. Its content says who holds it, or did last."""
+"""Name of the lock file in the log directory. Its content says who holds the lock, or did last."""
 
-_WAIT_SECONDS = 15.0  # for a predecessor that was killed: with much memory, its end takes the kernel some seconds
+_WAIT_SECONDS = 15.0  # for a killed predecessor to be gone: freeing much memory takes the kernel some seconds
 _POLL_SECONDS = 0.2
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # ENOSYS: Lustre that is mounted without flock
 
 
 def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SECONDS) -> None:
-    """Keep other jobs out of ``log_dir`` until this process ends, however it does. Rank 0's.
+    """Keep other jobs out of ``log_dir`` until this process ends, however it does. For rank 0.
 
-    The lock is POSIX's: the kernel drops it with the process, processes that it has started do not inherit it, and
-    network file systems know it. It would go, too, if this process closed the file: nothing else may open it.
+    This is a POSIX record lock: the kernel releases it when the process ends, child processes do not inherit it, and
+    network file systems support it. Closing any descriptor of the file releases it as well, so nothing else in this
+    process may open the file.
 
     Args:
-        name: of the job, for the error of the next one.
-        wait_seconds: how long a predecessor may take to be gone.
+        name: the job's, for the error message of the next one.
+        wait_seconds: how long to wait for a predecessor that is still exiting.
 
     Raises:
-        ConfigError: another job holds it, or nothing can be written there.
+        ConfigError: another job holds the lock, or nothing can be written there.
     """
     path = log_dir / LOCK_FILE
     try:
@@ -63,7 +64,7 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
 
 
 def _is_taken(descriptor: int, path: Path) -> bool:
-    """Try to take the lock. Where there are none, it counts as taken."""
+    """Try to take the lock; whether this process has it now. On a file system without locks it counts as taken."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

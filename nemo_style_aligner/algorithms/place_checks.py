@@ -1,7 +1,7 @@
-"""What a config names that must be on this machine: data, log directory, checkpoint, secret.
+"""Checks of what a config names on this machine: data, log directory, checkpoint, secret.
 
-Looked at before a job starts, by every rank that will use it: nothing is made, and no file is opened that may be large.
-A function gives one line for each problem.
+Every rank that will use them runs them before the job starts. They create nothing and open no file that may be large.
+Each function yields one line per problem.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nemo_style_aligner.servers.secret import (
 
 
 def data_prefix_problems(data_prefix: object) -> Iterator[str]:
-    """Of ``model.data.data_prefix``, which must name training data."""
+    """Problems of ``model.data.data_prefix``, which must name training data."""
     try:
         load_data_prefix(data_prefix)
     except DataError as error:
@@ -39,7 +39,7 @@ def data_prefix_problems(data_prefix: object) -> Iterator[str]:
 
 
 def sft_data_problems(data: DictConfig) -> Iterator[str]:
-    """Of the files in ``model.data`` of SFT; validation may have none."""
+    """Problems of the files that ``model.data`` of SFT names; validation may have none."""
     for part in ("train_ds", "validation_ds"):
         files = data[part].file_path
         if not files and part == "validation_ds":
@@ -51,12 +51,12 @@ def sft_data_problems(data: DictConfig) -> Iterator[str]:
 
 
 def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """Whether the log directory is, or can be made, a folder in which files can be written."""
+    """A problem if the log directory is not a folder that can be written to, and cannot be made one."""
     keys = [name for name in ("explicit_log_dir", "exp_dir") if exp_manager.get(name)] or ["explicit_log_dir"]
     said = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
     try:
         log_dir = log_directory(exp_manager).absolute()
-    except RuntimeError as error:  # of `~` or `~user`
+    except RuntimeError as error:  # `~` or `~user` has no home directory
         yield f"{said}: {error}"
         return
     if (reason := _why_unwritable(log_dir)) is not None:
@@ -64,8 +64,8 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Why files cannot be written in ``folder``, which may have to be made first; None: they can."""
-    # What a link points to counts; a link to nothing is no folder, and none can be made in its place.
+    """Why files cannot be written in ``folder``, which may have to be made first; None if they can."""
+    # A link counts as what it points to. A dangling one is no folder, and none can be made in its place.
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         return f"{nearest} is no folder"
@@ -73,7 +73,7 @@ def _why_unwritable(folder: Path) -> str | None:
 
 
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """Whether ``resume_from_checkpoint`` is there, or a run that went on from it, which is resumed in its stead."""
+    """A problem if ``resume_from_checkpoint`` is no checkpoint, and no checkpoint here is of a run resumed from it."""
     named = exp_manager.get("resume_from_checkpoint")
     if not named:
         return
@@ -99,7 +99,7 @@ def _origin(checkpoint: Path) -> str | None:
 
 
 def secret_problems(token: object, key: str) -> Iterator[str]:
-    """Whether the shared secret can be used. The user's own may not be there: whichever job needs it first makes it."""
+    """A problem if the shared secret cannot be used. The user's own may be missing: a job that needs it makes it."""
     is_auto = str(token).lower() == AUTO
     if token is None or str(token).lower() == NONE:
         return

@@ -33,20 +33,20 @@ from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)
 
-# Metrics of two policies' log-probs: without a pass of the trained model there is one only.
+# Metrics that compare the engine's log-probs with the trainer's; left out where the trainer computes none.
 _OF_TWO_POLICIES = ("engine_", "importance_")
 
 
 class PPOTrainer(TrainingLoop):
-    """The steps of PPO. Every rank of the actor job runs `fit`; each phase of `make_step` has the paper's word for it.
+    """Trains a policy with PPO. Every rank of the actor job that trains runs `fit`.
 
     Args:
-        initial_archive: of the initial policy, on the rank whose state is saved. It is compared with the one that the
-            run began with when the run goes on; None: it is not.
+        initial_archive: the initial policy's, on rank 0, whose state is saved. A resumed run compares it with the one
+            that the run began with. None on other ranks.
 
     Attributes:
         consumed_samples: training prompts used.
-        ppo_optimization_step: policy updates made.
+        ppo_optimization_step: policy updates made, those skipped for NaN or Inf included.
         warm_up_rounds: rounds of the critic's warm-up made.
     """
 
@@ -88,7 +88,7 @@ class PPOTrainer(TrainingLoop):
         self._initial_archive = initial_archive
 
     def make_step(self) -> None:
-        """One PPO step, counted. Until the critic gets its batch it may be abandoned: nothing of it is in the state."""
+        """Make and count one PPO step. Until its rollouts are scored it can be abandoned: the state has none of it."""
         with self.timer("step"):
             experience, metrics = self.generate_experience()
             self.train(experience)
@@ -100,7 +100,8 @@ class PPOTrainer(TrainingLoop):
     def warm_up(self) -> None:
         """Let the critic learn the policy's returns before the policy moves.
 
-        The rounds use the first prompts of the training set; training starts over with them. They are saved like steps.
+        The rounds take the first prompts of the training order, and training starts over with the same ones. Rounds
+        are saved at ``save_interval``, as steps are.
         """
         if self.step > 0:
             return
@@ -118,14 +119,14 @@ class PPOTrainer(TrainingLoop):
         self.consumed_samples = 0
 
     def generate_experience(self, offset: int | None = None, stream: int = 0) -> tuple[Experience, dict[str, float]]:
-        """Refit, generate (or take what was generated meanwhile), score, log-probs, advantages.
+        """Refit, generate (or take what was generated beside training), score, compute log-probs and advantages.
 
         Args:
-            offset: training samples to skip; as many as were consumed unless given.
+            offset: training samples to skip; by default those consumed so far.
             stream: distinguishes random streams of rounds that belong to the same step.
 
         Returns:
-            The experience, and what was logged about it.
+            The experience, and the metrics that were logged about it.
         """
         start = self.consumed_samples if offset is None else offset
         epoch = self.epoch
@@ -137,7 +138,7 @@ class PPOTrainer(TrainingLoop):
         )
         if self.settings.takes_engine_logprobs:
             metrics = _without(metrics, _OF_TWO_POLICIES)
-        if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(rollouts, self.settings.advantages)):
+        if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(rollouts, experience, self.settings.advantages)):
             logger.warning("step %d: %s", self.step + 1, reason)
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
@@ -156,7 +157,7 @@ class PPOTrainer(TrainingLoop):
         if is_training and stream == 0 and self.step + 1 < self.settings.max_steps:
             self.schedule.start_ahead(prompts, start + len(pending.rollouts), self.step + 1, version)
         tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
-        # Scoring goes on in the critic job while these run.
+        # The critic job scores while this one computes log-probs.
         self.run_control.check()
         logprobs = pending.rollouts.engine_logprobs
         if is_training and not self.settings.takes_engine_logprobs:
@@ -171,7 +172,7 @@ class PPOTrainer(TrainingLoop):
         with self.timer("critic_wait"):
             scores = pending.wait_for_scores()
         self.run_control.check(ahead="training" if is_training else None)
-        prompts.observe(pending.rollouts)  # part of the state: not before the last chance to abandon the step
+        prompts.observe(pending.rollouts)  # changes the state, so after the last point that can abandon the step
         return leave_out_nonfinite(pending.rollouts, scores, logprobs, init_logprobs, self.settings.nonfinite)
 
     def train(self, experience: Experience) -> None:
@@ -217,21 +218,21 @@ class PPOTrainer(TrainingLoop):
         self._log({"critic_loss": loss}, "train_critic/")
 
     def validate(self) -> dict[str, float]:
-        """Generate and score responses to the validation prompts; what was logged about them."""
+        """Generate and score responses to the validation prompts; return the metrics that were logged about them."""
         if self.val_prompts is None:
             return {}
         with self.timer("validation_time"):
             rollouts, scores, logprobs, _ = self._rollouts(self.val_prompts, 0, -1, False)
         version = self.ppo_optimization_step
         _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages, version)
-        # Without the initial policy's log-probs there is no penalty in any of them.
+        # Without the initial policy's log-probs these lack the KL penalty.
         metrics = _without(metrics, ("advantages", "returns", "init_policy", "rewards_with_kl", *_OF_TWO_POLICIES))
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
 
     def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
-        """Save the critic, then this job. Should only the first come off, the critic goes back on resuming.
+        """Save the critic, then this job. If only the critic's save succeeds, the critic goes back on resuming.
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
@@ -240,7 +241,7 @@ class PPOTrainer(TrainingLoop):
             super().write_checkpoint(critic_save.wait, functools.partial(self.save_pair_ended, critic_save))
 
     def save_pair_ended(self, critic_save: CriticSave, times: WorkTimes) -> None:
-        """Both checkpoints are whole on disk."""
+        """Note that the critic's checkpoint and this job's are both whole on disk."""
         self.critic.confirm_save(critic_save)
         self.save_ended(times)
 
@@ -265,7 +266,7 @@ class PPOTrainer(TrainingLoop):
         self.metrics.log_metrics(metrics, number, prefix + group)
 
     def _where_to_log(self) -> tuple[str, int]:
-        """Under the step; in the critic's warm-up under its round, with names of their own."""
+        """Prefix of the metrics' names, and their step: in the critic's warm-up, ``warm_up/`` and the round."""
         return ("warm_up/", self.warm_up_rounds) if self._is_warming_up else ("", self.step)
 
     @property
@@ -307,7 +308,7 @@ class PPOTrainer(TrainingLoop):
         place.load_state_dict(state)
         self.consumed_samples = place.consumed_samples
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
-        if self.step > 0:  # until then, what is consumed is the warm-up's
+        if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             minibatches = self.train_prompts.batch_size // self.settings.global_batch_size
             steps_left = place.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
@@ -322,7 +323,7 @@ class PPOTrainer(TrainingLoop):
         self._warn_of_another_initial_policy()
 
     def _warn_of_another_initial_policy(self) -> None:
-        """Every start says so until the archive is put back: nothing else shows that the KL penalty has moved."""
+        """Warn at every start, until the archive is put back: nothing else shows that the KL penalty has changed."""
         archive = self._initial_archive
         if archive is None or not archive.is_another or self.settings.advantages.kl_coef <= 0:
             return

@@ -14,16 +14,16 @@ from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 
 @dataclasses.dataclass(frozen=True)
 class PPOSettings(LoopSettings):
-    """The loop's settings (config keys of ``trainer.ppo`` unless said otherwise); those of `LoopSettings` first.
+    """`LoopSettings` and those of PPO (config keys of ``trainer.ppo``, other ones in brackets).
 
     Attributes:
         critic_warmup_steps: rounds in which only the critic learns, before the first step.
         num_ppo_epochs: passes of the policy over the rollouts in each step; the critic makes one.
         global_batch_size: sequences per policy update [model.global_batch_size].
-        seed: of the order of updates and of sampling [model.seed].
+        seed: of the order of samples in updates, and of sampling [model.seed].
         num_table_rows: sample responses logged per step.
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
-        staleness: steps by which rollouts may be behind the weights that train on them.
+        staleness: steps by which the weights that generate rollouts are behind those that train on them.
         takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
         advantages: how rewards become advantages.
         nonfinite: what to do about NaN and Inf [on_nonfinite].
@@ -42,7 +42,7 @@ class PPOSettings(LoopSettings):
 
     @classmethod
     def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
-        """Read a job's config; ``steps_per_epoch`` PPO steps see every prompt once.
+        """Read a job's config; ``steps_per_epoch``: PPO steps in one pass over the prompts.
 
         Raises:
             DataError: too few prompts for one step.

@@ -34,21 +34,22 @@ from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 
 def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
-    """The PPO trainer with everything it needs, resumed if there is a checkpoint. Collective.
+    """Build the PPO trainer with everything it needs, resumed if there is a checkpoint. Collective.
 
     Waits for the critic and reward service, ``remote_critic_rm.timeouts.ready_seconds`` at most.
 
     Raises:
-        ValueError: settings that do not fit together (found before any weight is read).
+        ValueError: settings that do not fit together (found before any weight is read), or servers that do not fit
+            this job.
         OSError: the work queue's port is taken (before any weight is read, too).
         SecretError: the shared secret cannot be used.
         ServerUnavailableError: the service is not there in time.
-        SequenceConflictError: the critic cannot go on with this run.
+        SequenceConflictError: the critic cannot be brought to where this run is.
     """
     queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    scorer = build_scorer(cfg)  # before any weight is read: it may have no secret
+    scorer = build_scorer(cfg)  # before any weight is read: the secret may be missing
     actor = build_actor(cfg, base, base.load(), settings)
     initial_archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
     longest_response = int(cfg.model.ppo.length_params.max_length)
@@ -89,7 +90,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
 
 
 def serve_rollouts(cfg: DictConfig) -> int:
-    """What a rank does that only generates (``trainer.ppo.rollout_devices``), until the job ends; its exit status."""
+    """Run a rank that only generates (``trainer.ppo.rollout_devices``) until the job ends; return its exit status."""
     link = worlds.link()
     if link is None or not link.is_rollout_rank:
         raise RuntimeError("this rank trains: trainer.ppo.rollout_devices does not make it a rollout rank")
@@ -102,10 +103,10 @@ def serve_rollouts(cfg: DictConfig) -> int:
 
 
 def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: PPOSettings) -> Actor:
-    """The policy, its optimizer, and the initial policy where a KL penalty wants one."""
+    """Build the policy, its optimizer, and the initial policy if there is a KL penalty."""
     initial_policy = None
     if settings.advantages.kl_coef > 0:
-        # Frozen before a checkpoint is loaded: the penalty refers to the model PPO started from.
+        # Frozen before a checkpoint is loaded: the penalty refers to the model that PPO started from.
         initial_policy = FrozenWeights(
             model, cfg.trainer.ppo.reference_policy_placement, lambda: base.build(trainable=False)
         )

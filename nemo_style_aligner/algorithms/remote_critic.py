@@ -1,4 +1,4 @@
-"""The critic as the PPO loop sees it: training that runs beside the policy's, saving, and its place in a checkpoint."""
+"""The critic as the PPO loop sees it: training beside the policy's, saving, and its position in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back t
 
 @dataclasses.dataclass(frozen=True)
 class CriticSave:
-    """A save of the critic under way.
+    """A save of the critic that is under way.
 
     Attributes:
-        position: where the critic is in it.
+        position: the critic's position that is saved.
     """
 
     position: CriticPosition
     _future: concurrent.futures.Future[None] | None
 
     def wait(self, seconds: float) -> bool:
-        """Until it is on disk, but not longer than this; whether it is. Rank 0 alone knows, others need not ask.
+        """Wait at most ``seconds`` for the save; whether it is on disk. Only rank 0 knows: True on all others.
 
         Raises:
-            Exception: what went wrong.
+            Exception: the error of a save that failed.
         """
         if self._future is None:
             return True
@@ -48,14 +48,14 @@ class CriticSave:
 
 
 class CriticTraining:
-    """A critic update under way in the critic job."""
+    """A training request that is under way in the critic job."""
 
     def __init__(self, critic: RemoteCritic, future: concurrent.futures.Future[float] | None) -> None:
         self._critic = critic
         self._future = future
 
     def result(self) -> float:
-        """Collective: wait for the update; its mean loss, on every rank."""
+        """Collective: wait for the training; return its mean loss, the same on every rank."""
         with activity.bounded(self._critic.timeout_s):
             loss = result_on_every_rank(self._future)
         self._critic.client.follow(broadcast_object(self._critic.client.position))
@@ -63,16 +63,16 @@ class CriticTraining:
 
 
 class RemoteCritic:
-    """Rank 0 talks to the critic service for the whole actor job; the other ranks follow, and take scores from it.
+    """The critic service, trained and saved by rank 0; the other ranks follow its position and request scores only.
 
     Nothing here waits longer than the client's limits, which come from ``remote_critic_rm.timeouts``.
 
     Args:
         client: this rank's client.
         journal: rank 0's journal; None on the other ranks.
-        trained_critic: what to do as a new run with a critic that has been trained before
+        trained_critic: what a new run does with a critic that has been trained before
             (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
-        timeout_s: the longest silent wait for an update or a save, restarts of the critic included; for the watchdog.
+        timeout_s: the longest wait for training or a save, restarts of the critic included; for the watchdog.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class RemoteCritic:
         self._trained_critic = trained_critic
         self.timeout_s = timeout_s
         self._resumed: CriticPosition | None = None
-        self._saved_numbers: list[int] = []  # next_number at the pair's last saves
+        self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
 
     def begin(self) -> None:
-        """Collective, once, after `load_state_dict` if there is a checkpoint: bring the critic to where this run is.
+        """Bring the critic to where this run is. Collective; call it once, after `load_state_dict` if that is called.
 
         Raises:
-            SequenceConflictError: it cannot go there.
+            SequenceConflictError: the critic cannot go there.
         """
         with activity.phase("bringing the critic level"), activity.bounded(self.timeout_s):
             thread = concurrent.futures.ThreadPoolExecutor(1, "critic-begin")
@@ -117,7 +117,7 @@ class RemoteCritic:
                     "keep the critic's weights: remote_critic_rm.trained_critic=keep",
                     "if an earlier run shall go on, start this job in that run's log directory",
                 ]
-                # Of the conflict its own advice is left out: it is for runs that are not new.
+                # The conflict's own advice is left out: it is for runs that are not new.
                 raise SequenceConflictError(
                     f"this run is new, but the critic has been trained before. {conflict.actions(actions)}\n"
                     f"The critic's answer: {conflict.__cause__}",
@@ -138,23 +138,23 @@ class RemoteCritic:
         return CriticTraining(self, future)
 
     def start_save(self) -> CriticSave:
-        """Have the critic write a checkpoint of where it is now, and return at once. No training is under way.
+        """Have the critic write a checkpoint of its present state, and return at once. No training may be under way.
 
-        It keeps the one that belongs to this job's newest checkpoint until `confirm_save`. Training that is started
-        meanwhile waits until the critic's checkpoint is on disk; scoring does not.
+        The critic keeps its checkpoint that belongs to this job's newest one. Training that is started meanwhile waits
+        until the critic's checkpoint is on disk; scoring does not.
         """
         future = None if self._journal is None else self.client.save_async(self._published_history)
         return CriticSave(self.client.position, future)
 
     def confirm_save(self, save: CriticSave) -> None:
-        """Say that both checkpoints are on disk: batches from before the pair's last saves can go."""
+        """Note that both jobs' checkpoints are on disk; delete the batches that no kept critic checkpoint needs."""
         self._saved_numbers = [*self._saved_numbers, save.position.next_number][-_KEPT_SAVES:]
         self._published_history = save.position.history
         if self._journal is not None and len(self._saved_numbers) == _KEPT_SAVES:
             self._journal.prune(self._saved_numbers[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run this is to the critic, and where the critic must be; the same on every rank."""
+        """The run's id, and where the critic must be; the same on every rank."""
         position = self.client.position
         return {
             "run_id": position.run_id,
@@ -164,7 +164,7 @@ class RemoteCritic:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that `state_dict` was taken from; `begin` does it."""
+        """Continue the run that `state_dict` was taken from; `begin` then brings the critic there."""
         self._resumed = CriticPosition(str(state["run_id"]), int(state["next_sequence_number"]), str(state["history"]))
         self._saved_numbers = [int(number) for number in state["saved_numbers"]]
         self._published_history = self._resumed.history

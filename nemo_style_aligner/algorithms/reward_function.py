@@ -1,7 +1,7 @@
 """A service that answers as a reward model does, with the rewards of a Python function of the user's.
 
-Requests have token ids and nothing else. So the service reads the actor's prompt files, too: which prompt a sequence is
-of is found by its first tokens, and what else the prompt's line holds, such as the right answer, is the function's.
+Requests have token ids and nothing else. So the service reads the actor's prompt files, too: it finds a sequence's
+prompt by the sequence's first tokens, and gives the function the prompt's whole line, with the right answer, say.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from nemo_style_aligner.wording import some_of
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[[str, str, dict[str, Any]], float]
-"""``(prompt, response, line) -> reward``: texts, and the whole line of the prompt's file."""
+"""``(prompt, response, line) -> reward``: two texts, and the prompt's line with all its keys."""
 
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
-_DRAIN_SECONDS = 60.0  # after it: what has not begun by then is refused
+_DRAIN_SECONDS = 60.0  # after a stop request: requests not begun by then are refused
 _EXCERPT = 80  # characters of a response in messages
 
 
@@ -50,7 +50,7 @@ class RewardFunctionError(UserError, ValueError):
 
 
 def load_reward_function(named: str) -> RewardFunction:
-    """The function that ``FILE.py:NAME`` names. The file is executed; it may import what lies beside it.
+    """Load the function that ``FILE.py:NAME`` names. The file is executed; it may import modules that lie beside it.
 
     Raises:
         RewardFunctionError: there is no such file or function, or the file raises an error.
@@ -68,7 +68,7 @@ def load_reward_function(named: str) -> RewardFunction:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardFunctionError(f"{file} cannot be loaded: {_describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -82,22 +82,22 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is none in the archive.
-        TokenizerError: nothing there, or nothing that can be read.
+        TokenizerError: there is nothing at ``path``, or nothing that can be read.
     """
     is_archive = (path / "model_config.yaml").is_file() or (path.is_file() and path.suffix != ".model")
     return load_nemo_tokenizer(path) if is_archive else load_tokenizer(path)
 
 
 class PromptLines:
-    """The lines of prompt files, found again by the first tokens of a sequence.
+    """The lines of prompt files, looked up by the first tokens of a sequence.
 
     Args:
-        paths: JSONL files, the actor's of training and of validation.
+        paths: the actor's JSONL files, of training and of validation.
         tokenizer: the policy's.
         add_bos: whether the actor puts the BOS token before each prompt (``sampling_params.add_BOS``).
 
     Raises:
-        DataError: a file or a line is not what it should be, or a prompt is there twice, with different lines.
+        DataError: a file or a line is not as it should be, or two different lines have the same prompt.
         TokenizerError: there is no BOS token.
     """
 
@@ -114,7 +114,7 @@ class PromptLines:
                     f"the prompt is that of {known.path}:{known.line}, and the lines differ: whose a response is "
                     "cannot be told. Leave out one of them, or let them say the same"
                 )
-        # Whole tokens, the longest first.
+        # In bytes, the longest first: the longest prompt that fits is the one.
         self._sizes = sorted({len(key) for key in self._records}, reverse=True)
         self._warn_of_ambiguity()
 
@@ -122,7 +122,7 @@ class PromptLines:
         return len(self._records)
 
     def find(self, tokens: np.ndarray) -> tuple[Record, int]:
-        """The line of the longest prompt that ``tokens`` [n] begin with, and how many of them are its own.
+        """The line of the longest prompt that ``tokens`` [n] begin with, and that prompt's number of tokens.
 
         Raises:
             ProtocolError: (400) there is none.
@@ -141,7 +141,7 @@ class PromptLines:
         )
 
     def _warn_of_ambiguity(self) -> None:
-        """A prompt that others begin with stands right before one of them."""
+        """Warn of prompts with which others begin: sorted, such a prompt stands right before one of those others."""
         ordered = sorted(self._records)
         pairs = [(short, long) for short, long in itertools.pairwise(ordered) if long.startswith(short)]
         if pairs:
@@ -155,18 +155,18 @@ class PromptLines:
 
 
 class RewardFunctionService:
-    """Serves a function as the reward model ``reward_model``. Listens from the start, and answers once it `run`\\ s.
+    """Serves a function as the reward model ``reward_model``. Listens once it is made, and answers during `run`.
 
-    A function that raises, or returns something else than a finite number, is answered 500: the actor's job sends such
-    a request again a few times, then ends with an error that names function and sample.
+    If the function raises, or returns anything but a finite number, the answer is 500: the actor's job repeats such a
+    request a few times, then ends with an error that names function and sample.
 
     Args:
         function: gets prompt, response and line; see `RewardFunction`.
         name: of the function, for messages.
-        prompts: of the actor.
+        prompts: the actor's.
         tokenizer: the policy's.
         http: where to listen.
-        num_threads: so many requests are worked on at once; with more than 1 the function must be thread-safe.
+        num_threads: requests that are worked on at once; with more than 1 the function must be thread-safe.
         end_strings: a response's text ends before the first of them.
     """
 
@@ -194,16 +194,16 @@ class RewardFunctionService:
             vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint(), max_body_bytes=http.max_body_bytes
         )
         endpoints = reward_endpoint(limits, tokenize=tokenizer.text_to_ids)
-        # One row: requests are not merged, so that what fails is one request.
+        # One row: requests are not merged, so that an error fails one request only.
         self._http = start_http_server(endpoints, self._queue, http, DispatchSettings((1,)), self._metrics)
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the service listens on."""
         return self._http.port
 
     def request_stop(self) -> None:
-        """Finish what was taken, then return from `run`. From any thread, or a signal handler."""
+        """Let `run` finish the accepted requests, then return. Call it from any thread or a signal handler."""
         self._stop_requested = True
 
     def run(self) -> None:
@@ -225,7 +225,7 @@ class RewardFunctionService:
         self._http.stop()
 
     def _work(self) -> None:
-        """A thread: one request after the other. Should it fail, so does the service: nobody would be answered."""
+        """A thread's loop: answer one request after the other. An unexpected error ends the whole service."""
         try:
             while self._queue.state is not QueueState.DRAINING or self._queue.waiting:
                 for job in self._queue.take(_POLL_SECONDS, 1, (1,), 0.0):
@@ -279,12 +279,12 @@ _TOKEN_BYTES = 4
 
 
 def _as_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Token ids as a key of a dict: of whole prompts, a fraction of the size that tuples of them have."""
+    """Token ids as a key of a dict, a fraction of the size of a tuple."""
     return np.asarray(tokens, dtype=np.uint32).tobytes()
 
 
 def _as_number(reward: Any) -> float | None:
-    """A reward as a float that has a place in FP32; numbers of numpy and torch count as such, strings do not."""
+    """A reward as a finite float within FP32's range, else None; numbers of numpy and torch count, strings do not."""
     if isinstance(reward, str | bytes):
         return None
     try:

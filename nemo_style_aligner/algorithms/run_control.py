@@ -36,36 +36,36 @@ def parse_duration(text: str | None) -> float | None:
 
 
 class RunControl:
-    """Asked at the loop's stop points whether to stop. All ranks get the same answer.
+    """Decides at the loop's stop points whether the run stops there. All ranks get the same answer.
 
-    A stop signal counts whichever rank it reached; rank 0's clock decides about the time limit, which is kept with
-    what comes next in mind: see `check`.
+    A stop signal counts whichever rank it reached. Rank 0's clock decides about the time limit, and the run stops
+    early enough to keep it: see `check`.
 
     Args:
-        max_seconds: time limit of this run, None for none.
+        max_seconds: time limit of this run; None: no limit.
 
     Attributes:
-        status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`; a service's after `service_status`.
+        status: the job's exit status: 0, or `EXIT_REQUEUE` after `stop_early`. A service's is set by `service_status`.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self._longest: dict[str, float] = {}
         self._is_saving = False
-        self._time_is_up = False  # of a service
+        self._time_is_up = False  # of a service only
         self.status = 0
 
     def begin(self) -> None:
         """The loop starts: signals wait for its stop points from now on."""
         stop_signals.hold()
-        # What was imported and built stays until the end. Python's collector would look at all of it again and again,
-        # set off by the objects of each pass: a twentieth of a training pass of a small model.
+        # What was imported and built stays until the end. Python's garbage collector, which the objects of each pass
+        # trigger, would scan all of it again and again, which takes a twentieth of a small model's training pass.
         gc.collect()
         gc.freeze()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Remember how long the body takes at most in this run, if it comes to its end."""
+        """Time the body and keep the longest time under this name; a body that raises does not count."""
         started = time.monotonic()
         yield
         self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - started)
@@ -75,20 +75,20 @@ class RunControl:
         self._is_saving = True
 
     def save_ended(self, seconds: float) -> None:
-        """It is whole on disk, after so long."""
+        """The save is whole on disk, ``seconds`` after it began."""
         self._is_saving = False
         self._longest[_SAVING] = max(self._longest.get(_SAVING, 0.0), seconds)
 
     def check(self, ahead: str | None = None) -> None:
-        """Collective: a stop point. What is ``ahead`` until the next one, and a save, still fit into the time limit.
+        """A stop point: the run goes on if the section ``ahead`` and a save still fit into the time limit. Collective.
 
-        A save that is under way has to end first: then two must fit.
+        While a save is under way two must fit, as it has to end first.
 
         Args:
-            ahead: a `section`; the longest that this run has seen counts.
+            ahead: the `section` that follows; the longest time that it took in this run counts.
 
         Raises:
-            StopEarlyError: on every rank.
+            StopEarlyError: a rank got a stop signal, or the time is up; on every rank.
         """
         saves = 2 if self._is_saving else 1
         seconds = self._longest.get(ahead or "", 0.0) + self._longest.get(STATE, 0.0)
@@ -99,7 +99,7 @@ class RunControl:
             raise StopEarlyError(_describe(agreed))
 
     def stop_early(self, step: int, reason: StopEarlyError) -> None:
-        """The run is not done, and its state is on disk: say so and set the status."""
+        """Log that the run stops before its end, with its state on disk, and set the status."""
         if dist.get_rank() == 0:
             logger.warning("stopping at step %d: %s", step, reason)
         self.status = EXIT_REQUEUE
@@ -118,13 +118,13 @@ class RunControl:
             timer.start()
 
     def service_status(self) -> int:
-        """Collective: a service has ended; sets its status. SIGTERM is its regular end, all else asks for a start."""
+        """Set a service's status at its end. Collective. SIGUSR1, SIGHUP and the time limit ask for another start."""
         again = self._time_is_up or not {signal.SIGUSR1, signal.SIGHUP}.isdisjoint(stop_signals.received())
         self.status = EXIT_REQUEUE if all_reduce_max(int(again)) else 0
         return self.status
 
 
-_SAVING = "saving"  # must fit behind every section
+_SAVING = "saving"  # must fit into the time limit after every section
 STATE = "state"  # the `RunControl.section` in which a save puts the trainer's state together: must fit as well
 
 _TIME_IS_UP = 1000  # in the place of a signal's number

@@ -1,4 +1,4 @@
-"""Settings that make a run what it is: a start that has others goes on with another run than its user may think."""
+"""Settings that define a run: a start with other values still continues the old run, which may surprise its user."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ _MAY_DIFFER = (
     *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.max_outstanding_requests"),
     *("trainer.ppo.*_seconds", "trainer.ppo.max_queue_delay_microseconds", "trainer.ppo.inference_micro_batch_size"),
     *("trainer.ppo.strip_sequence_length_to_multiple", "trainer.*.on_nonfinite", "trainer.*.max_consecutive_skips"),
-)  # patterns of keys; what is computed is the same with all of these, rounding and sampled numbers aside
+)  # patterns of keys; whatever their values, a run computes the same, rounding and sampled numbers aside
 
 
 def settings_of_run(cfg: DictConfig) -> dict[str, str]:
-    """The values of a job's config that all starts of one run have in common, by dotted key, for its checkpoints.
+    """The config values that all starts of a run should share, by dotted key; a run's checkpoints keep them.
 
-    An interpolation is itself its value, so that a key that follows another does not count beside it. Secrets are left
-    out.
+    Interpolations are not resolved, so that a key that follows another is not reported beside it. Secrets are left out.
     """
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     return {key: str(value) for key, value in _leaves(container) if not any(fnmatchcase(key, p) for p in _MAY_DIFFER)}
@@ -52,9 +51,9 @@ def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """``key=value (before: value)`` for each key that both have with other values.
+    """``key=value (before: value)`` for each key whose values differ.
 
-    A key that only one of them has may be another version's of this project.
+    Keys that only one of them has are left out: they may be those of another version of this project.
     """
     return [
         f"{key}={value} (before: {before[key]})" for key, value in now.items() if key in before and before[key] != value

@@ -32,7 +32,7 @@ from nemo_style_aligner.servers.secret import resolve_token
 
 
 def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
-    """Open the critic's port: alive from now on, ready once the backend runs."""
+    """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
     limits = _limits(base, ppo)
@@ -42,7 +42,7 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
 
 
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
-    """Open a reward model's port."""
+    """Open a reward model's port; see `listen_as_critic`."""
     head = RewardHeadConfig.from_model_config(cfg.model)
     limits = _limits(base, cfg.inference)
     endpoints = reward_endpoint(
@@ -56,9 +56,9 @@ def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseMo
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
-    """The critic, its optimizer and (if combined) the reward model, resumed if there is a checkpoint.
+    """Build the critic, its optimizer and (if combined) the reward model, resumed if there is a checkpoint.
 
-    Both start from the same weights: the reward model's.
+    If combined, both start from the reward model's weights.
     """
     head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
     is_combined = bool(cfg.trainer.ppo.combine_rm_and_critic_server)
@@ -88,7 +88,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         kept_passes=keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size)),
     )
     initial_random_states = random_states()
-    # The archive may be a language model's, without a head: its start is nowhere else.
+    # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values.
     head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
     initial_head = {name: p.detach().clone() for name, p in head_parameters.items()}
 
@@ -106,14 +106,14 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
 
 
 def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
-    """A reward model that is never trained."""
+    """Build the service of a reward model that is never trained."""
     head = RewardHeadConfig.from_model_config(cfg.model)
     model = base.load(head=head, trainable=False, needs_head=True)
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
 
 
 def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:
-    """Serve until a stop signal on any rank, finish what was taken; the job's exit status on every rank."""
+    """Serve until a rank is asked to stop or the time is up; return the job's exit status, the same on every rank."""
     control.begin()
     control.watch_service(server.request_stop)
     server.run(backend)

@@ -1,4 +1,4 @@
-"""Supervised training: SFT and reward models share this loop and bring their loss."""
+"""Supervised training: the loop that SFT and reward models share; each brings its own loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedSettings(LoopSettings):
-    """The loop's settings (config keys of ``trainer.sft`` or ``trainer.rm``); those of `LoopSettings` first.
+    """`LoopSettings` and those of supervised jobs (config keys of ``trainer.sft`` or ``trainer.rm``).
 
     Attributes:
         limit_val_batches: global batches per validation.
@@ -64,11 +64,11 @@ Batcher = Callable[[Sequence[int]], Any]
 """Indices of this rank's examples -> a batch for the pipeline (one row per sequence)."""
 
 MISSING = -1
-"""The index of an example that only fills up a batch: it takes the form of example 0 and counts nothing."""
+"""Index of a placeholder that fills up a batch: it has the tokens of example 0 and no part in the loss."""
 
 
 class SupervisedTrainer(TrainingLoop):
-    """Updates from examples. Every rank runs `fit`.
+    """Trains a model on examples, one update per step. Every rank runs `fit`.
 
     Args:
         settings: see `SupervisedSettings`.
@@ -121,7 +121,7 @@ class SupervisedTrainer(TrainingLoop):
         self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
 
     def update(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer update from a global batch of example indices; the metrics that are numbers."""
+        """Make one optimizer update from a global batch of example indices; return the metrics that are finite."""
         self.model.module.train()
         self.optimizer.zero_grad()
         batch = self.make_train_batch(self._share(indices, self.batching))
@@ -168,7 +168,7 @@ class SupervisedTrainer(TrainingLoop):
         )
 
     def _share(self, indices: Sequence[int], batching: MicroBatching) -> Sequence[int]:
-        """This data-parallel rank's part of a global batch; `MISSING` stands for a missing example."""
+        """This data-parallel rank's part of a global batch, filled up with `MISSING` to whole micro batches."""
         layout = self.model.layout
         missing = -len(indices) % (batching.num_rows // batching.group * layout.dp_size)
         filled = [*indices, *[MISSING] * missing]

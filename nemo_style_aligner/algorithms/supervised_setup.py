@@ -70,13 +70,13 @@ def build_supervised_trainer(
     task: SupervisedTask,
     objective: Objective,
 ) -> SupervisedTrainer:
-    """The trainer of a job, resumed if there is a checkpoint.
+    """Build the trainer of a job, resumed if there is a checkpoint.
 
     Args:
         cfg: the whole config.
         section: ``cfg.trainer.sft`` or ``cfg.trainer.rm``.
         model: trainable, with its starting weights.
-        task, objective: what is trained on what.
+        task, objective: the data, and the loss on them.
 
     Raises:
         ValueError: too few examples.
@@ -122,9 +122,9 @@ _ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})
 
 
 def _unescaped(template: str) -> str:
-    r"""``\n``, ``\x11`` and the like as they are typed on a command line, which NeMo reads in this way, too.
+    r"""Replace escapes as they are typed on a command line, as NeMo does; other text stays as it is.
 
-    Python's escapes for single characters but for those of bells and the like; other text stays as it is.
+    These are ``\n``, ``\r``, ``\t``, ``\\``, ``\xHH``, ``\uHHHH`` and octal ones.
     """
     return _ESCAPED.sub(lambda match: match[0].encode("ascii").decode("unicode_escape"), template)
 

@@ -1,4 +1,4 @@
-"""The loop around every kind of training step: validations, checkpoints, stops, and what is left at the end."""
+"""The loop around every kind of training step: validations, checkpoints, stops, and the archive at the end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LoopSettings:
     """What every trainer's section says about its loop.
 
     Attributes:
-        max_steps: steps of the whole run, over all restarts: what comes first of the two that follow.
+        max_steps: steps of the whole run, over all restarts: those of ``max_epochs``, but at most ``step_limit``.
         max_epochs: passes over the training data.
-        step_limit: ``max_steps`` as the section has it; see `step_limit`.
+        step_limit: the section's ``max_steps``; see the function `step_limit`.
         val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
     """
 
@@ -45,14 +45,14 @@ class LoopSettings:
 
 
 def step_limit(section: DictConfig) -> int:
-    """``max_steps`` of a trainer's section; a number never reached where it leaves the end to ``max_epochs``."""
+    """``max_steps`` of a trainer's section; `sys.maxsize` if it is unset or negative, so that only epochs count."""
     return int(section.max_steps) if section.max_steps is not None and section.max_steps >= 0 else sys.maxsize
 
 
 class TrainingLoop(abc.ABC):
-    """Training from the newest checkpoint to the last step. Every rank of a job runs it in step.
+    """Training from where the run was resumed to its last step. Every rank that trains runs it in step.
 
-    A trainer brings its step and its validation (`make_step`, `validate`), and what it logs.
+    Subclasses bring their step and validation (`make_step`, `validate`), and what they log.
 
     Args:
         model, optimizer: what is trained, and saved.
@@ -63,9 +63,9 @@ class TrainingLoop(abc.ABC):
 
     settings: LoopSettings
     title: ClassVar[str]
-    """The progress bar's."""
+    """The progress bar's title."""
     samples_name: ClassVar[str]
-    """What the training data are, for the log."""
+    """What the log calls the training samples."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class TrainingLoop(abc.ABC):
         self._is_validation_due = False
         self._is_saved = True
         self._has_warned_of_monitor = False
-        self._last_metrics: dict[str, float] = {}  # of the present step, and of no other: they rank its checkpoint
+        self._last_metrics: dict[str, float] = {}  # of the present step only: they rank its checkpoint
 
     def fit(self) -> None:
         """Train from the present step to ``max_steps``, or until the run is stopped.
 
-        What a run before this one has left open is made up for: rounds of a warm-up, a validation that it abandoned,
-        an archive that it was killed before.
+        First completes what an earlier start left open: rounds of a warm-up, a validation that it abandoned. An
+        archive that is still missing is written even if no step is left.
         """
         tell_when_interrupted(self._where_interrupted)
         self.run_control.begin()
@@ -124,7 +124,7 @@ class TrainingLoop(abc.ABC):
                     progress.update(1, self.shown_metrics())
                 self.save_unless_saved()
                 self.finish_save()
-                if self.checkpoints.exports_at_end:  # else the run is done, whoever asks to stop it
+                if self.checkpoints.exports_at_end:  # without one the run is done, even if asked to stop
                     self.run_control.check()
             except StopEarlyError as reason:
                 self.save_unless_saved()
@@ -151,39 +151,39 @@ class TrainingLoop(abc.ABC):
         saved = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
         return f"after {self.step} steps; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
 
-    # ---- what a trainer brings --------------------------------------------------------------
+    # ---- what a subclass brings -------------------------------------------------------------
 
     @abc.abstractmethod
     def make_step(self) -> None:
-        """One step, which ends with `count_step`.
+        """Make one step, which ends with `count_step`.
 
         Raises:
-            StopEarlyError: the step is abandoned; the state is the one before it.
+            StopEarlyError: the step is abandoned; the state is that before the step.
         """
 
     @abc.abstractmethod
     def validate(self) -> Mapping[str, float]:
-        """The metrics of a validation, logged; empty without anything to validate on.
+        """Validate, log and return the metrics; empty if there is nothing to validate on.
 
         Raises:
             StopEarlyError: the validation is abandoned.
         """
 
     def warm_up(self) -> None:  # noqa: B027  (most have none)
-        """What comes before the first step.
+        """Do what comes before the first step.
 
         Raises:
-            StopEarlyError: between two parts of it.
+            StopEarlyError: it stops before its end.
         """
 
     @property
     @abc.abstractmethod
     def place(self) -> EpochSampler:
-        """The order of the training data, at the next sample."""
+        """The sampler of the training data, at the next sample."""
 
     @property
     def epoch(self) -> int:
-        """Passes over the training data completed."""
+        """Completed passes over the training data."""
         return self.place.epoch
 
     @abc.abstractmethod
@@ -197,21 +197,21 @@ class TrainingLoop(abc.ABC):
     # ---- steps ------------------------------------------------------------------------------
 
     def count_step(self, metrics: Mapping[str, float]) -> None:
-        """A step is made; it measured ``metrics``, ``train_*`` for checkpoints."""
+        """Count a step that is made; checkpoints know its ``metrics`` as ``train_*``."""
         self.step += 1
         self._is_validation_due = self.is_due(self.settings.val_check_interval)
         self._is_saved = False
         self._last_metrics = self._ranking("train_", metrics)
 
     def validate_if_due(self) -> None:
-        """Validate after the steps that ask for it."""
+        """Validate if the last step, or an earlier start of the run, asked for it."""
         if self._is_validation_due:
             self._last_metrics |= self._ranking("val_", self.validate())
             self._is_validation_due = False
             self._is_saved = False
 
     def _ranking(self, prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-        """``metrics`` under the names by which checkpoints are ranked; a warning if ``monitor`` is none of them."""
+        """``metrics`` under the names that rank checkpoints; warns once if ``monitor`` should be one but is not."""
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
         monitor = self.checkpoints.settings.monitor or ""
         if named and monitor.startswith(prefix) and monitor not in named and not self._has_warned_of_monitor:
@@ -231,22 +231,22 @@ class TrainingLoop(abc.ABC):
         return self.step >= self.settings.max_steps
 
     def is_due(self, interval: int) -> bool:
-        """Whether an action with this interval falls on the present step; with an interval, the last step counts."""
+        """Whether an action with this interval is due: at its multiples and at the run's last step; with 0 never."""
         return interval > 0 and (self.step % interval == 0 or self.is_finished)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Take a copy of the state, which is written while the next steps are made."""
+        """Save a copy of the state; it is written while the next steps are made."""
         with self.timer("save_time"):
-            self.finish_save()  # the one before
+            self.finish_save()  # of the save before this one
             self.run_control.save_began()
             self.write_checkpoint()
         self._is_saved = True
 
     def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
         """Hand the state to the checkpoints; see `CheckpointManager.save` for the arguments."""
-        with self.run_control.section(STATE):  # rollouts that are under way are part of it, and waited for
+        with self.run_control.section(STATE):  # may wait: rollouts under way are part of it
             state = self.state_dict()
         self.checkpoints.save(
             self.model,
@@ -258,7 +258,7 @@ class TrainingLoop(abc.ABC):
         )
 
     def save_ended(self, times: WorkTimes) -> None:
-        """The checkpoint is whole on disk."""
+        """Note that the checkpoint is whole on disk."""
         self.run_control.save_ended(times.total)
         self.timer.record("save_background_time", times.background)
 
@@ -268,17 +268,17 @@ class TrainingLoop(abc.ABC):
             self.checkpoints.finish()
 
     def save_if_due(self) -> None:
-        """Save after the steps that ask for it."""
+        """Save if ``save_interval`` says so at the present step."""
         if self.is_due(self.settings.save_interval):
             self.save_unless_saved()
 
     def save_unless_saved(self) -> None:
-        """Save if anything has been done since the last time, or since the start."""
+        """Save if anything was done since the last save, or since the start."""
         if not self._is_saved:
             self.save()
 
     def export(self) -> None:
-        """The archive at the end of training."""
+        """Write the archive at the end of training, if the settings want one."""
         with self.timer("save_time"):
             self.checkpoints.export_at_end(self.model)
 
@@ -294,9 +294,14 @@ class TrainingLoop(abc.ABC):
         self._is_saved = True
 
     def bound_steps(self, steps_left: int, updates_made: int, updates_per_step: int) -> None:
-        """After loading: ``steps_left`` more complete the epochs, and the learning rate's schedule ends with the run.
+        """Set the run's last step and the end of the learning rate's schedule anew, after loading.
 
-        With other batch sizes than before these are not the steps and updates of a run that had them from the start.
+        If batch sizes have changed since the run began, both differ from those of a run with one size throughout.
+
+        Args:
+            steps_left: until ``max_epochs`` are complete.
+            updates_made: up to the present step.
+            updates_per_step: in the steps that are left.
         """
         max_steps = min(self.step + steps_left, self.settings.step_limit)
         updates = updates_made + (max_steps - self.step) * updates_per_step

@@ -1,4 +1,4 @@
-"""One piece of writing at a time, in a thread of its own, with collectives of its own."""
+"""Write one checkpoint at a time in a background thread, whose collectives have a process group of their own."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from nemo_style_aligner.parallel.groups import all_reduce_max, background_group
 logger = logging.getLogger(__name__)
 
 Work = Callable[[dist.ProcessGroup | None, Callable[[], None]], None]
-"""What is done with the thread's process group. It calls the second argument when the checkpoint is whole."""
+"""Called with the process group for its collectives, and with what it must call once the checkpoint is complete."""
 
 _LAST_CHANCE_SECONDS = 60.0
-# Ranks wait for the slowest disk in one collective: the limit of training's is too short. A dead peer's sockets close
-# at once all the same, and what hangs is the watchdog's to find.
+# Ranks wait for the slowest disk in one collective, for which training's timeout is too short. When a peer dies, its
+# sockets close and the wait ends at once all the same; the watchdog finds what hangs.
 _TIMEOUT = timedelta(hours=12)
 _WRITTEN, _RUNNING, _FAILED = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkTimes:
-    """Seconds.
+    """Durations in seconds.
 
     Attributes:
-        background: that the work took in the thread; 0 if it was done at once.
-        total: from when what the work belongs to began, to the work's end.
+        background: of the work in the thread; 0 if it was done at once.
+        total: from ``started`` (see `BackgroundWriter.run`) to the end of the work.
     """
 
     background: float
@@ -46,18 +46,17 @@ OnEnd = Callable[[WorkTimes], None]
 @dataclasses.dataclass(frozen=True)
 class _Pending:
     future: concurrent.futures.Future[WorkTimes]  # of all of the work
-    whole: concurrent.futures.Future[None]
+    whole: concurrent.futures.Future[None]  # of the checkpoint
     on_end: OnEnd
 
 
 class BackgroundWriter:
-    """Runs work in a thread. All ranks use theirs in step, and what the work does together, it does in its group.
+    """Runs work in a thread. All ranks use their writers in step; constructing one is collective.
 
-    Whoever starts work sees to it that `finish` or `poll` follows: there the main thread takes note of the end. Making
-    one is collective.
+    The caller must follow up with `finish` or `poll`, in which the main thread takes note of the work's end.
 
     Attributes:
-        group: the work's group; None for the default group, of one rank.
+        group: for the work's collectives; None stands for the default group, of one rank.
     """
 
     def __init__(self) -> None:
@@ -66,14 +65,14 @@ class BackgroundWriter:
         self._pending: _Pending | None = None
 
     def run(self, work: Work, started: float, on_end: OnEnd, *, in_background: bool) -> concurrent.futures.Future[None]:
-        """Do the work, in the thread or at once. Collective: every rank does its part. Finish what is under way first.
+        """Do the work, in the thread or at once. Collective: every rank does its part. Finish earlier work first.
 
         Args:
-            started: `time.monotonic()` when what the work belongs to began.
-            on_end: called in the main thread of every rank, once the work has ended well.
+            started: `time.monotonic()` at the beginning of the save that the work belongs to.
+            on_end: called in the main thread of every rank once the work has succeeded.
 
         Returns:
-            Done when the checkpoint is whole, on this rank: before the work is, if something follows.
+            A future that is done when the checkpoint is complete on this rank, even if the work goes on after that.
         """
         if self._pending is not None:
             raise RuntimeError("the background writer is still at work: call finish() first")
@@ -101,7 +100,7 @@ class BackgroundWriter:
         return whole
 
     def finish(self) -> None:
-        """Collective: wait for the end of the work, if there is any.
+        """Wait for the end of the work, if there is any. Collective.
 
         Raises:
             Exception: what the work raised.
@@ -114,7 +113,7 @@ class BackgroundWriter:
             pending.on_end(times)
 
     def poll(self) -> None:
-        """Collective: `finish` if the work has ended on all ranks, or failed on one."""
+        """`finish` if the work has ended on all ranks, or failed on one. Collective."""
         if self._pending is None:
             return
         future, state = self._pending.future, _RUNNING
@@ -125,7 +124,7 @@ class BackgroundWriter:
 
     @contextlib.contextmanager
     def last_chance(self) -> Iterator[None]:
-        """When the body fails, work under way still gets a minute to end: what it writes will be needed."""
+        """If the body fails, give work under way another minute to end: a restart will need what it writes."""
         try:
             yield
         finally:
@@ -140,7 +139,7 @@ class BackgroundWriter:
 
 
 def _empty_host_cache() -> None:
-    """Give pinned memory that nobody uses back to the system. torch before 2.11 has no public name for it."""
+    """Return unused pinned memory to the system. torch before 2.11 has no public function for this."""
     public = getattr(torch.accelerator, "empty_host_cache", None)
     empty = public if public is not None else torch._C._host_emptyCache  # type: ignore[attr-defined]
     empty()

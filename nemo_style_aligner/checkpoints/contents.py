@@ -1,11 +1,11 @@
-"""What is in a training checkpoint's directory: taken from a job, written, given back to one.
+"""The contents of a training checkpoint's directory: taken from a job, written, restored to a job.
 
     manifest.json         what the checkpoint is; size and SHA-256 of every file
     trainer_state.json    counters, sampler positions, the layout
     random/<rank>.pt      random streams of each rank
     state/                model and optimizer, a Megatron distributed checkpoint
 
-Everything here is collective.
+Taking, writing and restoring are collective.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Contents:
         tensors, random_states: this rank's. The tensors are the live ones, unless `copied`.
         trainer_state: JSON; rank 0's is written.
         size: bytes of the tensors, over all ranks.
-        own_prefixes: beginnings of the keys of tensors that nobody else holds: copies already.
+        own_prefixes: key prefixes of the tensors that are copies already, which nobody else holds.
     """
 
     tensors: PreparedTensors
@@ -72,11 +72,11 @@ class Contents:
     own_prefixes: tuple[str, ...]
 
     def bytes_of_copy(self) -> int:
-        """Memory that `copied` fills on this rank, with what is in it already (`bytes_copied`)."""
+        """Memory of what `copied` returns on this rank, including the tensors that are copies already."""
         return self.tensors.num_bytes_of_snapshot()
 
     def bytes_copied(self) -> int:
-        """Memory of tensors that nobody else holds."""
+        """Memory of the tensors that are copies already."""
         return sum(self.tensors.below(prefix).num_bytes() for prefix in self.own_prefixes)
 
     def model(self) -> PreparedTensors:
@@ -84,7 +84,7 @@ class Contents:
         return self.tensors.below(MODEL_PREFIX)
 
     def copied(self) -> Contents:
-        """The same, which stays as it is when the job goes on."""
+        """The same with copies of the live tensors, which stay as they are while training goes on."""
         return dataclasses.replace(self, tensors=snapshot(self.tensors, self.own_prefixes))
 
 
@@ -111,14 +111,15 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
 
 
 def write_contents(contents: Contents, manifest: Manifest, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Write everything into an empty ``directory``, sync it, and compare what comes back from disk.
+    """Write everything into ``directory``, sync it, and compare what is read back from disk.
 
     Args:
-        manifest: without its files.
+        manifest: its ``files`` are filled in here.
+        directory: with empty folders, as `CheckpointDirectory.prepare` makes it.
         group: of all ranks; the default group where it is None.
 
     Raises:
-        OSError: it could not be written, or was not what came back.
+        OSError: it could not be written, or what was read back differs.
     """
     state = contents.trainer_state
     on_first_rank(lambda: (directory / TRAINER_STATE).write_text(state, encoding="utf-8"), group)
@@ -131,7 +132,7 @@ def write_contents(contents: Contents, manifest: Manifest, directory: Path, grou
 
 
 def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Give a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
+    """Restore a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
     state = json.loads((directory / TRAINER_STATE).read_text(encoding="utf-8"))
     restore_model(directory, model)
     if optimizer is not None:
@@ -177,7 +178,7 @@ def _encode(content: Any) -> str:
 
 
 def _check_keys(value: Any, where: str) -> None:
-    """JSON would turn other keys into strings without a word."""
+    """Refuse keys that are not strings, since JSON would silently turn them into strings."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -1,6 +1,6 @@
-"""The directory of a job's training checkpoints: names, order, pruning. Rank 0's; nothing here is collective.
+"""The directory of a job's training checkpoints: names, order, pruning. For rank 0; nothing here is collective.
 
-`contents` has the layout of a checkpoint, `training` what becomes of damaged and unfinished ones.
+The layout of a checkpoint is in `contents`; what happens to damaged and unfinished ones, in `training`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class CheckpointDirectory:
         """Clear leftovers, choose the next checkpoint's name, make the directory to write it into.
 
         Returns:
-            Its path when it is whole, and its sequence number.
+            Its path once it is complete, and its sequence number.
 
         Raises:
-            OSError: there is no room for ``size`` bytes.
+            NotWrittenError: there is no room for ``size`` bytes.
         """
         self.remove_unfinished()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -76,12 +76,12 @@ class CheckpointDirectory:
         return target, max((entry.manifest.sequence for entry in self.entries()), default=0) + 1
 
     def give_up(self, target: Path) -> int:
-        """Give a full disk its room back; the bytes that are free then."""
+        """Delete what was written of a checkpoint; returns the bytes that are free then."""
         discard(staging_of(target))
         return shutil.disk_usage(self.path).free
 
     def publish(self, target: Path, protected: Collection[Path]) -> None:
-        """Rename the verified checkpoint into place, and only then prune: the next save does what fails there."""
+        """Rename the verified checkpoint into place, then prune; if pruning fails, the next save makes up for it."""
         publish(staging_of(target), target)
         logger.info("saved %s", target)
         try:
@@ -90,7 +90,7 @@ class CheckpointDirectory:
             logger.warning("older checkpoints are not pruned this time: %s", error)
 
     def _prune(self, protected: Collection[Path]) -> None:
-        """Delete what is neither among the best nor among the newest; only the newest keeps its ``-last``."""
+        """Delete what is not among the best, the newest or ``protected``; only the newest keeps its ``-last``."""
         entries, top = self.entries(), self.settings.save_top_k
         kept = entries if top == -1 else self._rank(entries)[:top] + entries[: self.settings.save_last_n]
         for entry in entries:
@@ -102,7 +102,7 @@ class CheckpointDirectory:
         sync_file(self.path)
 
     def _rank(self, entries: list[Entry]) -> list[Entry]:
-        """``entries`` (newest first) that were measured, the best by ``monitor`` first; the newest without one."""
+        """Those of ``entries`` (newest first) that have a ``monitor`` value, best first; without ``monitor``, all."""
         if self.settings.monitor is None:
             return entries
         sign = 1 if self.settings.mode == "min" else -1
@@ -153,7 +153,7 @@ class CheckpointDirectory:
         return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
 
     def remove_unfinished(self) -> None:
-        """Delete what jobs that died while they wrote or deleted it have left; put back what they were replacing."""
+        """Delete what jobs were writing or deleting when they died; put back what they were replacing."""
         put_all_back(self.path)
         for path in self.path.glob(f"*{UNFINISHED}"):
             logger.warning("removing %s: it was not finished", path)
@@ -162,7 +162,7 @@ class CheckpointDirectory:
 
 def is_training_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a training checkpoint, be it damaged or unfinished."""
-    # Either of them is one, whatever else is gone: it shall be missed, not overlooked.
+    # One of the two suffices: a checkpoint that has lost the other is reported as damaged, not overlooked.
     return (path / STATE).is_dir() or (path / MANIFEST).is_file()
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: write beside, sync to disk, rename into place."""
+"""Files that are complete or absent: write beside the target, sync to disk, rename into place."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+from nemo_style_aligner.errors import NotWrittenError
+
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished"
-"""Suffix of what is still being written or already being deleted. A leftover of a killed process; never read."""
+"""Suffix of what is still being written or already being deleted, or was when its process died. Never read."""
 
 
-_REPLACED = ".replaced"  # suffix of a directory that has made room for its successor, behind a dot before its name
+_REPLACED = ".replaced"  # a directory moved aside for its successor is called .NAME.replaced
 
 
 def sync_file(path: Path) -> None:
@@ -34,10 +36,10 @@ def sync_tree(directory: Path) -> None:
 
 
 def publish(finished: Path, target: Path) -> None:
-    """Rename into place, for good. An existing file is replaced in the same instant.
+    """Rename ``finished`` to ``target`` and sync the rename. An existing file is replaced atomically.
 
-    An existing directory cannot be replaced in one step: it is moved aside first and deleted after. Whoever is killed
-    in between leaves nothing at ``target``; `put_back` makes up for it.
+    An existing directory cannot be replaced in one step: it is moved aside first and deleted afterwards. A process
+    that is killed in between leaves nothing at ``target``; `put_back` repairs that.
     """
     put_back(target)
     aside = target.with_name(f".{target.name}{_REPLACED}")
@@ -54,7 +56,7 @@ def publish(finished: Path, target: Path) -> None:
 
 
 def put_back(target: Path) -> None:
-    """Undo, or complete, what a `publish` that was killed has left of replacing ``target``."""
+    """Undo or complete the replacement of ``target`` in which a `publish` was killed."""
     aside = target.with_name(f".{target.name}{_REPLACED}")
     if not aside.exists():
         return
@@ -81,9 +83,9 @@ def remove_path(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete what nobody needs any more, if it exists. It loses its name first: nothing is left of it that looks whole.
+    """Delete what is no longer needed, if it exists. It is renamed first, so that no remainder looks complete.
 
-    What cannot be deleted is logged. It is no reason to fail: others may hold or delete the same files.
+    A failure is only logged: other processes may hold or delete the same files.
     """
     doomed = path if path.name.endswith(UNFINISHED) else path.with_name(path.name + UNFINISHED)
     try:
@@ -99,11 +101,11 @@ def require_space(directory: Path, num_bytes: int) -> None:
     """Check that the file system of ``directory`` has room for ``num_bytes``.
 
     Raises:
-        OSError: it has not.
+        NotWrittenError: it does not.
     """
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise OSError(
+        raise NotWrittenError(
             f"a checkpoint of {num_bytes:,} bytes does not fit: {free:,} bytes are free at "
             f"{directory}; make room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
         )

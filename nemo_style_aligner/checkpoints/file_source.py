@@ -1,8 +1,8 @@
-"""Read-only access to a checkpoint's files, whether they lie in a directory or inside a tar file.
+"""Read-only access to a checkpoint's files, in a directory or inside a tar file.
 
-Nothing is unpacked to be read: weights are read from the tar where they lie, so that loading a large
-archive costs no disk space and needs no coordination between ranks. No path leads out of the checkpoint
-and no link is followed.
+Nothing is unpacked: weights are read from where they lie in the tar, so that loading a large archive costs no disk
+space and needs no coordination between ranks. Names that lead out of the checkpoint are refused, and no file that is
+a link is read.
 """
 
 from __future__ import annotations
@@ -80,10 +80,14 @@ class DirectorySource(FileSource):
 
     def open(self, name: str) -> IO[bytes]:
         """See `FileSource.open`."""
-        path = self.location / safe_name(name)
-        if path.is_symlink():
+        relative = PurePosixPath(safe_name(name))
+        path = self.location / relative
+        link = next(
+            (p for part in (relative, *relative.parents[:-1]) if (p := self.location / part).is_symlink()), None
+        )
+        if link is not None:
             raise FileNotFoundError(
-                f"{path} is a symbolic link, which is not followed: copy the folder, `cp -rL {self.location} FOLDER`, "
+                f"{link} is a symbolic link, which is not followed: copy the folder, `cp -rL {self.location} FOLDER`, "
                 "and give that one"
             )
         if not path.is_file():
@@ -95,7 +99,7 @@ class DirectorySource(FileSource):
 
 
 class TarSource(FileSource):
-    """A checkpoint inside a tar file. Compressed ones work too, slowly. Not for use by several threads at once."""
+    """A checkpoint inside a tar file. Compressed ones work, but slowly. Not thread-safe."""
 
     def __init__(self, location: Path) -> None:
         self.location = location
@@ -112,9 +116,9 @@ class TarSource(FileSource):
             raise ValueError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
 
     def _check_end(self) -> None:
-        """A tar ends with zeros. One that was cut between two files would otherwise pass for whole."""
+        """Check that the tar ends with zeros. One that was cut between two files would otherwise pass as complete."""
         stream = self._tar.fileobj
-        if isinstance(stream, io.BufferedReader):  # not compressed: compressed ones notice by themselves
+        if isinstance(stream, io.BufferedReader):  # not compressed: decompression finds a missing end itself
             stream.seek(self._tar.offset)  # where the next header would be
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("the end is missing")
@@ -141,8 +145,8 @@ def open_source(location: Path) -> Iterator[FileSource]:
     """The files of the checkpoint at ``location``, a directory or a tar file.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        ValueError: it is neither.
+        FileNotFoundError: nothing is there.
+        ValueError: it is neither a directory nor a readable tar file.
     """
     if not location.exists():
         raise FileNotFoundError(f"there is no checkpoint at {location}")

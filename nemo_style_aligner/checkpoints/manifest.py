@@ -1,7 +1,8 @@
 """The manifest of a training checkpoint: what it is, and size and SHA-256 of each of its files.
 
-Damage is what the files are or are not. That the system cannot read them now (no descriptors left, a server that does
-not answer) is none: it is tried again for some seconds, and then an error.
+A checkpoint is damaged if files are missing or differ from what was written. If the system cannot read a file at the
+moment (no descriptors left, a server that does not answer), that is not damage: reading is tried again for some
+seconds, and then it is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Manifest:
     """What is known of a checkpoint without reading its tensors.
 
     Attributes:
-        sequence: counts the checkpoints of a directory; the newest has the largest.
+        sequence: number of the checkpoint within its directory; the newest has the largest.
         step: the trainer's step.
         value: the monitored metric, None where it was not measured.
         files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
@@ -73,22 +74,25 @@ class Manifest:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
         if version != _FORMAT or checksum != _checksum({"format": version, **content}):
             raise DamagedCheckpointError(f"{path} is damaged, or of another version")
-        return cls(**content)
+        try:
+            return cls(**content)
+        except TypeError as error:  # keys of a later version
+            raise DamagedCheckpointError(f"{path} is of another version: {error}") from error
 
 
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def read_patiently(path: Path, read: Callable[[], T]) -> T:
-    """``read()`` of a file, again and again where the system cannot at the moment. What is not there, is not."""
+    """``read()`` of a file, tried again if the system cannot read it at the moment, but not if it does not exist."""
     for pause in (*_READ_PAUSES, None):
         try:
             return read()
         except OSError as error:
-            if isinstance(error, _NOT_THERE) or error.errno is None:  # None: of Python itself, about the contents
+            if isinstance(error, _NOT_THERE) or error.errno is None:  # None: raised by Python, about the contents
                 raise
             if pause is None:
-                raise OSError(error.errno, error.strerror, str(path)) from error  # which does not always say where
+                raise OSError(error.errno, error.strerror, str(path)) from error  # it may lack the path
             logger.warning("%s: %s; it is tried again", path, error)
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
@@ -107,7 +111,7 @@ def describe_files(directory: Path, group: dist.ProcessGroup | None = None) -> d
 
 
 def find_damage(directory: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What is wrong with the checkpoint, nothing if it is whole. Collective in ``group``: each rank reads its share.
+    """What is wrong with the checkpoint; empty if nothing is. Collective in ``group``: each rank reads its share.
 
     Raises:
         OSError: files cannot be read now.
@@ -123,15 +127,16 @@ def _own_share(names: list[str]) -> list[str]:
 
 
 def verify_on_disk(directory: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """As `find_damage`, of files that were just written and synced: read from disk where the system lets it be so.
+    """`find_damage` of files that were just written and synced, read from disk if the system allows it.
 
-    The checksums were made of what the page cache held. Here the cache is asked to forget the files first, so that the
-    comparison is with what the disk gives back. File systems in memory, and some network ones, answer from memory.
+    The checksums were computed from the page cache. Here the cache is asked to drop the files first, so that they are
+    compared with what the disk gives back. File systems in memory, and some network ones, answer from memory all the
+    same.
     """
     if hasattr(os, "posix_fadvise"):
         content, _ = on_first_rank(lambda: _read_or_damage(directory), group)
         share = _own_share(sorted(content or ()))  # those that this rank reads back
-        # Together, so that nobody reads what another rank has not dropped yet, and an error is all ranks'.
+        # Collective, so that an error of one rank is raised on all of them.
         on_every_rank(lambda: _forget([directory / name for name in share]), group)
     return find_damage(directory, group)
 
@@ -160,7 +165,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
-    """Number and SHA-256 of the bytes that are left to read."""
+    """Number and SHA-256 of the bytes that are left in a stream."""
     digest, size = hashlib.sha256(), 0
     while block := stream.read(1 << 20):
         digest.update(block)
@@ -172,7 +177,7 @@ def describe_stream(stream: IO[bytes]) -> dict[str, Any]:
 def find_changes(
     source: FileSource, expected: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None = None
 ) -> list[str]:
-    """Files of ``source`` that are missing or not as ``expected`` says. Collective: each rank reads its share.
+    """What is missing from ``source`` or differs from ``expected``. Collective: each rank reads its share.
 
     Raises:
         OSError: files cannot be read now.

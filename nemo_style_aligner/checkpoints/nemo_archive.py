@@ -71,7 +71,7 @@ _WHAT_TO_DO = (
     f"unpack it (tar -xf) and put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they "
     "read the archive"
 )
-_COPIED_AT_ONCE = 16 << 20  # bytes; tarfile would copy 16 KiB at once
+_COPIED_AT_ONCE = 16 << 20  # bytes; tarfile's default is 16 KiB
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -83,15 +83,15 @@ def save_nemo(
     model_config: Mapping[str, Any],
     tokenizer_dir: Path | None,
 ) -> None:
-    """Write an archive. Collective; it appears at ``path`` when it is whole, and replaces what was there.
+    """Write an archive. Collective. It appears at ``path`` once it is complete, and replaces what was there.
 
-    It is a tar file, or a directory where ``path`` is one already.
+    It is a tar file, or a directory if ``path`` is one already.
 
     Args:
-        path: where; all ranks must see the same file system.
+        path: on a file system that all ranks share.
         model: its weights are written as they are.
         model_config: the contents of ``model_config.yaml``; only rank 0's is used.
-        tokenizer_dir: Hugging Face tokenizer files to put in; its contents are copied.
+        tokenizer_dir: Hugging Face tokenizer files, which are copied into the archive; None for none.
 
     Raises:
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
@@ -108,10 +108,10 @@ def write_nemo(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`save_nemo` of tensors that are prepared already, in any thread. Collective in ``group``.
+    """`save_nemo` of tensors that `prepare` returned, in any thread. Collective in ``group``.
 
     Args:
-        tensors: a model's, their keys with `MODEL_PREFIX`.
+        tensors: a model's, with keys under `MODEL_PREFIX`.
         group: of all ranks; the default group where it is None.
     """
     path = Path(path)
@@ -177,9 +177,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move_into_tar(directory: Path, tar_path: Path) -> None:
-    """Put the files into an uncompressed tar, deleting each when it is in: the disk holds them twice only singly."""
+    """Put the files into an uncompressed tar, deleting each once it is in, so that at most one is on disk twice."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
-    # The config first: whoever wants only that need not read on.
+    # The config first, for those who read nothing else.
     files.sort(key=lambda p: p.name != _CONFIG)
     with tarfile.TarFile(tar_path, "w", copybufsize=_COPIED_AT_ONCE) as tar:
         for file in files:
@@ -193,17 +193,17 @@ def _move_into_tar(directory: Path, tar_path: Path) -> None:
 
 
 def load_nemo_config(path: Path) -> dict[str, Any]:
-    """The contents of ``model_config.yaml``, with ``vocab_size``, which NeMo leaves to the tokenizer.
+    """The contents of ``model_config.yaml``, with ``vocab_size`` filled in, which NeMo leaves to the tokenizer.
 
     Raises:
         FileNotFoundError: no archive, or one without a config.
-        ValueError: not an archive (of a training checkpoint, or of a Hugging Face directory, it says what to do), or
-            the config is not a YAML mapping.
+        ValueError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
+            convert it), or the config is not a YAML mapping.
     """
     with open_source(Path(path)) as source:
         config = _read_config(source)
     if config.get("vocab_size") is None:
-        with contextlib.suppress(FileNotFoundError, TokenizerError):  # reported by whoever needs them
+        with contextlib.suppress(FileNotFoundError, TokenizerError):  # reported where the tokenizer is needed
             config["vocab_size"] = config.get("override_vocab_size") or load_nemo_tokenizer(Path(path)).vocab_size
     return config
 
@@ -224,7 +224,7 @@ def _read_config(source: FileSource) -> dict[str, Any]:
 
 
 def _name_what_it_is(location: Path) -> None:
-    """Raise ValueError for a directory that has no config, but another use: it says which script makes an archive."""
+    """Raise ValueError for a training checkpoint or a Hugging Face directory: it names the script that converts it."""
     if is_training_checkpoint(location):
         raise ValueError(
             f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
@@ -250,9 +250,9 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
 
 
 def archive_identity(path: Path) -> str:
-    """SHA-256, in hex, of an archive's checksums; of its files' names and sizes where it has none.
+    """SHA-256, in hex, of an archive's ``checksums.json``; of its files' names and sizes if it has none.
 
-    A tar has that of the directory that it was made of. Weights are not read. Not collective.
+    A tar and the directory that it was made of have the same. Weights are not read. Not collective.
 
     Raises:
         FileNotFoundError: no archive at ``path``.
@@ -273,12 +273,12 @@ def archive_identity(path: Path) -> str:
 
 @dataclasses.dataclass
 class ArchiveOfRun:
-    """The archive that a run began with, against what is in its place now.
+    """The archive that a run began with, compared with what is at its path now.
 
     Attributes:
-        path: where it is.
-        identity: `archive_identity` of what is there.
-        began_with: of what was there when the run began.
+        path: of the archive.
+        identity: `archive_identity` of what is there now.
+        began_with: `archive_identity` of what was there when the run began.
     """
 
     path: Path
@@ -287,29 +287,29 @@ class ArchiveOfRun:
 
     @classmethod
     def at(cls, path: Path) -> ArchiveOfRun:
-        """Of a run that begins. For the errors see `archive_identity`."""
+        """For a run that begins now. For the errors see `archive_identity`."""
         identity = archive_identity(path)
         return cls(path, identity, identity)
 
     @property
     def is_another(self) -> bool:
-        """Whether the run began with another one."""
+        """Whether the run began with another archive."""
         return self.identity != self.began_with
 
 
 def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = False) -> None:
     """Load an archive's weights into a model of any tensor- and pipeline-parallel layout, in place. Collective.
 
-    A model with a reward head takes a language model's archive too: its head keeps its values, and the
-    archive's output layer is left out. The padding of the vocabulary may differ. An optimizer that exists
-    already keeps the main weights it has until its ``megatron.reload_model_params()``.
+    A model with a reward head also takes a language model's archive: the head keeps its values, and the archive's
+    output layer is ignored. The padding of the vocabulary may differ. An optimizer that exists already keeps its main
+    weights until its ``megatron.reload_model_params()`` is called.
 
     Raises:
         FileNotFoundError: no archive at ``path``.
-        DamagedCheckpointError: its files are not what was written, as its checksums say.
-        UnsupportedFormatError: its weights are in another format of NeMo's.
-        CheckpointMismatchError: keys that are missing or unexpected, or other shapes, all named; no reward head, and
-            ``needs_head``.
+        DamagedCheckpointError: its files differ from their checksums.
+        UnsupportedFormatError: its weights are in another of NeMo's formats.
+        CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
+            archive has no reward head.
     """
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
@@ -333,16 +333,16 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
 
 
 def load_nemo_tokenizer(path: Path) -> Tokenizer:
-    """The archive's tokenizer. Not collective: every rank may call it for itself.
+    """Load the archive's tokenizer. Not collective.
 
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
-        TokenizerError: it cannot be read, or is of a kind that is not.
+        TokenizerError: it cannot be read, or is of an unsupported kind.
     """
     folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
     tokenizer = load_tokenizer(_extract_tokenizer(Path(path), Path(folder.name)))
     if isinstance(tokenizer, SentencePieceTokenizer):
-        weakref.finalize(tokenizer, folder.cleanup)  # it goes back to its file when it is saved
+        weakref.finalize(tokenizer, folder.cleanup)  # saving it copies its file
     else:
         folder.cleanup()
     return tokenizer
@@ -350,10 +350,11 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
-    """The archive's tokenizer files for a while: a Hugging Face directory, or a sentencepiece ``.model`` file.
+    """The archive's tokenizer files within the context: a Hugging Face directory, or a sentencepiece ``.model`` file.
 
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
+        TokenizerError: it is of an unsupported kind.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
         yield _extract_tokenizer(Path(path), Path(folder))
@@ -391,7 +392,7 @@ def _refuse_foreign_tokenizers(path: Path, section: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_of_file(file: Path) -> Path | None:
-    """A sentencepiece file as it is; a ``tokenizer.json`` under its proper name, which its folder then stands for.
+    """A sentencepiece file as it is; for a ``tokenizer.json``, which gets its proper name, the folder that it is in.
 
     None for another JSON file: NeMo's converters put in a ``vocab.json``, which has no merges.
     """

@@ -3,11 +3,12 @@
 Each parameter ``<key>`` of the model has ``optimizer.state.{param,exp_avg,exp_avg_sq}.<key>`` in fp32, whatever
 the optimizer: plain fp32, bf16 with fp32 main weights, or sharded over data-parallel ranks. That is
 megatron-core's ``fully_reshardable`` form, which resumes exactly in the same layout and in any other one.
-Hyperparameters are not saved: those of the resumed job's config hold.
+Hyperparameters are not saved: those of the resumed job's config apply.
 
-A distributed optimizer's shards end anywhere within a parameter. To be written, those of a parameter are put together
-on one data-parallel rank, and parameters are shared out evenly; loading, a rank asks for the parameters of which it
-has a shard. megatron-core's own way takes the whole to the first rank, and to every rank when it is loaded.
+A distributed optimizer's shards may end anywhere within a parameter. For writing, the shards of each parameter are
+gathered on one data-parallel rank, with the parameters divided evenly over the ranks. For loading, each rank reads the
+parameters of which it has a shard. megatron-core itself gathers everything on the first rank, and loads everything on
+every rank.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
     from nemo_style_aligner.models.optimizer import Optimizer
 
-_IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX)  # of a checkpoint's keys: each inner optimizer has its own
+_IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX)  # prefixes of keys that an inner optimizer need not ask for
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("param", *_MOMENTS)
-# Memory of a rank: what it sends, or receives, at once; what it loads at once. At least one tensor is loaded.
+# Memory on each rank: for what it sends, or receives, at once; for what it loads at once, which is at least one tensor.
 _EXCHANGE_BYTES = 64 << 20
 _LOAD_BYTES = 256 << 20
 
 
 def optimizer_tensors(optimizer: Optimizer, model: MegatronModel) -> ShardedTensors:
-    """The optimizer's tensors, to be written. Collective where the optimizer is distributed."""
+    """The optimizer's tensors, for writing. Collective if the optimizer is distributed."""
     tensors: ShardedTensors = {}
     for index, inner in enumerate(optimizer.parts()):
         inner.init_state_fn(inner.optimizer, inner.config)  # before the first update there are no moments yet
@@ -61,12 +62,12 @@ def optimizer_tensors(optimizer: Optimizer, model: MegatronModel) -> ShardedTens
 
 
 def makes_copies(optimizer: Optimizer) -> bool:
-    """Whether the data of `optimizer_tensors` are copies that nobody else holds; the live tensors if not."""
+    """Whether `optimizer_tensors` returns copies that nobody else holds, rather than the live tensors."""
     return all(_is_sharded(inner) for inner in optimizer.parts())
 
 
 def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
-    """What is not a tensor: updates made, and the step of Adam's bias correction."""
+    """The state that is not in tensors: updates made and skipped, and the step of Adam's bias correction."""
     steps = {int(g["step"]) for g in optimizer.megatron.param_groups if g["params"] and g.get("step") is not None}
     if len(steps) > 1:
         raise RuntimeError(f"parameter groups have made different numbers of steps: {sorted(steps)}")
@@ -81,7 +82,7 @@ def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
 def load_optimizer(
     optimizer: Optimizer, model: MegatronModel, counters: dict[str, int], source: FileSource, folder: str
 ) -> None:
-    """Restore the optimizer from the distributed checkpoint in ``folder``; the model was loaded before. Collective.
+    """Restore the optimizer from the distributed checkpoint in ``folder``. Load the model first. Collective.
 
     Raises:
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
@@ -100,9 +101,9 @@ def load_optimizer(
 
 
 def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
-    """Set right where megatron-core looks for a parameter's state within its group.
+    """Correct the indices by which megatron-core finds a parameter's state within its group.
 
-    It puts a group's fp32 parameters before its bf16 ones, but remembers their place in the order of the model: a
+    It puts a group's fp32 parameters before its bf16 ones, but records their positions in the order of the model: a
     bf16 model's fp32 reward head would get another parameter's moments.
     """
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
@@ -112,27 +113,27 @@ def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
 
 
 def _is_sharded(optimizer: MegatronOptimizer) -> bool:
-    """Whether no rank has the whole of a parameter's state."""
+    """Whether the state is sharded over several data-parallel ranks."""
     return isinstance(optimizer, DistributedOptimizer) and optimizer.data_parallel_group.size() > 1
 
 
 def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The live main weight and moments of a parameter: whole, or a distributed optimizer's shards, which are flat."""
+    """The live main weight and moments of a parameter: whole, or a distributed optimizer's flat shards."""
     if isinstance(optimizer, DistributedOptimizer):
         group, order = optimizer.model_param_group_index_map[parameter]
         main = optimizer.optimizer.param_groups[group]["params"][order]
     else:
-        # bf16 parameters have an fp32 main copy; others are their own.
+        # bf16 parameters have an fp32 main copy; fp32 parameters are their own.
         main = getattr(parameter, "main_param", parameter)
     moments = optimizer.optimizer.state[main]
     return [main.detach(), *(moments[key] for key in _MOMENTS)]
 
 
 def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel) -> ShardedTensors:
-    """The live tensors of an optimizer that does not share them with other ranks.
+    """The live tensors of an optimizer that is not sharded.
 
-    megatron-core's own way mistakes one parameter for another where a bf16 model has an fp32 head, or copies everything
-    several times where it is distributed over one rank.
+    megatron-core's own function confuses parameters if a bf16 model has an fp32 head, and copies everything several
+    times if the optimizer is distributed over one rank.
     """
     if isinstance(optimizer, DistributedOptimizer):
         _correct_parameter_order(optimizer)
@@ -148,7 +149,7 @@ def _parameters(model: MegatronModel) -> Iterator[tuple[str, Any]]:
 
 
 def _like(sharded: Any, key: str, data: torch.Tensor) -> Any:
-    """A parameter's main weight or moment: ``data`` with the place in the global tensor that ``sharded`` has."""
+    """``data``, a parameter's main weight or moment, at the place in the global tensor that ``sharded`` has."""
     key = f"{OPTIMIZER_PREFIX}state.{key}.{sharded.key}"
     if isinstance(sharded, ShardedTensorFactory):
         return dataclasses.replace(sharded, key=key, data=data)
@@ -160,7 +161,7 @@ def _like(sharded: Any, key: str, data: torch.Tensor) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Elements ``start`` to ``stop`` of a flattened parameter, of which a rank has some; see `_exchange`."""
+    """Elements ``start`` to ``stop`` of a flattened parameter, given by its index. One rank has all of them."""
 
     parameter: int
     start: int
@@ -168,7 +169,7 @@ class _Piece:
 
 
 def _own_ranges(optimizer: DistributedOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
-    """Parameter -> from which element to which this rank has its state, of parameters of which it has any."""
+    """Parameter -> first and end element of this rank's shard, for each parameter of which it has one."""
     return {
         parameter: (ranges["param"].start, ranges["param"].end)
         for maps in optimizer.gbuf_ranges
@@ -179,7 +180,7 @@ def _own_ranges(optimizer: DistributedOptimizer) -> dict[torch.Tensor, tuple[int
 
 
 def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> ShardedTensors:
-    """Copies of the whole tensors of those parameters that fall to this rank, in host memory. Collective.
+    """Copies, in host memory, of the whole tensors of those parameters that this rank writes. Collective.
 
     Parameters that another tensor- or pipeline-parallel rank writes are left out.
     """
@@ -187,10 +188,10 @@ def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> 
     group = optimizer.data_parallel_group_gloo
     written = [(name, t) for name, t in _parameters(model) if not any(t.replica_id[:-1])]
     sizes, own = [t.data.numel() for _, t in written], _own_ranges(optimizer)
-    ranges: list[Any] = [None] * group.size()  # of each rank: of each parameter
+    ranges: list[Any] = [None] * group.size()  # [rank][parameter]
     dist.all_gather_object(ranges, [own.get(t.data, (0, 0)) for _, t in written], group=group)
     if device().type == "cuda":
-        group = optimizer.data_parallel_group  # NCCL: many times as fast as the host's network
+        group = optimizer.data_parallel_group  # NCCL: many times as fast as gloo
     owners = _share_out(sizes, group.size())
     live = [_states(optimizer, t.data) if t.data in own else [] for _, t in written]
     whole = [[torch.empty(size) for _ in _KEYS] if owners[n] == group.rank() else [] for n, size in enumerate(sizes)]
@@ -205,7 +206,7 @@ def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> 
 
 
 def _share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that writes each parameter: always the one with the fewest elements yet, the largest parameter first."""
+    """The rank that writes each parameter: largest first, each goes to the rank with the fewest elements so far."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owners[number] = loads.index(min(loads))
@@ -214,10 +215,10 @@ def _share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _batches(ranges: Sequence[Sequence[tuple[int, int]]], limit: int) -> Iterator[list[_Piece]]:
-    """All elements of all parameters, at most ``limit`` of them at once: some of each rank, so that all send together.
+    """All elements of all parameters in batches of at most ``limit``, each with some of every rank, so that all send.
 
     Args:
-        ranges: of each rank, of each parameter: the elements that it has.
+        ranges: [rank][parameter]: the elements that the rank has.
     """
     share = max(1, limit // len(ranges))
     for batch in itertools.zip_longest(*(_parts_of(own, share) for own in ranges), fillvalue=()):
@@ -225,7 +226,7 @@ def _batches(ranges: Sequence[Sequence[tuple[int, int]]], limit: int) -> Iterato
 
 
 def _parts_of(ranges: Iterable[tuple[int, int]], limit: int) -> Iterator[list[_Piece]]:
-    """A rank's elements, at most ``limit`` of them at once."""
+    """One rank's elements in parts of at most ``limit``."""
     part: list[_Piece] = []
     room = limit
     for number, (start, end) in enumerate(ranges):
@@ -249,14 +250,15 @@ def _exchange(
     whole: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Send what this rank has of the pieces to the owners of their parameters, and receive its own. Collective.
+    """Send this rank's pieces to the owners of their parameters, and receive those of its own parameters. Collective.
 
-    Between two ranks go: piece after piece, of each the part of the main weight, then those of both moments.
+    What one rank sends to another is ordered by piece: the elements of the main weight, then those of both moments.
 
     Args:
-        ranges: of each rank, of each parameter: the elements that it has.
-        live: of each parameter: this rank's shards, flat fp32, in any memory.
-        whole: of each parameter of which this rank is the owner: the flat fp32 tensors to fill.
+        owners: [parameter]: the rank that writes it.
+        ranges: [rank][parameter]: the elements that the rank has.
+        live: [parameter]: this rank's shards, flat fp32, on any device.
+        whole: [parameter]: the flat fp32 tensors to fill if this rank is the owner, else none.
     """
     me, ranks = group.rank(), range(group.size())
 
@@ -293,11 +295,11 @@ def _exchange(
 
 
 def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: FileSource, folder: str) -> None:
-    """Load the parameters of which this rank has a shard, few at once, and take the shards out of them. Collective."""
+    """Load the parameters of which this rank has a shard, a few at a time, and copy out the shards. Collective."""
     _correct_parameter_order(optimizer)
     own = _own_ranges(optimizer)
     parameters = list(_parameters(model))
-    # All at once first: an error names everything that does not fit.
+    # All are checked first, so that an error names everything that does not fit.
     expected = {
         f"{key}.{name}": _like(t, key, torch.empty(t.data.shape, device="meta"))
         for name, t in parameters
@@ -319,7 +321,7 @@ def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: 
             room = _LOAD_BYTES
         rounds[-1].append(item)
         room -= size
-    for number in range(all_reduce_max(len(rounds))):  # each is collective
+    for number in range(all_reduce_max(len(rounds))):  # each round is collective
         items = rounds[number] if number < len(rounds) else []
         tensors = {str(i): _like(t, key, torch.empty(t.data.shape)) for i, (t, key, _) in enumerate(items)}
         load_sharded_tensors(tensors, source, folder, ignored=_IGNORED)

@@ -1,4 +1,4 @@
-"""The random streams of a rank, saved and restored."""
+"""Save and restore the states of a rank's random number generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def random_states() -> dict[str, Any]:
-    """This rank's states of python, numpy, torch, its GPU and megatron-core's tensor-parallel tracker."""
+    """This rank's generator states: Python, NumPy, torch, its GPU, and megatron-core's tensor-parallel tracker."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -39,12 +39,12 @@ def _words(numpy_state: dict[str, Any]) -> np.ndarray:
 
 
 def load_random_states(path: Path) -> None:
-    """Set this rank's random streams to the saved states."""
+    """Set this rank's generators to the states saved in a file."""
     set_random_states(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def set_random_states(state: dict[str, Any]) -> None:
-    """Set this rank's random streams to what `random_states` gave."""
+    """Set this rank's generators to what `random_states` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": _words(state["numpy"])}})

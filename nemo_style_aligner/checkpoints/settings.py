@@ -1,4 +1,4 @@
-"""Which checkpoints are written and kept, and from which a job goes on."""
+"""Settings of which checkpoints are written and kept, and from which one a job resumes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class CheckpointSettings:
     Attributes:
         filename: name of a checkpoint; ``{step}`` becomes ``step=7``, ``{val_loss:.3f}`` ``val_loss=0.123``.
         monitor: metric that ranks checkpoints; None ranks the newer above the older.
-        mode: whether a small or a large metric is good.
+        mode: whether the smallest or the largest value is the best.
         save_top_k: keep the best k; 0 keeps none for its metric, -1 keeps all.
-        save_last_n: keep the newest n whatever their metric. Two, so that there is one to fall back on.
+        save_last_n: also keep the newest n, whatever their metric; two by default, so that one is left to fall back on.
         save_nemo_on_train_end: write ``<nemo_name>.nemo`` when training ends.
-        always_save_nemo: write it with every checkpoint.
-        save_best_model: what is written at the end is the best checkpoint's model instead of the last.
+        always_save_nemo: write the archive with every checkpoint.
+        save_best_model: at the end, write the best checkpoint's model instead of the last.
         async_save: write in the background, from a copy of the state in host memory, while the job goes on.
-        nemo_name: see above [exp_manager.name].
-        resume_if_exists: go on from the newest checkpoint.
-        resume_ignore_no_checkpoint: start anew if there is none, instead of raising an error.
-        resume_from_checkpoint: go on from this checkpoint, unless the newest is of a run that had resumed from it.
+        nemo_name: the archive's file name without ``.nemo`` [exp_manager.name].
+        resume_if_exists: resume from the newest checkpoint.
+        resume_ignore_no_checkpoint: start from the beginning if there is none, instead of raising an error.
+        resume_from_checkpoint: resume from this checkpoint, unless the newest is of a run that had resumed from it.
     """
 
     filename: str = "megatron_gpt-{step}"

@@ -1,8 +1,8 @@
-"""Megatron distributed checkpoints (`torch_dist`): which tensors, and reading them back at any parallel layout.
+"""Megatron distributed checkpoints (`torch_dist`): a model's tensors, and reading them at any parallel layout.
 
-The format is megatron-core's, so that what its tools and NeMo write is read here; `sharded_writing` writes it. One
-thing differs from ``dist_checkpointing.load``: reading executes nothing. ``.metadata`` is a pickle: it is read by an
-unpickler that knows only the classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read.
+The format is megatron-core's, so that what its tools and NeMo write can be read here; `sharded_writing` writes it.
+Unlike ``dist_checkpointing.load``, reading executes nothing. ``.metadata`` is a pickle: it is read by an unpickler that
+knows only the classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from nemo_style_aligner.telemetry import activity
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
 ShardedTensors = dict[str, Any]
-"""Local names -> what this rank holds of global tensors. The ``data`` are the live tensors."""
+"""Local name -> this rank's part of a global tensor, whose ``data`` is the live tensor."""
 
 MODEL_PREFIX = "model."
-"""Of the keys of a model's tensors, in training checkpoints and in archives."""
+"""Prefix of the keys of a model's tensors, in training checkpoints and in archives."""
 
 OPTIMIZER_PREFIX = "optimizer."
-"""Of the keys of an optimizer's tensors, in training checkpoints."""
+"""Prefix of the keys of an optimizer's tensors, in training checkpoints."""
 
 
 class CheckpointMismatchError(UserError, ValueError):
-    """A checkpoint does not hold what the model wants."""
+    """A checkpoint does not hold what the model needs."""
 
 
 class UnsupportedFormatError(UserError, ValueError):
-    """A checkpoint in a format that is not read here; says what to do."""
+    """A checkpoint is in a format that cannot be read here; the message says what to do."""
 
 
 class UnsafeCheckpointError(UserError, ValueError):
@@ -65,14 +65,14 @@ def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
 
     Args:
         gpt: a `GPTModel`.
-        per_layer_keys: ``layers.0.mlp...`` instead of one tensor for all layers. Both are read by megatron-core.
+        per_layer_keys: one tensor per layer (``layers.0.mlp...``) instead of one for all. megatron-core reads both.
     """
     metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
     return only_tensors(gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata))
 
 
 def build_factories(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
-    """Factories (gate and up projections in one parameter) replaced by the tensors they make: views of the data."""
+    """Replace factories (gate and up projections in one parameter) by the tensors they make, views of the data."""
     built: list[ShardedTensor] = []
     for tensor in tensors:
         if isinstance(tensor, ShardedTensorFactory):
@@ -132,7 +132,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _refuse_other_formats(source: FileSource, folder: str) -> None:
-    """Raise an error that names the format, with what makes it readable, if it is another one that NeMo has written."""
+    """Raise an error if the weights are in another of NeMo's formats. It names the format and how to convert it."""
     names = source.names()
     if any(name.startswith(f"{folder}/") and name.endswith("/.zarray") for name in names):
         raise UnsupportedFormatError(
@@ -180,7 +180,7 @@ class _SourceFileSystem(FileSystem):
 
 class _LoadPlanner(MCoreLoadPlanner):
     def resolve_tensor(self, read_item: Any) -> Any:
-        """As megatron-core's, for each piece when its turn to be read has come: the job gets on, however slowly."""
+        """As megatron-core's. Each piece that is read counts as progress for the watchdog, however slow reading is."""
         activity.progress()
         return super().resolve_tensor(read_item)
 
@@ -202,6 +202,7 @@ def stored_shapes(source: FileSource, folder: str) -> dict[str, tuple[int, ...]]
 
     Raises:
         FileNotFoundError, UnsupportedFormatError: there is none.
+        DamagedCheckpointError: its metadata cannot be read.
     """
     return _shapes(_read_metadata(source, folder))
 
@@ -236,7 +237,7 @@ def load_sharded_tensors(
     built, stored = build_factories(tensors.values()), _shapes(metadata)
     present = [t for t in built if t.key in stored]
     targets = [t.data for t in present]
-    # Singly, since several tensors may share a key (the layers of one stage).
+    # By number, since several tensors may share a key (the layers of one stage).
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): t for i, t in enumerate(present)})
     planner = _LoadPlanner(
         shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
@@ -263,7 +264,7 @@ def check_sharded_tensors(
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
 ) -> Metadata:
-    """Check that the distributed checkpoint in ``folder`` has what all ranks together want, and no more. Collective.
+    """Check that the distributed checkpoint in ``folder`` has exactly what all ranks together need. Collective.
 
     For the arguments and errors see `load_sharded_tensors`; the tensors' data may be on the ``meta`` device.
 

@@ -5,8 +5,8 @@ The format is megatron-core's, so that its tools and NeMo read what is written h
 
 - Writing happens in this process. megatron-core's writer starts a manager process and forks one writer per
   file, for the sake of asynchronous saving; that costs seconds and forks processes that have threads.
-- What needs the live tensors (`prepare`, `snapshot`) is apart from what does not (`write_tensors`), which has its
-  collectives in a group of the caller's choice and so may run in another thread while training goes on.
+- What needs the live tensors (`prepare`, `snapshot`) is separate from writing (`write_tensors`), whose collectives are
+  in a group of the caller's choice: a snapshot can be written in another thread while training goes on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PreparedTensors:
     """What this rank writes.
 
     Attributes:
-        tensors: of which this rank has the main replica; their ``data`` are the live tensors, or a `snapshot`.
+        tensors: those of which this rank has the main replica; their ``data`` are the live tensors, or a `snapshot`.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -61,18 +61,18 @@ class PreparedTensors:
         return sum(_bytes(t) for t in self.tensors)
 
     def below(self, prefix: str) -> PreparedTensors:
-        """Those of them whose keys begin with ``prefix``."""
+        """The tensors whose keys begin with ``prefix``."""
         return PreparedTensors(tuple(t for t in self.tensors if t.key.startswith(prefix)))
 
     def num_bytes_of_snapshot(self) -> int:
-        """Memory that a `snapshot` fills. torch pins powers of two only."""
+        """Host memory that a `snapshot` takes. torch rounds pinned memory up to powers of two."""
         return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in self.tensors)
 
 
 def prepare(tensors: ShardedTensors) -> PreparedTensors:
-    """Settle what each rank writes, and check that together they write everything once. Collective.
+    """Decide what each rank writes, and check that together they write everything exactly once. Collective.
 
-    Of what several data-parallel ranks have, each writes a part, so that all write about as much.
+    Tensors that several data-parallel ranks hold are divided among them, so that all write about as much.
     """
     built = {str(number): tensor for number, tensor in enumerate(build_factories(tensors.values()))}
     replicas = data_parallel_group()
@@ -83,10 +83,10 @@ def prepare(tensors: ShardedTensors) -> PreparedTensors:
 
 
 def snapshot(prepared: PreparedTensors, already_copies: Iterable[str] = ()) -> PreparedTensors:
-    """The same with a copy of the tensors as they are now, in host memory (pinned, where they come from a GPU).
+    """Copy the tensors as they are now to host memory (pinned, if they come from a GPU).
 
     Args:
-        already_copies: beginnings of keys whose tensors nobody else holds: they are taken as they are.
+        already_copies: key prefixes of tensors that nobody else holds: these are taken as they are.
     """
     skipped = tuple(already_copies)
     copies = tuple(
@@ -94,7 +94,7 @@ def snapshot(prepared: PreparedTensors, already_copies: Iterable[str] = ()) -> P
         for t in prepared.tensors
     )
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the copies are under way
+        torch.cuda.synchronize()  # the copies are asynchronous
     return PreparedTensors(copies)
 
 
@@ -110,7 +110,7 @@ def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.Proces
         OtherRankError: a rank could not write; the same on every rank.
         OSError: rank 0 could not write the small files; `OtherRankError` on the others.
     """
-    # Singly: several tensors may share a key (the layers of one stage).
+    # By number, since several tensors may share a key (the layers of one stage).
     numbered = {str(number): tensor for number, tensor in enumerate(prepared.tensors)}
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(numbered, keep_only_main_replica=True)
     on_first_rank(lambda: _write_common(directory), group)
@@ -121,21 +121,21 @@ def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.Proces
             planner=_SavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
-    except CheckpointException as error:  # a BaseException, which handlers of errors do not expect
+    except CheckpointException as error:  # a BaseException, which handlers of Exception would miss
         raise OtherRankError(f"writing {directory}: {describe_failures(error)}") from error
     on_first_rank(lambda: save_config(_FORMAT, str(directory)), group)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One synced file per rank, of ``num_bytes`` and some more."""
+    """Writes one synced file per rank, slightly larger than ``num_bytes``."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
-        # Tensors are in host memory: torch's copying ahead would wait for a GPU's stream, from this very thread.
+        # Without copying ahead: for a snapshot in host memory, it would only wait for a GPU's stream, in this thread.
         super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self._num_bytes = num_bytes
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """As torch's. Raises what the system said (a quota, a limit of size) in place of complaints about positions."""
+        """As torch's, but raise the system's error (a quota, a file-size limit) instead of one about positions."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -149,7 +149,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an error comes from: torch's archive writer fails once more while it closes the file."""
+    """The OSError that caused ``error``, if any: torch's archive writer fails a second time when it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -157,13 +157,13 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 class _SavePlanner(MCoreSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
-        """As megatron-core's, for each tensor when its turn to be written has come: the job gets on, however slowly."""
+        """As megatron-core's. Each tensor that is written counts as progress for the watchdog, however slow it is."""
         activity.progress()
         return super().resolve_data(write_item)
 
 
 def _write_common(directory: Path) -> None:
-    """The file for what is not a tensor, which the format wants: empty."""
+    """Write the file for what is not a tensor, which the format requires: it is empty."""
     content = io.BytesIO()
     torch.save({}, content)
     (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())

@@ -1,12 +1,12 @@
-"""Training checkpoints: everything a job needs to go on as if it had never stopped.
+"""Training checkpoints: everything a job needs to continue as if it had never stopped.
 
 One directory per checkpoint below ``<log_dir>/checkpoints/``, named as ``filename`` says, the newest with
 ``-last`` at its end; `contents` says what is in it. It is written as ``<name>.unfinished``, read back and compared with
-its checksums, and renamed; older ones are pruned after that. One whose files have changed since is put aside as
-``<name>.damaged``, and the one before it is used.
+its checksums, and renamed; then older ones are pruned. A checkpoint whose files have changed when a job resumes is put
+aside as ``<name>.damaged``, and the one before it is used.
 
-All of that happens in another thread, from a copy of the state in host memory, while the job goes on
-(``async_save``). At most one checkpoint is being written at a time.
+With ``async_save``, a checkpoint is written in another thread, from a copy of the state in host memory, while the job
+goes on. At most one checkpoint is being written at a time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, prepare
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MayPublish = Callable[[float], bool]
-"""Waits until a checkpoint may be published, for at most so many seconds; whether it may."""
+"""Waits at most the given number of seconds until a checkpoint may be published; returns whether it may."""
 
 RUN_SETTINGS = "run_settings"
-"""Key of a checkpoint's ``trainer_state``: the settings of the start that wrote it."""
+"""Key in ``trainer_state`` of the settings that the job which wrote the checkpoint was started with."""
 
-_SNAPSHOT_SHARE = 0.5  # of the memory that is free, which a copy of the state may take
+_SNAPSHOT_SHARE = 0.5  # share of the free memory that a copy of the state may take
 _PUBLISH_POLL_SECONDS = 5.0
 
 
@@ -69,11 +70,11 @@ class _Save:
     """A checkpoint to be written.
 
     Attributes:
-        target: where it will be.
+        target: its path once it is complete.
         manifest: without its files.
-        contents: what is in it, apart from the job that goes on if it is written in the background.
+        contents: what is in it; copies, if it is written in the background while training changes the state.
         is_archived: whether the .nemo archive is written after it.
-        tokenizer_folder: the archive's; on rank 0, if there is one.
+        tokenizer_folder: tokenizer files for the archive; on rank 0, if there are any.
         protected, before_publishing: see `CheckpointManager.save`.
     """
 
@@ -86,8 +87,16 @@ class _Save:
     before_publishing: MayPublish | None
 
 
+class NoCheckpointError(UserError, FileNotFoundError):
+    """There is no checkpoint where one is asked for."""
+
+    exit_status = 1
+
+
 class CheckpointManager:
-    """Saves, prunes, finds and loads the checkpoints of one job. Making it is collective, and so are its methods.
+    """Saves, prunes, finds and loads the checkpoints of one job.
+
+    Constructing it is collective, and so are its methods, unless they say otherwise.
 
     Args:
         directory: ``<log_dir>/checkpoints``, on a file system that all ranks share.
@@ -111,9 +120,9 @@ class CheckpointManager:
         self._named = Path(named).expanduser() if named else None
         self._resumed_from = str(self._named.resolve()) if self._named else None
         self._writer = BackgroundWriter()
-        self._verified: Path | None = None
-        self._current: Path | None = None  # what was saved or loaded last: it has the weights that the model has
-        self._is_archived = False  # so has the .nemo archive
+        self._verified: Path | None = None  # last found undamaged: `load` does not check it again
+        self._current: Path | None = None  # saved or loaded last: at the end, it has the model's weights
+        self._is_archived = False  # whether the .nemo archive has the weights of `_current`
         self._is_short_of_memory = False
 
     @property
@@ -136,27 +145,28 @@ class CheckpointManager:
     ) -> concurrent.futures.Future[None]:
         """Take a copy of the state; write it as a checkpoint, then prune, while the caller goes on.
 
-        Waits for the checkpoint before this one first. Under ``always_save_nemo`` the archive follows, from the same
-        copy. With ``async_save`` off, or where the copy does not fit into memory, this returns when all is written.
+        Waits for the previous save first. Under ``always_save_nemo`` the archive follows, from the same copy. With
+        ``async_save`` off, or if the copy does not fit into memory, this returns once everything is written.
 
         Args:
-            trainer_state: what `resume` gives back; JSON values with string keys; only rank 0's is kept.
-            metrics: numbers for ``filename`` and ``monitor``; ``step`` is one of them, or of ``trainer_state``.
+            trainer_state: what `resume` will return; JSON values with string keys; only rank 0's is kept.
+            metrics: numbers for ``filename`` and ``monitor``; ``step`` is here or in ``trainer_state``.
             protected: checkpoints that are not pruned this time, whatever the settings say.
-            before_publishing: called by rank 0's writer when all files are verified, until it says that they may get
-                their name; what it raises fails the save.
-            on_end: called in the main thread of every rank once the checkpoint is whole, by `finish`, `poll` or the
-                next save.
+            before_publishing: called by rank 0's writer once all files are verified, again and again until it returns
+                True; then the checkpoint is renamed into place. What it raises fails the save.
+            on_end: called in the main thread of every rank once the checkpoint and its archive are complete, by
+                `finish`, `poll` or the next save, or by this one if it does not write in the background.
 
         Returns:
-            Done when the checkpoint is whole, on this rank: before its archive is. `finish` and `poll` are for both,
-            and raise the error of either.
+            A future that is done when the checkpoint is complete on this rank, before its archive is. `finish` and
+            `poll` cover both, and raise the error of either.
 
         Raises:
-            OSError: it does not fit on the disk; the earlier ones are untouched. The same, where this save or the one
-                before it could not be written.
+            OSError: it does not fit on the disk, or it or the previous one could not be written; earlier ones are
+                untouched.
             TypeError: ``trainer_state`` is not JSON.
-            FloatingPointError: weights or optimizer hold NaN or Inf, which no checkpoint shall.
+            ValueError: ``filename`` has a format specification that does not fit its value.
+            FloatingPointError: weights or optimizer hold NaN or Inf; nothing is written.
         """
         started = time.monotonic()
         self.finish()
@@ -182,29 +192,29 @@ class CheckpointManager:
         return written
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole, if there is one.
+        """Wait for the checkpoint that is being written and its archive, if there are any.
 
         Raises:
-            OSError: it could not be written; the earlier ones are untouched.
+            OSError: one of them could not be written; earlier checkpoints are untouched.
         """
         self._writer.finish()
 
     def poll(self) -> None:
-        """`finish`, if the checkpoint is whole by now on all ranks, or failed on one. Call it now and then."""
+        """`finish`, if the save has ended on all ranks, or failed on one. Call it now and then."""
         self._writer.poll()
 
     def last_chance(self) -> contextlib.AbstractContextManager[None]:
-        """When the body fails, a checkpoint that is being written still gets a minute to become whole."""
+        """If the body fails, give a checkpoint that is being written another minute to become complete."""
         return self._writer.last_chance()
 
     def _has_memory_for(self, contents: Contents) -> bool:
-        """Whether the ranks of every machine can hold copies of their tensors."""
+        """Whether every machine has memory for its ranks' copies of their tensors."""
         own = (socket.gethostname(), contents.bytes_of_copy(), contents.bytes_copied())
         everywhere: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
         needed = sum(size for host, size, _ in everywhere if host == own[0])
         taken = sum(size for host, _, size in everywhere if host == own[0])
-        suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # of what was free before the save
+        suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # together, what was free before the save
         if not suffices and not self._is_short_of_memory:
             logger.warning(
                 "checkpoints are written before training goes on: a copy of the state takes %.1f GiB on this machine, "
@@ -216,10 +226,10 @@ class CheckpointManager:
         return not all_reduce_max(int(not suffices))
 
     def _write(self, save: _Save, group: dist.ProcessGroup | None, is_whole: Callable[[], None]) -> None:
-        """Write, verify, rename, prune, archive. Collective in ``group``; in the main thread or another one.
+        """Write, verify, rename, prune, archive. Collective in ``group``, in any thread.
 
         Args:
-            is_whole: called before the archive.
+            is_whole: called once the checkpoint is complete, before the archive is written.
         """
         with save.tokenizer_folder or contextlib.nullcontext() as tokenizer_dir:
             try:
@@ -227,14 +237,14 @@ class CheckpointManager:
             except (OSError, ValueError, TypeError) as error:
                 free = on_first_rank(lambda: self._files.give_up(save.target), group)
                 if isinstance(error, OSError):
-                    raise OSError(
+                    raise NotWrittenError(
                         f"the checkpoint {save.target} was not saved: {error}. It needs {save.contents.size:,} bytes "
                         f"and some more, {free:,} bytes are free now that what was written of it is gone. The earlier "
                         "checkpoints are whole; start again when the cause is removed"
                     ) from error
                 raise
             if may_publish := save.before_publishing:
-                # However long it takes, no rank waits in a collective for long.
+                # Polled, so that no rank waits in one collective for long, however long it takes.
                 while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
                     pass
             on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
@@ -243,7 +253,7 @@ class CheckpointManager:
                 self._export(save.contents.model(), tokenizer_dir, group)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole. Not collective."""
+        """The newest finished checkpoint, whose files may be damaged; None if there is none. Not collective."""
         return self._files.newest()
 
     # ---- archives ---------------------------------------------------------------------------
@@ -254,10 +264,10 @@ class CheckpointManager:
         return (self.settings.save_nemo_on_train_end or self.settings.always_save_nemo) and self.nemo is not None
 
     def export_at_end(self, model: MegatronModel) -> None:
-        """Training is over, and the model's state is saved: write the .nemo archive that the settings want.
+        """Write the .nemo archive, if the settings want one, after training, when the model's state has been saved.
 
-        Under ``save_best_model`` it has the best checkpoint's weights: of those whose files are what was written. The
-        model has its own again afterwards.
+        Under ``save_best_model`` it has the weights of the best undamaged checkpoint. Afterwards, the model has its
+        own again.
         """
         self.finish()
         if not self.exports_at_end:
@@ -274,7 +284,7 @@ class CheckpointManager:
             restore_model(self._current, model)
 
     def _better_than_current(self) -> Path | None:
-        """The best checkpoint that is whole, None where none ranks above what the model has."""
+        """The best undamaged checkpoint; None if none ranks above the one with the model's weights."""
         ranked = on_first_rank(self._files.ranked)
         if not ranked and dist.get_rank() == 0:
             logger.warning(
@@ -290,9 +300,9 @@ class CheckpointManager:
         return None
 
     def _save_tokenizer(self) -> tempfile.TemporaryDirectory[str] | None:
-        """Rank 0's files for the archive, in the main thread: elsewhere it would meet those that use the tokenizer.
+        """Write the tokenizer files for an archive, on rank 0, in the main thread, which may be using the tokenizer.
 
-        Anew for each archive: whoever cleans up temporary files may remove old ones.
+        They are written anew for each archive, since a cleanup of temporary files may remove old ones.
         """
         tokenizer = self.nemo.tokenizer if self.nemo is not None else None
         if tokenizer is None or dist.get_rank() != 0:
@@ -311,17 +321,17 @@ class CheckpointManager:
                 path, tensors, self.nemo.model_config, Path(tokenizer_dir) if tokenizer_dir else None, group=group
             )
         except OSError as error:
-            raise OSError(f"the archive {path} was not written: {error}. The checkpoints are whole") from error
+            raise NotWrittenError(f"the archive {path} was not written: {error}. The checkpoints are whole") from error
         logger.info("saved %s", path)
 
     # ---- resuming ---------------------------------------------------------------------------
 
     def resume(self, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any] | None:
-        """Go on from where the settings say. Returns the trainer's state, or None to start from the beginning.
+        """Resume from where the settings say. Returns the trainer's state, or None to start from the beginning.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, and the settings ask for one.
-            DamagedCheckpointError: the one that was asked for by name is damaged, or all that there are.
+            NoCheckpointError: there is no checkpoint, and the settings ask for one.
+            DamagedCheckpointError: the one that the settings name is damaged, or all that exist are.
         """
         if self._named is not None:
             return self.load(self._latest_resumed() or self._named, model, optimizer)
@@ -337,7 +347,7 @@ class CheckpointManager:
             )
         if path is None:
             if not self.settings.resume_ignore_no_checkpoint:
-                raise FileNotFoundError(
+                raise NoCheckpointError(
                     f"{self.directory} has no checkpoint to resume from: set "
                     "exp_manager.resume_ignore_no_checkpoint=True to start from the beginning"
                 )
@@ -345,7 +355,7 @@ class CheckpointManager:
         return self.load(path, model, optimizer)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are what was written, None if there is none.
+        """The newest undamaged checkpoint, None if there is none.
 
         Damaged ones are reported and renamed to ``<name>.damaged``; unfinished ones are deleted.
         """
@@ -357,9 +367,9 @@ class CheckpointManager:
                 return path
 
     def _latest_resumed(self) -> Path | None:
-        """The newest checkpoint, if a run like this one has written it: one that had resumed from the same checkpoint.
+        """The newest undamaged checkpoint, if its run had resumed from the one that ``resume_from_checkpoint`` names.
 
-        So that a job which is requeued goes on instead of back.
+        A job that is requeued then goes on from it, instead of going back again.
         """
         while True:
             newest = on_first_rank(lambda: self._files.newest_resumed_from(self._resumed_from))
@@ -375,7 +385,7 @@ class CheckpointManager:
         return newest
 
     def is_whole(self, path: Path) -> bool:
-        """Whether the files of a checkpoint are what was written. A damaged one is reported and put aside."""
+        """Whether a checkpoint's files are what was written. A damaged checkpoint is reported and put aside."""
         problems = find_damage(path)
         if problems:
             on_first_rank(lambda: put_aside(path, problems))
@@ -384,24 +394,25 @@ class CheckpointManager:
         return True
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
-        """What each finished checkpoint gives back on `load`, by path, newest first. Unreadable ones are left out."""
+        """What `load` would return for each finished checkpoint, by path, newest first, without unreadable ones."""
         self.finish()
         return on_first_rank(self._files.trainer_states)
 
     def load(self, path: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """Restore the model, the optimizer (None: leave it out) and random streams; returns the trainer's state.
 
-        The random streams are restored if the layout is the one that was saved: others have other streams.
+        The random streams are restored only if the parallel layout is the one that was saved.
 
         Raises:
-            FileNotFoundError: there is no checkpoint at ``path``.
+            NoCheckpointError: there is no checkpoint at ``path``.
             DamagedCheckpointError: its files are not what was written.
             CheckpointMismatchError: it is another model's.
+            ValueError: it was saved without an optimizer, and one is given.
         """
         self.finish()
         path = Path(path)
         if not path.is_dir():
-            raise FileNotFoundError(f"there is no checkpoint at {path}")
+            raise NoCheckpointError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
             raise DamagedCheckpointError(f"{path} cannot be loaded: {'; '.join(problems)}")
         state = restore(path, model, optimizer)

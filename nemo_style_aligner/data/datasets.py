@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-_PAIRS_LOOKED_AT = 1000  # at most, spread over the files: takes no time
-_FEWEST_PAIRS_LOOKED_AT = 8  # chance says too much of fewer
+_PAIRS_LOOKED_AT = 1000  # at most, spread over the files: quick
+_FEWEST_PAIRS_LOOKED_AT = 8  # with fewer, the result would be left to chance
 _TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
 
 
 class Dataset(Protocol[T_co]):
-    """What samplers and loops need of a dataset."""
+    """What samplers and loops require of a dataset."""
 
     def __len__(self) -> int: ...
 
@@ -102,8 +102,8 @@ def data_source(entry: Any, key: str) -> DataSource:
     """Read the files of one split: ``a``, ``[a, b]`` or ``[0.3, a, 0.7, b]``. None is opened.
 
     Args:
-        entry: what the config says.
-        key: where it says so, for messages.
+        entry: the config's value.
+        key: the config's key, for messages.
 
     Raises:
         DataError: another shape, or a file that is not there.
@@ -129,14 +129,14 @@ def data_source(entry: Any, key: str) -> DataSource:
         raise DataError(f"{key}={entries}: give a file, or a list of files")
     paths = tuple(Path(os.path.expanduser(item)) for item in entries)
     for path in paths:
-        if not os.path.isfile(path):  # which has no error of its own for folders that may not be looked into
+        if not os.path.isfile(path):  # Path.is_file raises PermissionError for unreadable folders
             reason = "this is a folder" if os.path.isdir(path) else "no such data file"
             raise DataError(f"{key} names {path}: {reason}")
     return DataSource(paths, weights)
 
 
 def _as_number(entry: Any) -> float | None:
-    """A weight may come as a string from the command line."""
+    """``entry`` as a number, None if it is none. A weight from the command line may be a string."""
     try:
         return float(str(entry))
     except ValueError:
@@ -146,9 +146,9 @@ def _as_number(entry: Any) -> float | None:
 class BlendedDataset(Generic[T]):
     """Samples of several datasets in fixed proportions, spread evenly.
 
-    As many samples as all parts together. At every prefix of the order each part's share is within two samples or so of
-    its weight; a part that is too small for its weight is gone through again, and of one that is too large the first
-    samples are taken alone. ``names`` are the parts', for the log, which says so.
+    It has as many samples as all parts together. At every prefix of the order, each part's share is within two samples
+    or so of its weight. A part that is too small for its weight is repeated; of one that is too large, only the first
+    samples are used, which is logged with its entry of ``names``.
     """
 
     def __init__(self, parts: Sequence[Dataset[T]], weights: Sequence[float], names: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class RaggedInts:
         self._ends = array("q", [0])
 
     def append(self, numbers: Iterable[int]) -> None:
-        """Add a list behind the others."""
+        """Add a list at the end."""
         self._values.extend(numbers)
         self._ends.append(len(self._values))
 
@@ -204,7 +204,7 @@ def read_records(paths: Sequence[str | Path]) -> list[Record]:
 
 
 def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
-    """Ids of each record's ``text``, the stop token appended if asked for and the text has no end of its own."""
+    """Ids of each record's ``text``; ``append_eod`` appends the EOS token, except to an `EndedText`."""
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
         activity.progress()
         chunk = records[start : start + _TOKENIZE_AT_ONCE]
@@ -215,7 +215,7 @@ def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: 
 
 
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
-    """Log a count of samples left out; an error if that is all of them."""
+    """Warn of how many samples were dropped; a `DataError` if all were."""
     files = ", ".join(str(path) for path in paths)
     if dropped == total:
         raise DataError(f"{files}: all {total} {what} are {limit}; raise the limit or shorten the data")
@@ -235,7 +235,7 @@ def pad_rows(
 
 
 def lengths_of(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """int64 [b]."""
+    """Length of each sequence: int64 [b]."""
     return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
 
 
@@ -292,8 +292,8 @@ class ComparisonDataset:
     """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
 
     Or ``{"prompt": ..., "chosen": ..., "rejected": ...}`` lines, a pair each: see `preferences`. A pair with a text of
-    more than ``seq_length`` tokens is dropped, with a count in the log. ``append_eod`` ends each text with the stop
-    token, as a response that PPO generates ends; a chat whose template ends it stays as it is.
+    more than ``seq_length`` tokens is dropped, with a count in the log. ``append_eod`` ends each text with the EOS
+    token, like a response that PPO generates, unless it is a chat that its template has ended already.
     """
 
     def __init__(
@@ -319,12 +319,12 @@ class ComparisonDataset:
 
 
 def _read_comparisons(path: str | Path, tokenizer: Tokenizer) -> list[Record]:
-    """The texts of a file's pairs in turn, the good one first."""
+    """The texts of a file's pairs, one pair after the other, the good text first."""
     records = read_jsonl(path)
     if any(key in records[0].fields for key in PREFERENCE_KEYS):
         return [text for record in records for text in preference_texts(record, tokenizer)]
     for record in records:
-        record.text("text")  # a file of another kind has the wrong keys rather than an odd number of lines
+        record.text("text")  # first: the error for a file of another kind is about its keys, not the number of lines
     if len(records) % 2:
         records[-1].fail(
             f"the file holds {len(records)} texts, an odd number; each good response needs "
@@ -334,10 +334,11 @@ def _read_comparisons(path: str | Path, tokenizer: Tokenizer) -> list[Record]:
 
 
 def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -> None:
-    """Warn if texts are no pairs: of prompts alone, or shifted by a line.
+    """Warn if the texts do not look like pairs: a file of prompts, or pairs shifted by a line.
 
-    Both texts of a pair begin with its prompt. All texts may begin alike; so what a pair has in common is compared with
-    what its first text has in common with one of another pair. Of texts that are no pairs about every second one loses.
+    Both texts of a pair begin with its prompt. Since all texts may begin alike, the common start of a pair's texts is
+    compared with that of its first text and one of another pair. For texts that are not pairs, it is no longer in about
+    half of the comparisons.
     """
     pairs = len(records) // 2
     if pairs < _FEWEST_PAIRS_LOOKED_AT:
@@ -360,7 +361,7 @@ def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -
 
 
 def common_start(one: str, other: str) -> str:
-    """What both texts begin with."""
+    """The longest common prefix of two texts."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(character for character, _ in pairs)
 
@@ -379,7 +380,7 @@ class RegressionItem:
 class RegressionDataset:
     """Reward model data with labels: ``{"text": ..., "label": 3.5}`` or ``"label": [4, 2, -100]``.
 
-    All lines have the same number of attributes. A missing one is marked by the loss's ignore value
+    All lines have the same number of attributes. A missing label is marked by the loss's ignore value
     (``model.regression.loss_mask_val``, -100). Texts of more than ``seq_length`` tokens are dropped,
     with a count in the log.
     """

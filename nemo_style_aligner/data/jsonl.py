@@ -1,4 +1,4 @@
-"""JSON Lines files in and out. Every complaint about a line names the file, the line and what is wrong."""
+"""Read and write JSON Lines files. Every error about a line names the file, the line and what is wrong."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Record:
         raise DataError(f"{self.path}:{self.line}: {problem}")
 
     def require(self, key: str, kind: type | tuple[type, ...], meaning: str) -> Any:
-        """The value under ``key``; a `DataError` unless it is there and of this kind.
+        """The value under ``key``; a `DataError` if it is missing or not of this ``kind``.
 
-        ``meaning`` completes the complaint, for instance ``"a string"``.
+        ``meaning`` describes the kind in the error message, for instance ``"a string"``.
         """
         if key not in self.fields:
             present = ", ".join(map(repr, self.fields)) or "none"
@@ -50,7 +50,7 @@ class Record:
         return value
 
     def check_characters(self, key: str, text: str) -> None:
-        """A `DataError` about ``key`` if its text has what JSON can spell and no tokenizer takes."""
+        """Raise a `DataError` if ``text`` has half of a surrogate pair, which JSON can spell and no tokenizer takes."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -63,7 +63,7 @@ def _excerpt(value: Any) -> str:
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
-    """All records of a file, in order. Blank lines are passed over.
+    """All records of a file, in order. Blank lines are skipped.
 
     Raises:
         DataError: the file is missing or empty, or a line is not a JSON object in UTF-8.
@@ -98,7 +98,7 @@ def _parse(path: Path, number: int, raw: bytes) -> Record:
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write one object per line, whole or not at all; returns how many."""
+    """Write one object per line, all of them or none; returns how many."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")

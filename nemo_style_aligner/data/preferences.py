@@ -1,7 +1,7 @@
 """Comparisons with both responses on one line, ``chosen`` and ``rejected``: the form of TRL, OpenRLHF and NeMo-RL.
 
-``prompt`` may be a key of its own. All of them are texts, which are put together as they are, or conversations in
-OpenAI's form, which the tokenizer's chat template renders.
+The prompt may have a key of its own, ``prompt``. Prompt and responses are texts, which are joined as they are, or
+conversations in OpenAI's format, which the tokenizer's chat template renders.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 PREFERENCE_KEYS = ("chosen", "rejected")
 
 _KINDS = "a string, or a list of messages"
-_END = 64  # characters in which a chat template's end of a turn is looked for
+_END = 64  # characters at a rendered chat's end that hold the template's end-of-turn token
 
 
 class EndedText(Record):
-    """A ``text`` that ends with what ends a response already: the last token of its chat template's turn."""
+    """A ``text`` that already ends with its chat template's end-of-turn token and needs no EOS token."""
 
 
 def preference_texts(record: Record, tokenizer: Tokenizer) -> list[Record]:
     """The chosen and the rejected text of a line, each with its prompt, as records that have a ``text``.
 
     Raises:
-        DataError: the line is neither texts nor conversations, or no conversations that can be rendered.
+        DataError: the line has neither texts nor conversations, or conversations that cannot be rendered.
     """
     return [_text(record, key, tokenizer) for key in PREFERENCE_KEYS]
 
@@ -39,7 +39,7 @@ def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
         text = (record.text("prompt") if prompt else "") + record.text(key)
         return Record(record.path, record.line, {"text": text})
     text = _rendered(record, key, _conversation(record, key, prompt, response), tokenizer)
-    # Templates write a line break behind the end of a turn that nobody generates.
+    # After the end-of-turn token, templates write a line break, which is never generated.
     ids = tokenizer.text_to_ids(text.rstrip()[-_END:])
     if ids and ids[-1] in tokenizer.special_ids:
         return EndedText(record.path, record.line, {"text": text.rstrip()})
@@ -47,7 +47,7 @@ def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
 
 
 def _conversation(record: Record, key: str, prompt: str | list[Any], response: list[Any]) -> list[Record]:
-    """Prompt and response as messages. A prompt in words may be the user's, or named beside a whole conversation."""
+    """Prompt and response as messages. A prompt that is a text is the user's, unless ``response`` includes it."""
     turns = _messages(record, key, response)
     if isinstance(prompt, list):
         return _messages(record, "prompt", prompt) + turns

@@ -18,9 +18,9 @@ class EpochSampler:
     """Yields global batches of dataset indices, epoch after epoch.
 
     The order depends on the seed and the epoch only, so every rank computes the same one. ``for batch in sampler``
-    yields what is left of the current epoch; iterating again gives the next one. The place is one number,
-    ``consumed_samples``: a sampler built with it goes on where the old one stopped. It counts a batch as consumed when
-    it is handed out, so save the state after the batch's step and before the next one's.
+    yields what is left of the current epoch; iterating again gives the next one. The position is one number,
+    ``consumed_samples``: a sampler built with it continues where the old one stopped. A batch counts as consumed when
+    it is handed out, so save the state after the batch's step and before the next batch is taken.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class EpochSampler:
         """
         Args:
             num_samples: size of the dataset.
-            drop_last: leave out the batch at an epoch's end that is smaller than ``global_batch_size``.
-                With ``shuffle`` other samples are left out in each epoch. A sampler that goes on with another batch
-                size still gives out what is left of its epoch.
+            drop_last: leave out a last batch of an epoch that is smaller than ``global_batch_size``. With ``shuffle``,
+                each epoch leaves out other samples. A sampler that continues with another batch size still hands out
+                what is left of its epoch, even if the last batch is smaller.
             consumed_samples: how many samples were handed out before, over all epochs.
         """
         if global_batch_size < 1 or consumed_samples < 0:
@@ -64,15 +64,15 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch; a smaller one at its end counts unless it is left out."""
+        """Batches of a whole epoch, including a smaller last one unless it is left out."""
         return -(-self.samples_per_epoch // self.global_batch_size)
 
     def batches_until(self, epoch: int) -> int:
-        """Batches that are left before ``epoch`` begins, counted from 0."""
+        """Batches that are left before ``epoch`` (counted from 0) begins. For a sampler with ``drop_last``."""
         return -(-max(0, epoch * self.samples_per_epoch - self.consumed_samples) // self.global_batch_size)
 
     def state_dict(self) -> dict[str, int]:
-        """The place, and how long the epochs are in which it is counted."""
+        """The position, and the length of the epochs in which it is counted."""
         return {
             "consumed_samples": self.consumed_samples,
             "samples_per_epoch": self.samples_per_epoch,
@@ -80,10 +80,10 @@ class EpochSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the same place of the same epoch.
+        """Continue at the same position in the same epoch.
 
         With another batch size, which may leave out another number of samples at an epoch's end, ``consumed_samples``
-        becomes what it would be had all epochs been of the present length.
+        becomes what it would be if all epochs had had the present length.
         """
         if (before := int(state["num_samples"])) != self.num_samples:
             warn_for_all_ranks(

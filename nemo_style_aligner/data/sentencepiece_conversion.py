@@ -1,4 +1,4 @@
-"""A sentencepiece model as a tokenizer of Hugging Face's `tokenizers`, for programs that read nothing else."""
+"""Convert sentencepiece models to Hugging Face's `tokenizers`, for programs that read nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 _SPACE = "▁"
 
-# None begins with a space, to which sentencepiece adds another one and `tokenizers` does not. Nor are carriage returns
-# in them, which it normalizes otherwise where a model has rules for them.
+# None begins with a space, to which only sentencepiece adds another one. None has carriage returns, which `tokenizers`
+# normalizes differently if the model has rules for them.
 _EXAMPLES = (
     "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n",
     "two  spaces,   three    and four\n\n  a line with an indent, 12345.67 and\ntrailing spaces   ",
@@ -20,10 +20,10 @@ _EXAMPLES = (
 
 
 def to_fast_tokenizer(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
-    """The same tokenizer, special tokens counting as such; None where there is none of the same ids for examples."""
+    """The same tokenizer, with its special tokens marked as such; None if none gives the same ids for `_EXAMPLES`."""
     try:
         fast = _convert(model)
-    except ImportError:  # protobuf, which reads what kind of model it is
+    except ImportError:  # no protobuf, which parses the model
         return None
     if fast is None or any(fast.encode(t, add_special_tokens=False).ids != model.encode(t) for t in _EXAMPLES):
         return None
@@ -62,7 +62,7 @@ def _convert(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
 
 
 def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Which pairs make a piece: the best piece first, as sentencepiece joins, which knows pieces only."""
+    """The pairs that make each piece, best piece first: a sentencepiece model has scores of pieces, but no merges."""
     known = {piece for piece, _ in scored}
     result = []
     for piece, score in scored:
@@ -73,7 +73,7 @@ def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
 
 
 def _add_text_handling(fast: Tokenizer, spec: Any) -> None:
-    """What happens to text and its spaces before pieces are looked for, and behind them."""
+    """Add normalization and the treatment of spaces, and the decoder that undoes it."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))

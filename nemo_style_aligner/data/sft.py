@@ -1,4 +1,4 @@
-"""Data of supervised fine-tuning: prompt and response pairs, and chats; loss on the responses only.
+"""Data of supervised fine-tuning: prompt and response pairs, and chats; by default, loss on the responses only.
 
 Three kinds of line, told apart by their keys:
 
@@ -27,8 +27,8 @@ from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
-_SEPARATOR = 0  # NeMo-Aligner's, whichever token that is
-_ENTRIES = {"tool_calls": "calls", "tools": "tools"}  # what lists have; others have turns
+_SEPARATOR = 0  # as in NeMo-Aligner, whichever token that is
+_ENTRIES = {"tool_calls": "calls", "tools": "tools"}  # what the entries of a list are called; other lists have turns
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ChatPromptTokens:
 class SFTFormat:
     """How lines become tokens: the keys of ``model.data.train_ds`` and ``validation_ds`` that say so.
 
-    Their defaults are the configuration's; here only what may be absent has one.
+    Defaults are in the configuration; here only what may be absent has one.
     """
 
     max_seq_length: int
@@ -59,7 +59,7 @@ class SFTFormat:
     add_eos: bool
     add_sep: bool  # put token `_SEPARATOR` between prompt and response
     answer_only_loss: bool  # False: loss on prompts too
-    chats_only: bool  # False: pairs, too
+    chats_only: bool  # False: pairs are accepted, too
     chat_prompt_tokens: ChatPromptTokens | None = None  # None: the tokenizer's chat template renders chats
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class SFTItem:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A sample as `SFTItem` has it, and how many tokens it lost to fit: all, and those of responses."""
+    """A sample like `SFTItem`, and how many tokens were cut off to make it fit: in all, and of responses."""
 
     token_ids: list[int]
     targets: list[int]
@@ -115,9 +115,8 @@ class _Segment:
 class SFTDataset:
     """Supervised fine-tuning samples. See the module for the kinds of line, `SFTFormat` for the options.
 
-    Overlong pairs are shortened in their truncation fields, then at the end of the response; overlong
-    chats at the end, with a count in the log. What has no response left, or is shorter than ``min_seq_length``,
-    is dropped, with another.
+    Overlong pairs are shortened in their truncation fields, then at the end of the response; overlong chats at the
+    end. Samples with no response left, or shorter than ``min_seq_length``, are dropped. The log counts both.
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
@@ -185,7 +184,7 @@ class SFTDataset:
                 "give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
             )
-        # Spaces around a field are not the template's, as in NeMo: two in a row would be other tokens.
+        # Stripped as in NeMo: beside a space of the template there would be two, which are other tokens.
         fields = {key: record.text(key).strip(" ") for key in options.template_keys}
         between = [_SEPARATOR] if options.add_sep else []
         after = [tokenizer.eos_id] if options.add_eos else []
@@ -201,10 +200,10 @@ class SFTDataset:
     def _fit(
         self, fields: dict[str, str], prompt: list[int], response: list[int], room: int
     ) -> tuple[list[int], list[int], bool]:
-        """Ids of prompt and response, fields shortened one after the other until both fit into ``room``.
+        """Ids of prompt and response, truncation fields shortened in turn until both fit into ``room``, if they can.
 
-        And whether nothing is left of a response that there was: there is nothing to learn then, not even to end.
-        ``prompt`` and ``response`` are the whole ones.
+        Also returns whether nothing is left of a response that was not empty: then there is nothing to learn, not even
+        to end. ``prompt`` and ``response`` are the ids before shortening.
         """
         label = self._options.label_key
         had_response = bool(fields[label].strip())
@@ -215,19 +214,19 @@ class SFTDataset:
         return prompt, response, had_response and not fields[label].strip()
 
     def _shorten(self, text: str, num_tokens: int) -> str:
-        """``text`` with at least one character and about ``num_tokens`` tokens less."""
+        """``text`` without about ``num_tokens`` tokens at one end, and at least one character shorter."""
         ids = self._tokenizer.text_to_ids(text)
         left = self._options.truncation_method == "left"
         kept = ids[num_tokens:] if left else ids[: max(0, len(ids) - num_tokens)]
-        # A cut inside a character of several tokens leaves a replacement sign at the edge.
+        # A cut inside a character of several tokens leaves a replacement character at the edge.
         shorter = self._tokenizer.ids_to_text(kept, keep_special=True).strip("\ufffd") if kept else ""
         return shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])
 
     def _tokenize_pair(self, fields: Mapping[str, str]) -> tuple[list[int], list[int]]:
         """Prompt and response, tokenized so that the prompt's ids are those it has at generation.
 
-        Spaces before the response belong to it, as in NeMo: most vocabularies hold words with the
-        space in front.
+        The template's spaces before the response belong to the response, as in NeMo: in most vocabularies, words
+        include the space in front.
         """
         placeholder = "{" + self._options.label_key + "}"
         template = self._options.prompt_template.removesuffix(placeholder)
@@ -258,7 +257,7 @@ class SFTDataset:
         return _Encoded(token_ids, targets)
 
     def _check_end(self, record: Record, learnt: Sequence[int]) -> None:
-        """Warn, once, where generation would go on behind what ends a response here."""
+        """Warn, once, if generation would not stop at the token that ends a response in the data."""
         if learnt and learnt[-1] not in self._stop_ids and not self._warned_of_ends:
             self._warned_of_ends = True
             warn_for_all_ranks(
@@ -272,7 +271,7 @@ class SFTDataset:
             )
 
     def _response_targets(self, ids: Sequence[int]) -> list[int]:
-        """Ones up to the response's end token; templates write a line break after it that nobody generates."""
+        """1 up to the response's end token, 0 after it: templates write a line break there that is never generated."""
         ends = [i for i, token in enumerate(ids) if token in self._tokenizer.special_ids]
         count = ends[-1] + 1 if ends and self._options.chat_prompt_tokens is None else len(ids)
         return [1] * count + [0] * (len(ids) - count)
@@ -288,7 +287,7 @@ class _Turn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The turn in the form that chat templates take."""
         return {"role": self.role.lower(), "content": self.content, **self.extras}
 
 
@@ -302,9 +301,9 @@ def _openai_turns(record: Record) -> list[_Turn]:
 
 
 def _openai_turn(message: Record) -> _Turn:
-    """A message with all its keys: what a chat template makes of them is its own affair."""
+    """Read a message with all its keys, since a chat template may use any of them."""
     _refuse_old_key(message, "function_call")
-    # Tables give every row every column: null is as good as absent.
+    # Data from tables have every key in every line: null counts as absent.
     extras = {key: value for key, value in message.fields.items() if value is not None}
     if extras.get("tool_calls") == []:
         del extras["tool_calls"]
@@ -327,7 +326,7 @@ def _openai_turn(message: Record) -> _Turn:
 
 
 def _tool_call(call: Record) -> dict[str, Any]:
-    """A call as chat templates take it: with its arguments as an object, of which OpenAI's format has the JSON."""
+    """A call as chat templates take it: with its arguments as an object, which OpenAI's format has as JSON text."""
     if "function" in call.fields:
         call.require("function", dict, "an object with 'name' and 'arguments'")
         function = Record(call.path, call.line, call.fields["function"])
@@ -356,7 +355,7 @@ def _tools(record: Record) -> list[Mapping[str, Any]] | None:
 
 
 def _refuse_beyond_markup(record: Record, turns: Sequence[_Turn]) -> None:
-    """Markup has places for texts only; what is left out would be learnt as if it were not there."""
+    """Refuse what markup, which has places for texts only, would leave out: the model would learn to do without it."""
     found = {key for turn in turns for key in ("tool_calls", *_REASONING_KEYS) if turn.extras.get(key)}
     if _tools(record):
         found.add("tools")
@@ -385,7 +384,7 @@ def _nemo_turns(record: Record) -> list[_Turn]:
 
 
 def _list_of_objects(record: Record, key: str) -> list[Record]:
-    """The objects of a list, as records so that complaints about them name the line."""
+    """The objects of a list, as records, so that errors about them name the line."""
     entries: list[Any] = record.require(key, list, f"a list of {_ENTRIES.get(key, 'turns')}")
     if not entries or not all(isinstance(entry, dict) for entry in entries):
         record.fail(f"{key!r} should be a list of objects, one per {_ENTRIES.get(key, 'turns')[:-1]}")
@@ -393,10 +392,9 @@ def _list_of_objects(record: Record, key: str) -> list[Record]:
 
 
 def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Segment]:
-    """NeMo's markup. A response's targets are its text, the end of its turn and the start of the next one.
+    """Render turns in NeMo's markup. Targets are a response's text, the end of its turn and the start of the next one.
 
-    Generation stops at the start of the next turn, which is therefore learnt, and which follows the
-    last response for that reason.
+    Generation stops at the start of the next turn, which is therefore learnt, and added after a last response, too.
     """
     system = ""
     if turns[0].role.lower() == "system":
@@ -413,16 +411,16 @@ def _render_markup(turns: Sequence[_Turn], tokens: ChatPromptTokens) -> list[_Se
         after_response = turn.is_target
     if after_response:
         segments.append(_Segment(tokens.turn_start, True))
-    # What nobody generates is a prompt, tokenized in one piece.
+    # Neighbours of one kind are joined, so that each prompt is tokenized in one piece.
     kinds = itertools.groupby(segments, lambda segment: segment.is_target)
     return [_Segment("".join(segment.text for segment in group), is_target) for is_target, group in kinds]
 
 
 class _TemplateRendering:
-    """A chat in the tokenizer's chat template. A response's text is what that adds to its generation prompt.
+    """A chat in the tokenizer's chat template. A response's text is what the template adds to its generation prompt.
 
-    Templates leave out what they have no place for without a word, and the model would learn to answer without it: a
-    response, its reasoning and its tool calls are looked for in what was rendered.
+    Templates silently leave out what they have no place for, and the model would learn to answer without it. Therefore
+    tools, tool calls, responses and their reasoning are looked for in what was rendered.
     """
 
     def __init__(self, record: Record, turns: Sequence[_Turn], tokenizer: Tokenizer) -> None:
@@ -432,11 +430,11 @@ class _TemplateRendering:
         self._tools = _tools(record)
 
     def segments(self) -> list[_Segment]:
-        """The chat in parts, targets apart from what is not learnt."""
+        """The chat in segments, each of which is learnt or not."""
         if any(message["content"] is None for message in self._messages):
             with contextlib.suppress(TokenizerError):
                 return self._segments()
-            # Some templates know null beside tool calls, others only "".
+            # Beside tool calls, some templates accept null, others only "".
             self._messages = [message | {"content": message["content"] or ""} for message in self._messages]
         try:
             return self._segments()
@@ -480,10 +478,10 @@ class _TemplateRendering:
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt, self._tools)
 
     def _find_response(self, i: int, prompt: str, answered: str) -> None:
-        """Raise where the template leaves out something of turn ``i``, a target."""
+        """Raise if the template leaves out content or reasoning of turn ``i``, a target."""
         content = _without_spaces(self._turns[i].content or "")
         if content not in _without_spaces(answered[len(prompt) :]):
-            # The prompt may have the response's first characters, as "<think>".
+            # The generation prompt may include the response's first characters, such as "<think>".
             before = common_start(self._render(self._messages[:i]), prompt)
             if content not in _without_spaces(answered[len(before) :]):
                 self._record.fail(
@@ -494,7 +492,7 @@ class _TemplateRendering:
         self._find_key(i, _REASONING_KEYS, i + 1, answered)
 
     def _find_key(self, i: int, keys: tuple[str, ...], length: int, rendered: str) -> None:
-        """Raise where ``rendered``, the first ``length`` turns, is no other without these keys of turn ``i``."""
+        """Raise if ``rendered``, the first ``length`` turns, is the same without these keys of turn ``i``."""
         present = [key for key in keys if self._messages[i].get(key)]
         if not present:
             return
@@ -507,11 +505,11 @@ class _TemplateRendering:
     def _is_rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, rendered: str
     ) -> bool:
-        """Whether these, of which something was left out, are rendered as ``rendered`` all the same."""
+        """Whether ``messages`` and ``tools``, with something removed, still give ``rendered``."""
         try:
             return self._tokenizer.apply_chat_template(messages, False, tools) == rendered
         except TokenizerError:
-            return False  # the template cannot do without
+            return False  # the template needs what was removed
 
     def _fail_of_key(self, key: str, where: str = "") -> NoReturn:
         self._record.fail(
@@ -521,5 +519,5 @@ class _TemplateRendering:
 
 
 def _without_spaces(text: str) -> str:
-    """Templates set white space around the parts of a response as they like."""
+    """``text`` without white space, which templates change around the parts of a response."""
     return "".join(text.split())

@@ -30,7 +30,8 @@ from nemo_style_aligner.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Of transformers 4: a tokenizer.json is loaded as it is, not by its config's class; see `_load_hugging_face`.
+# A warning of transformers 4: a tokenizer.json is loaded as it is, whatever class its config names; see
+# `_load_hugging_face`.
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
     lambda record: "tokenizer class you load" not in record.getMessage()
 )
@@ -43,20 +44,20 @@ _BACKEND_KEY = "nemo_style_aligner_backend"
 _PORTABLE_CLASS = "PreTrainedTokenizerFast"  # which takes a tokenizer.json as it is, in every version of transformers
 
 # `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3).
-# Behind a model it overrides the model's own: messages that follow each other are merged.
+# Appended to a model, it overrides the model's own setting: protobuf merges messages that follow each other.
 _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3, 0])
 
 # Words, digits, signs, spaces and letters beyond ASCII: whatever tokenizers differ in.
 _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x): return x**2 # Größe, 数, été\n"
 
-# Behind a special token, in many vocabularies, text begins in another way than at the beginning.
+# Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
 
-# The day of templates that tell today's date (Llama 3.1 and later, GPT-OSS): data depend on no day.
+# Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
 _DATE = "26 Jul 2024"
 _DAY = datetime.date(2024, 7, 26)
-# In the template's source: transformers hands templates no function of ours.
+# Replaced in the template's source, because transformers passes no functions of ours to templates.
 _TODAY = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
 
 GENERATION_CONFIG = "generation_config.json"
@@ -88,9 +89,8 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id; the model's embedding may have more rows.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         chat_template: Jinja source, or None.
-        generation_config: the text of the ``generation_config.json`` that lay beside it, or None. Of it only
-            `stop_ids` are read here; it goes with the tokenizer from archive to archive, to whom the model is
-            exported for.
+        generation_config: the text of the ``generation_config.json`` beside it, or None. Only `stop_ids` reads it; it
+            is passed on with the tokenizer from archive to archive, and to exported models.
     """
 
     generation_config: str | None = None
@@ -129,9 +129,9 @@ class Tokenizer(ABC):
         """`text_to_ids` of many texts, faster than one by one."""
 
     def parts_to_ids(self, parts: Sequence[str]) -> list[list[int]]:
-        """Ids of each part of one text: those of the whole text, but that no token spans two parts.
+        """Ids of each part of one text: those of the whole text, except that no token spans two parts.
 
-        A part is tokenized behind the one before it, unless that one is empty, not as a text of its own: many
+        Each part is tokenized after the one before it, unless that is empty, rather than as a text of its own: many
         tokenizers put a space before every text, which only the first part should have.
         """
         joined = [before + part for before, part in itertools.pairwise(parts)]
@@ -143,8 +143,8 @@ class Tokenizer(ABC):
         return result
 
     def _continuation_ids(self, text: str) -> list[int]:
-        """Ids of ``text`` behind another text that it shares no token with."""
-        for before in ("x", "\n"):  # neither joins with what follows, in most vocabularies
+        """Ids of ``text`` after another text with which it shares no token."""
+        for before in ("x", "\n"):  # in most vocabularies, neither merges with what follows
             ids = _behind(*self.texts_to_ids([before, before + text]))
             if ids is not None:
                 return ids
@@ -159,11 +159,11 @@ class Tokenizer(ABC):
         """Id of exactly this token, or None."""
 
     def bos_ids(self, asked: bool, key: str) -> list[int]:
-        """What stands before a text: the BOS token if it is asked for, else nothing.
+        """The ids to put before a text: the BOS token if it is asked for, else none.
 
         Args:
-            asked: whether it is.
-            key: what it is asked for by, for the message.
+            asked: whether it is asked for.
+            key: the setting that asks for it, for the message.
 
         Raises:
             TokenizerError: it is asked for and there is none.
@@ -175,7 +175,7 @@ class Tokenizer(ABC):
         return [self.bos_id]
 
     def fingerprint(self) -> str:
-        """The same for tokenizers that turn text into the same ids, as far as an example shows; 16 hex digits."""
+        """Hash of the ids of example texts, to tell whether tokenizers encode text alike; 16 hex digits."""
         special = sorted(self.special_ids - {self.eos_id, self.bos_id, self.unk_id})[:_SPECIALS_IN_EXAMPLE]
         known = [self.eos_id] if self.bos_id is None else [self.bos_id, self.eos_id]
         tokens = [self.ids_to_text([i], keep_special=True) for i in known + special]
@@ -198,7 +198,7 @@ class Tokenizer(ABC):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
+        """A conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
 
         ``tools`` are JSON schemas of what the assistant may call.
 
@@ -219,7 +219,7 @@ class Tokenizer(ABC):
                 date_string=_DATE,
                 **self._template_variables(),
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a field of another type than it works with
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a field of a type that it cannot handle
             raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         return rendered[0]
 
@@ -229,7 +229,7 @@ class Tokenizer(ABC):
 
 
 def _behind(before: list[int], both: list[int]) -> list[int] | None:
-    """What ``both`` adds to ``before``; None where it begins in another way."""
+    """What ``both`` adds to ``before``; None if it does not begin with ``before``."""
     return both[len(before) :] if both[: len(before)] == before else None
 
 
@@ -237,9 +237,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """Wraps a fast tokenizer of transformers."""
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, files: Mapping[str, bytes]) -> None:
-        """``files`` are those that it was loaded from, by their names; `save` writes them.
+        """``files`` are those that the tokenizer was loaded from, by name; `save` writes them.
 
-        What transformers would write is not the same tokenizer (``legacy`` is lost), nor can other versions read it.
+        What transformers would write is not the same tokenizer (``legacy`` is lost), and other versions cannot read it.
         """
         if tokenizer.eos_token_id is None:
             raise TokenizerError(
@@ -252,7 +252,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = tokenizer.eos_token_id
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        # Ids may have gaps, so the number of tokens can be too small a vocabulary.
+        # Ids may have gaps, so the number of tokens may be too small.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
@@ -276,7 +276,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
-        found = self._tokenizer.convert_tokens_to_ids(token)  # that of the unknown token where there is none
+        found = self._tokenizer.convert_tokens_to_ids(token)  # the unknown token's id if the vocabulary lacks ``token``
         return found if found is not None and self._tokenizer.convert_ids_to_tokens(found) == token else None
 
     def _save(self, directory: Path) -> None:
@@ -308,15 +308,15 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = model.get_piece_size()
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.chat_template = chat_template
-        # sentencepiece itself never makes control pieces of text, and puts a space before every text, which belongs
-        # to the first part only when special tokens cut a text in parts.
+        # sentencepiece itself never encodes text as control pieces, so texts are split at them. It also puts a space
+        # before every text, which only the first part should have.
         pieces = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
         self._special = re.compile("(" + ("|".join(map(re.escape, pieces)) or "(?!)") + ")")
         self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=model_file.read_bytes() + _NO_DUMMY_PREFIX)
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
-        cut = [self._special.split(text) for text in texts]  # of each: a part, then special tokens and parts in turn
+        cut = [self._special.split(text) for text in texts]  # each text: part, special token, part, ...
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
             for piece, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -340,7 +340,7 @@ class SentencePieceTokenizer(Tokenizer):
         return index if self._model.id_to_piece(index) == token else None
 
     def _save(self, directory: Path) -> None:
-        """Its model, and a ``tokenizer.json`` of the same ids for transformers, if there can be one."""
+        """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / "tokenizer.model"
         if target.resolve() != self._model_file.resolve():
@@ -379,7 +379,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_argument(path: str) -> Tokenizer:
-    """`load_tokenizer` as the type of a script's argument: a mistake is an error of the command line."""
+    """`load_tokenizer` as an argparse type: a path that cannot be loaded is an error of the command line."""
     try:
         return load_tokenizer(path)
     except TokenizerError as error:
@@ -387,9 +387,9 @@ def tokenizer_argument(path: str) -> Tokenizer:
 
 
 def save_made(tokenizer: transformers.PreTrainedTokenizerFast, directory: str | Path) -> None:
-    """Write a tokenizer that was made here, in a form that transformers 4 and 5 read as it is.
+    """Write a tokenizer that was made here in a form that transformers 4 and 5 both read.
 
-    ``save_pretrained`` of 5 writes class names and types of values that 4 does not know.
+    ``save_pretrained`` of transformers 5 writes class names and types of values that 4 does not know.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -430,7 +430,7 @@ def _load(path: Path) -> Tokenizer:
 
 
 def _stored_backend(directory: Path) -> str | None:
-    """What reads a directory, as its tokenizer_config.json says; None where there is none."""
+    """The backend for a directory, according to its tokenizer_config.json; None if it has no such file."""
     file = directory / "tokenizer_config.json"
     if not file.is_file():
         return None
@@ -441,14 +441,14 @@ def _stored_backend(directory: Path) -> str | None:
 
 
 def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
-    """A ``tokenizer.json`` counts as it is: the classes of transformers 5 keep only vocabulary and merges of it."""
+    """Load a ``tokenizer.json`` as it is: the classes of transformers 5 keep only its vocabulary and merges."""
     as_it_is = transformers.PreTrainedTokenizerFast
     whole = (directory / "tokenizer.json").is_file()
     try:
         loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(
             str(directory), local_files_only=True
         )
-        if loaded.eos_token is None:  # old files leave special tokens to the class
+        if loaded.eos_token is None:  # old files leave special tokens to the class that they name
             named = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
             for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
                 token = getattr(named, name)

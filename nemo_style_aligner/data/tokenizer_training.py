@@ -1,4 +1,4 @@
-"""Tokenizers for tiny models, made from texts: of tests, demonstrations and benchmarks."""
+"""Train tokenizers for tiny models, as in tests, demonstrations and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> To
     """Make a tokenizer with one token per character, for tiny models, and save it as a Hugging Face directory.
 
     ``chars`` are the characters to know: a string or several, in any order, repeats welcome (a corpus will do).
-    Any text of known characters, spaces and newlines included, makes the exact round trip; an unknown one
+    Any text of known characters, spaces and newlines included, is decoded exactly; an unknown character
     becomes ``<|unk|>``. Ids: ``<|endoftext|>`` 0 (ends a response), ``<|pad|>`` 1, ``<|unk|>`` 2, then the
     characters in code point order.
     """
@@ -39,8 +39,8 @@ def train_character_tokenizer(chars: Iterable[str], directory: str | Path) -> To
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path) -> Tokenizer:
     """Make a byte-level BPE tokenizer whose digits stay single tokens, and save it as a Hugging Face directory.
 
-    Any text makes the exact round trip. ``<|endoftext|>`` has id 0, ends a response and pads. ``vocab_size``
-    is an upper limit: at least the 256 bytes and ``<|endoftext|>`` are in.
+    Any text is decoded exactly. ``<|endoftext|>`` has id 0, ends a response and pads. ``vocab_size`` is an upper
+    limit, but the 256 bytes and ``<|endoftext|>`` are always included.
     """
     eos = "<|endoftext|>"
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,8 +1,8 @@
 """The contract between rollout generation and the engines that carry it out.
 
-An engine is built once, refitted with new weights in every step and asked to generate. The contract
-names no trainers, process groups or tokenizers: ids, a stream of named weights and sampling parameters
-are all. `GenerationEngine` states what each engine promises; the dataclasses are what flows.
+An engine is built once, then refitted with new weights and asked to generate in every step. The contract
+knows no trainers, process groups or tokenizers, only token ids, a stream of named weights and sampling
+parameters. `GenerationEngine` states what each engine promises; the dataclasses are its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WeightStream = Iterable[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a response ends; one set for all requests of a `generate`.
+    """How tokens are chosen and when a response ends; one set for all requests of a `generate` call.
 
     Filters act in the order and with the meaning of `transformers`' logits processors: repetition
     penalty, minimum length, temperature, top-k, top-p. Greedy decoding ignores the last three.
     """
 
     max_new_tokens: int
-    min_new_tokens: int = 0  # before the stop token, at least
+    min_new_tokens: int = 0  # minimum length, the stop token not counted
     use_greedy: bool = False
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -71,10 +71,10 @@ class GenerationRequest:
     request_id: int
     prompt_token_ids: list[int]
     seed: int = 0
-    max_new_tokens: int | None = None  # of this response; None: the sampling parameters'
+    max_new_tokens: int | None = None  # of this response; None: the sampling parameters' limit
 
     def limit(self, sampling: SamplingParams) -> int:
-        """Tokens that the response may have."""
+        """The most tokens that the response may have."""
         return sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
     def check(self, sampling: SamplingParams, max_sequence_length: int, vocab_size: int) -> None:
@@ -132,8 +132,8 @@ class GenerationStatistics:
     steps: int = 0  # forward passes
     active_slot_steps: int = 0  # occupied slots, summed over steps
     preemptions: int = 0  # sequences that lost their KV memory and were computed again
-    peak_pages: int = 0  # of KV memory that sequences held at once
-    num_pages: int = 0  # that there are
+    peak_pages: int = 0  # the most pages of KV memory that sequences held at once
+    num_pages: int = 0  # pages of KV memory in total
 
 
 class GenerationEngine(abc.ABC):
@@ -145,15 +145,15 @@ class GenerationEngine(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> None:
-        """Compile for, and allocate, what the constructor's shapes promise. Once, before all else."""
+        """Compile and allocate for the shapes given to the constructor. Called once, before all else."""
 
     @abc.abstractmethod
     def refit(self, weights: WeightStream, version: int) -> None:
         """Replace all weights; neither recompiles nor allocates lasting memory.
 
         Raises:
-            ValueError: a tensor is missing, unknown, given twice or misshapen (named in the text).
-                The engine then refuses to generate until a whole refit has succeeded.
+            ValueError: a tensor is missing, unknown, given twice or misshapen; the message names it.
+                The engine then refuses to generate until a refit has succeeded.
         """
 
     @abc.abstractmethod
@@ -161,44 +161,44 @@ class GenerationEngine(abc.ABC):
         """Yield each response as it finishes, in order of finishing.
 
         ``requests`` is pulled lazily, one request whenever a slot is free, so a shared work queue
-        can stand behind it. Each forward pass, or whatever else shows that the engine gets on, is told to
-        `activity.progress`, however long the responses are: watchdog and work queue rely on it.
+        can stand behind it. The engine reports each forward pass, or another sign of life, to
+        `activity.progress`: the watchdog and the work queue rely on it while long responses are generated.
 
         Raises:
             ValueError: a request is empty, too long or holds ids outside the vocabulary.
-            RuntimeError: the engine has no (whole) weights or is unloaded, or weights that it views have changed
+            RuntimeError: the engine is unloaded or has no complete weights, or weights that it views have changed
                 since the refit.
             FloatingPointError: the model's logits are not finite.
         """
 
     @abc.abstractmethod
     def unload(self) -> None:
-        """Give back the memory of weights and KV cache, keep what was compiled."""
+        """Release the memory of weights and KV cache; keep what was compiled."""
 
     @abc.abstractmethod
     def reload(self) -> None:
-        """Take the memory again. The weights are gone: `refit` before the next `generate`."""
+        """Allocate the memory again. The weights are lost: `refit` before the next `generate`."""
 
     def close(self) -> None:  # noqa: B027 (most engines end with their process)
-        """End what outlives the engine: processes, groups' collectives. Nothing else may be called afterwards."""
+        """End what would outlive the engine: processes, captured collectives. No method may be called afterwards."""
 
     @property
     @abc.abstractmethod
     def weight_version(self) -> int:
-        """Version of the last whole refit; -1 while there is none."""
+        """Version of the last complete refit; -1 while the engine has no complete weights."""
 
     @property
     def viewed_weights(self) -> frozenset[str]:
-        """Tensors that the engine reads in the trainer's own memory: a refit's stream leaves them out.
+        """Names of the tensors that the engine reads from the trainer's own memory: a refit's stream leaves them out.
 
-        Some it copies at the refit. The others training changes at once: `generate` after that, without a refit, is an
-        error.
+        Some of them it copies at each refit. With the others it computes in place, so training changes them at once:
+        to `generate` after that without a refit is an error.
         """
         return frozenset()
 
     @property
     def takes_transient_weights(self) -> bool:
-        """Whether `refit` is done with a tensor when it asks for the next one, and takes them in any order.
+        """Whether `refit` has finished with each tensor when it asks for the next one, and accepts any order.
 
         See ``transient`` of `weights.stream.export_weights`.
         """
@@ -207,15 +207,15 @@ class GenerationEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def num_compilations(self) -> int:
-        """Times anything was compiled or captured; constant after `build`.
+        """How often anything was compiled or captured; constant after `build`.
 
-        What `reload` captures again, because the memory that came back lies elsewhere, is not counted.
+        What `reload` captures again, because its memory has new addresses, is not counted.
         """
 
     @property
     @abc.abstractmethod
     def num_slots(self) -> int:
-        """Sequences that are generated at the same time."""
+        """The most sequences that are generated at the same time."""
 
     @property
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""The ranks that run one engine together, as one of several such groups, and what its leader tells them."""
+"""A group of ranks that run one engine together, one of several such groups, and its exchange of control data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 
 @dataclasses.dataclass(frozen=True)
 class EngineGroup:
-    """The ranks of an engine, and which of all such groups this one is; a rank alone unless told.
+    """The ranks that share an engine, and their place among all such groups; by default a single rank.
 
-    `TensorParallel` is what arithmetic needs of them: who has which part of the model, and sums. This is what rollouts
-    need besides: which share of the work is this group's, and control data from its leader.
+    `TensorParallel` covers what the computation needs: which rank has which part of the model, and sums. This class
+    adds what rollouts need: which share of the work is this group's, and control data from its leader.
 
     Attributes:
         tensor_parallel: the ranks, and this one's number among them.
         index, count: the group's number among all groups, and how many there are.
-        control: `control_group` of the same ranks, for where a rank may wait long: for its leader, who waits
-            for work, or for an engine that computes on its GPU.
+        control: `control_group` of the same ranks, for long waits: for a leader that itself waits for work, or for an
+            engine that computes on this rank's GPU.
         leader: global rank of the group's first rank.
     """
 
@@ -35,7 +35,7 @@ class EngineGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for the group: takes the work and hands in the results."""
+        """Whether this rank acts for the group: takes the work and hands in the results."""
         return self.tensor_parallel.rank == 0
 
     def share(self, value: Any = None) -> Any:
@@ -43,7 +43,7 @@ class EngineGroup:
         return value if self.control is None else broadcast_object(value, self.leader, self.control)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of the ranks, on every rank."""
+        """Every rank's ``value``, in rank order, on every rank."""
         if self.control is None:
             return [value]
         box: list[Any] = [None] * self.tensor_parallel.size

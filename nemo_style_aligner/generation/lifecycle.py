@@ -1,4 +1,4 @@
-"""What all engines do alike: the order of an engine's life, checked, and what an engine is told of tokens."""
+"""What all engines share: checks of the order in which they are called, and their common options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nemo_style_aligner.generation.engine import (
 )
 from nemo_style_aligner.generation.stopping import Detokenize, StopCondition, TokenToId
 
-NO_WEIGHTS = -1  # the version of an engine without whole weights
+NO_WEIGHTS = -1  # the version of an engine without complete weights
 
 
 class EngineLifecycle(GenerationEngine):
-    """The checks around an engine's work; a subclass does the work, in the methods named with an underscore."""
+    """Checks the calls of an engine; subclasses do the work, in the methods that begin with an underscore."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class EngineLifecycle(GenerationEngine):
         detokenize: Detokenize | None = None,
         token_to_id: TokenToId | None = None,
     ) -> None:
-        """What every engine is told.
+        """Take the options common to all engines.
 
         Args:
-            vocab_size: the model's vocabulary.
-            num_slots: sequences generated at the same time, at most.
-            max_sequence_length: prompt plus response tokens, at most.
-            eos_id: token that ends every response.
-            more_eos_ids: tokens that do so, too, as chat models have them.
-            vocab_limit: ids at and above it are never sampled; the tokenizer's size, where the model's vocabulary
-                is larger. None: the model's.
+            vocab_size: size of the model's vocabulary.
+            num_slots: the most sequences generated at the same time.
+            max_sequence_length: the most tokens of a prompt plus its response.
+            eos_id: token that ends a response.
+            more_eos_ids: further tokens that end a response, as chat models have them.
+            vocab_limit: ids at and above it are never sampled: the tokenizer's size, where the model's vocabulary
+                is larger. None: ``vocab_size``.
             detokenize: ids to text, special tokens left out; needed for textual stop strings.
             token_to_id: id of a string that is one token, else None; needed for stop strings that are special tokens.
 
@@ -151,7 +151,7 @@ class EngineLifecycle(GenerationEngine):
         """See `GenerationEngine.statistics`."""
         return self._statistics
 
-    # ---- of subclasses ----------------------------------------------------------------------
+    # ---- for subclasses ---------------------------------------------------------------------
 
     @abc.abstractmethod
     def _build(self) -> None:
@@ -159,26 +159,26 @@ class EngineLifecycle(GenerationEngine):
 
     @abc.abstractmethod
     def _refit(self, weights: WeightStream) -> None:
-        """Take over the whole stream, or raise."""
+        """Load the whole stream, or raise."""
 
     @abc.abstractmethod
     def _generate(
         self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
-        """The responses; counts in ``self._statistics``, which is new."""
+        """Yield the responses; counts in ``self._statistics``, which is fresh."""
 
     def _unload(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
     def _reload(self) -> None:
-        """Take it again."""
+        """Allocate the memory again."""
 
     def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
         """Raise ValueError if this engine cannot serve the request."""
         request.check(sampling, self._max_sequence_length, self._vocab_size)
 
     def _diverged(self, request: GenerationRequest, num_tokens: int) -> FloatingPointError:
-        """To raise where the logits after ``num_tokens`` of the response are NaN or infinite."""
+        """The error to raise when the logits after ``num_tokens`` response tokens are NaN or infinite."""
         return FloatingPointError(
             f"request {request.request_id}: logits at response token {num_tokens} are not finite with weights of "
             f"version {self._weight_version}; the weights have diverged"

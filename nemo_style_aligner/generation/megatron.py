@@ -1,9 +1,9 @@
 """The un-accelerated baseline: generation with the training model itself.
 
 Static batches through megatron-core's own KV cache, as NeMo-Aligner generates with TensorRT-LLM switched
-off: a batch is as long as its longest response, and prompts shorter than others wait for nobody. It needs
-no second copy of the weights, so a refit only notes the version. Kept to measure the embedded engine
-against and as an independent check of it.
+off: a batch lasts as long as its longest response, and rows with shorter prompts start to sample while longer
+prompts are still read. It needs no second copy of the weights, so a refit only notes the version. Kept as a
+baseline for the embedded engine's speed and as an independent check of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MegatronEngine(EngineLifecycle):
 
     Args:
         model: the model in training; pipeline-parallel size 1.
-        options: what every engine is told, see `EngineLifecycle`; ``num_slots`` is the size of a static batch.
+        options: those common to all engines, see `EngineLifecycle`; ``num_slots`` is the size of a static batch.
     """
 
     def __init__(self, model: MegatronModel, **options: Any) -> None:
@@ -47,7 +47,7 @@ class MegatronEngine(EngineLifecycle):
         self._model = model
 
     def _build(self) -> None:
-        """Nothing is compiled, and there is no memory of its own between calls."""
+        """Nothing is compiled, and the engine holds no memory of its own between calls."""
 
     def _refit(self, weights: WeightStream) -> None:
         """The model's own weights are used; the stream is not read."""
@@ -69,7 +69,7 @@ class MegatronEngine(EngineLifecycle):
     def _generate_batch(
         self, batch: list[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
-        """Step through positions together: a prompt's own tokens are forced, everything after is sampled."""
+        """Advance all rows position by position: within its prompt a row's token is given, after it sampled."""
         where, statistics = device(), self._statistics
         prompt_lengths = [len(r.prompt_token_ids) for r in batch]
         shortest, longest = min(prompt_lengths), max(prompt_lengths)
@@ -118,14 +118,14 @@ class MegatronEngine(EngineLifecycle):
             start, end = end, end + 1
 
     def _step(self, tokens: torch.Tensor, start: int, context: StaticInferenceContext) -> torch.Tensor:
-        """Logits [b, vocabulary] after int64 [b, n] tokens that begin at position ``start``."""
+        """Logits [b, vocabulary] after the last of ``tokens``, int64 [b, n]; the first has position ``start``."""
         context.sequence_len_offset = start
         if start > 0:
             context.enable_decode_mode()
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
         logits = self._model.gpt(tokens, positions, None, inference_context=context, runtime_gather_output=True)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            # One rank's rounding decides for all, or the ranks' tokens could part.
+            # Logits may round differently on each rank: all sample from one rank's, so that their tokens agree.
             dist.broadcast(
                 logits,
                 parallel_state.get_tensor_model_parallel_src_rank(),
@@ -134,7 +134,7 @@ class MegatronEngine(EngineLifecycle):
         return logits[:, -1, : self._model.architecture.vocab_size]
 
     def _seen(self, tokens: torch.Tensor, end: int, sampling: SamplingParams) -> torch.Tensor | None:
-        """bool [b, vocabulary]: ids before position ``end``, for the repetition penalty."""
+        """bool [b, vocabulary]: ids before position ``end``; None without a repetition penalty."""
         if sampling.repetition_penalty == 1.0:
             return None
         seen = torch.zeros(tokens.shape[0], self._model.architecture.vocab_size, dtype=torch.bool, device=tokens.device)

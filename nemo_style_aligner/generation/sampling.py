@@ -19,12 +19,12 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK_64 = (1 << 64) - 1
 
 _CDF_BLOCK = 128  # vocabulary entries summed together in the first level of the inverse CDF
-_TOP_P_CANDIDATES = 1024  # sorted first; nearly always they hold the mass top_p asks for
+_TOP_P_CANDIDATES = 1024  # best scores, tried before a full sort: nearly always their probability reaches top_p
 
 
 @dataclasses.dataclass
 class SamplingRows:
-    """What differs from row to row of a batch of ``b`` logits; all on the logits' device."""
+    """Inputs of `sample` that differ between the ``b`` rows of logits; all on the logits' device."""
 
     keys: torch.Tensor  # int64 [b], `request_key` of each row's request
     positions: torch.Tensor  # int64 [b], number of tokens the response has already
@@ -33,7 +33,7 @@ class SamplingRows:
 
 
 def request_key(run_seed: int, request_seed: int) -> int:
-    """One signed 64-bit key out of the run's and the request's seeds (any integers)."""
+    """Combine the run's and the request's seeds (any integers) into a signed 64-bit key."""
     mixed = _splitmix64_int((_splitmix64_int(run_seed & _MASK_64) + request_seed) & _MASK_64)
     return _signed(mixed)
 
@@ -64,7 +64,7 @@ def sample(
         params: how to choose; the same for all rows.
         rows: what differs between rows.
         stop_ids: int64 [n], ids held back in the rows of ``rows.suppress_stop``.
-        vocab_limit: ids at and above it are never chosen (rows the tokenizer does not know).
+        vocab_limit: ids at and above it, which the tokenizer does not know, are never chosen.
 
     Returns:
         tokens int64 [b], and logprobs float32 [b]: log-softmax(logits / temperature) over the whole
@@ -77,11 +77,11 @@ def sample(
         tokens = scores[:, :vocab_limit].argmax(dim=-1)
         normalizer = torch.logsumexp(scaled, dim=-1)
     else:
-        # Unconstrained, what is sampled is what is reported, and the tempered logits are shared.
+        # Without constraints, tokens are sampled from the logits whose log-probs are reported: divide them only once.
         unconstrained = scores is logits
         scores = scaled if unconstrained else scores / params.temperature
         possible = filter_top_k_top_p(scores[:, :vocab_limit], params.top_k, params.top_p)
-        # Their own peak: an id that is not possible may be so much more likely that no other would have a weight.
+        # The peak of the possible ids only: relative to a far likelier id that is excluded, all weights could be 0.
         peak = possible.amax(dim=-1, keepdim=True)
         weights = (possible - peak).exp_()
         if unconstrained and params.top_k == 0 and params.top_p >= 1.0:
@@ -96,11 +96,11 @@ def sample(
 
 
 def filter_top_k_top_p(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """``scores`` [b, v] with -inf for what top-k, then top-p, leave out.
+    """Replace the ``scores`` [b, v] that top-k, then top-p, leave out by -inf.
 
-    `transformers`' meaning: the ``top_k`` best and what ties with the last of them; then the
-    smallest set of best tokens whose probability reaches ``top_p``, never empty. Tokens that tie
-    with the last one kept are kept too, so the outcome does not depend on a sort's order.
+    As in `transformers`, top-k keeps the ``top_k`` best tokens and those that tie with the last of them;
+    top-p then keeps the smallest set of best tokens whose probability reaches ``top_p``, never empty. Here, too,
+    tokens that tie with the last one are kept, so the outcome does not depend on a sort's order.
     """
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1]), dim=-1).values[:, -1:]
@@ -156,8 +156,8 @@ def _lowest_kept(values: torch.Tensor, normalizer: torch.Tensor, top_p: float) -
 def _inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Sample ids, int64 [b], in proportion to ``weights`` [b, v] >= 0 with ``draws`` [b] in [0, 1).
 
-    Two levels, first a block of the vocabulary and then an id in it: the cumulative sums are short,
-    so they are taken in float64, where an id of tiny probability keeps its true share.
+    In two levels, first a block of the vocabulary and then an id in it: the cumulative sums are then
+    short enough for float64, in which an id of tiny probability keeps its true share.
     """
     batch, vocab = weights.shape
     blocks = -(-vocab // _CDF_BLOCK)

@@ -29,7 +29,7 @@ class TensorParallel:
             dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``tensor`` (equal shapes), by rank."""
+        """Every rank's ``tensor`` (equal shapes), in rank order."""
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -37,7 +37,7 @@ class TensorParallel:
         return gathered
 
     def all_agree(self, value: bool) -> bool:
-        """Whether ``value`` is true on every rank."""
+        """Whether ``value`` is true on every rank. For groups that take CPU tensors."""
         votes = torch.tensor(int(value))
         self.all_reduce(votes)
         return int(votes) == self.size
@@ -53,9 +53,10 @@ class ModelShard:
 
     Attributes:
         num_heads, num_groups: query heads and key (= value) heads held here.
-        ffn_size: of the MLP's inner dimension.
-        vocab_start, vocab_rows: the ids whose embedding and output rows are held here; ``vocab_rows`` is the
-            same on every rank, the last rank's may reach beyond the vocabulary (rows of no meaning).
+        first_group: number of the first key head held here.
+        ffn_size: this rank's part of the MLP's inner dimension.
+        vocab_start, vocab_rows: first id, and number of ids, whose embedding and output rows are held here;
+            ``vocab_rows`` is the same on every rank, so the last ranks' rows may reach beyond the vocabulary.
     """
 
     def __init__(self, architecture: ModelArchitecture, rank: int = 0, size: int = 1) -> None:
@@ -74,7 +75,7 @@ class ModelShard:
 
     @property
     def held_vocab_rows(self) -> int:
-        """Rows of the vocabulary that are there for this rank: the last ranks may have fewer than ``vocab_rows``."""
+        """Those of the ``vocab_rows`` that lie within the vocabulary: fewer, or none, on the last ranks."""
         return max(0, min(self.vocab_rows, self.architecture.vocab_size - self.vocab_start))
 
     @property

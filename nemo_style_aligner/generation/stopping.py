@@ -9,7 +9,7 @@ from nemo_style_aligner.generation.engine import FinishReason, SamplingParams
 Detokenize = Callable[[Sequence[int]], str]
 TokenToId = Callable[[str], int | None]
 
-_CONTEXT_TOKENS = 4  # decoded before the shortest window that can hold a stop string
+_CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string
 
 
 def before_end(text: str, end_strings: Sequence[str]) -> str:
@@ -21,11 +21,11 @@ class StopCondition:
     """Decides after each token whether a response ends.
 
     A stop string that is one token of the vocabulary (``<|im_end|>``, ``<extra_id_1>``) is matched
-    by its id: special tokens leave no text. Every stop string is also looked for in the decoded
-    text, of which only a tail long enough to hold it is decoded, and only where its last token may end a stop string.
+    by its id: special tokens leave no text. Every stop string is also looked for in the text: only a
+    tail long enough to hold it is decoded, and only after a token that may complete a stop string.
 
     Attributes:
-        stop_ids: ids that end a response, the end-of-sequence ids first unless they are to be ignored.
+        stop_ids: ids that end a response: those of end of sequence, unless ignored, then those of stop strings.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StopCondition:
         vocab_limit: int | None = None,
         more_eos_ids: Sequence[int] = (),
     ) -> None:
-        """Ids at and above ``vocab_limit``, which are never sampled, are left out.
+        """Collect the stop ids, without those at and above ``vocab_limit``, which are never sampled.
 
         ``more_eos_ids`` end a sequence as ``eos_id`` does.
 
@@ -60,7 +60,7 @@ class StopCondition:
         self._stop_id_set = frozenset(self.stop_ids)
         self._strings = params.stop_strings if detokenize is not None else ()
         self._detokenize = detokenize
-        # A token adds at least one byte of text, so this many tokens hold any stop string.
+        # Every token but a special one adds at least one byte of text, so this many tokens hold any stop string.
         longest = max((len(string.encode()) for string in self._strings), default=0)
         self._tail_tokens = longest + _CONTEXT_TOKENS
         self._last_characters = {string[-1] for string in self._strings}
@@ -92,12 +92,12 @@ class StopCondition:
         found = [string for string in self._strings if string in text]
         if not found:
             return False
-        # Below the minimum length a stop string may have passed; only a new one counts.
+        # A stop string may have appeared below the minimum length; only one that ends in the last token counts.
         before = self._detokenize(tail[:-1]) if len(tail) > 1 else ""
         return any(text.rfind(string) > before.rfind(string) for string in found)
 
     def _may_end_a_string(self, text: str) -> bool:
-        """Whether a token whose text is ``text`` where it stands alone may be the one that completes a stop string."""
-        # Alone, a token may lack a space that it has within a text, or be part of a character.
+        """Whether a token that decodes to ``text`` on its own may complete a stop string."""
+        # Decoded alone, a token may lack a space that it has within a text, or be only part of a character.
         is_whole = text != "" and "\ufffd" not in text
         return not is_whole or any(end in text or end.isspace() for end in self._last_characters)

@@ -22,9 +22,9 @@ class PolicyBatch:
     Attributes:
         tokens: int64 [n, s].
         mask: fp32 [n, s-1], 1 where the token enters the loss.
-        old_logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
+        old_logprobs: fp32 [n, s-1], the policy's log-probs in the denominator of PPO's ratio [policy_logprobs].
         advantages: fp32 [n, s-1].
-        importance_weights: fp32 [n, s-1]; all ones unless the engine's sampling is corrected for.
+        importance_weights: fp32 [n, s-1]; all ones unless [importance_weight_cap] is set.
     """
 
     tokens: torch.Tensor
@@ -39,14 +39,14 @@ class Actor:
 
     Args:
         model: the policy.
-        optimizer: of its parameters.
-        initial_policy: the weights the KL penalty refers to; None where there is no penalty.
+        optimizer: updates the policy's parameters.
+        initial_policy: the reference of the KL penalty; None where there is no penalty.
         training_batching: micro batches of the update.
         forward_batching: micro batches of log-prob passes.
         temperature: the sampling temperature; log-probs are of the distribution sampled from.
         ratio_eps: PPO's clipping range.
         entropy_bonus: coefficient of the entropy added to the objective.
-        kept_passes: where log-prob passes are kept for the update; None: they are not.
+        kept_passes: keeps the forward passes of `logprobs` for the next `update`; None: passes are not kept.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Actor:
         self.kept_passes = kept_passes
 
     def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, *, is_trained: bool = False) -> torch.Tensor:
-        """The policy's log-probs of tokens; every rank passes the same and gets the same.
+        """The policy's log-probs of tokens; every rank passes the same tokens and gets the same result.
 
         Args:
             tokens: int64 [n, s].
             mask: [n, s-1], nonzero at the predictions that are wanted.
-            is_trained: the next `update` is of these sequences, so that this pass may be its forward pass.
+            is_trained: the next `update` trains on these sequences, so this pass may serve as its forward pass.
 
         Returns:
-            fp32 [n, s-1] on the CPU, as all that is known of a step's samples; zero where masked.
+            fp32 [n, s-1] on the CPU, like all data of a step's samples; zero where masked.
         """
         if self.kept_passes is None or not is_trained:
             return self._logprobs(self.model, tokens, mask)
-        self.kept_passes.clear()  # of a step that was abandoned
+        self.kept_passes.clear()  # what an abandoned step left behind
         return self._logprobs(self.model, tokens, mask, self.kept_passes)
 
     def initial_logprobs(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Actor:
 
     @property
     def _scoring(self) -> Scoring:
-        """What an update needs of each token."""
+        """What the model reports for each token in an update."""
         return Scoring(self.temperature, entropy=self.entropy_bonus > 0)
 
     def update(self, batch: PolicyBatch, origin: str = "a batch") -> dict[str, float]:
@@ -121,8 +121,8 @@ class Actor:
 
         Returns global means over the tokens of the loss: ``loss``, ``ppo_ratio``, ``ppo_ratio_clamped``,
         ``clip_fraction``, ``approximate_kl``, ``scaled_entropy``; ``padding_efficiency`` and ``dp_balance`` (see
-        `train_step`); and what `Optimizer.step` returns. ``origin`` says which samples these are, should the update be
-        skipped or refused.
+        `train_step`); and what `Optimizer.step` returns. ``origin`` names the samples in the log or in the error,
+        should the update be skipped or fail.
         """
         self.model.module.train()
         self.optimizer.zero_grad()

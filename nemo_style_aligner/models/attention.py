@@ -1,4 +1,4 @@
-"""Our own self-attention, of padded batches and of packed rows: compiled kernels on CPUs, else torch's functions."""
+"""Self-attention for padded batches and packed rows; on CPUs, packed rows use compiled kernels where available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_style_aligner.models.varlen_attention import has_varlen_attention, var
 
 
 class LocalSelfAttention(SelfAttention):
-    """megatron-core's, with rotary positions of packed rows computed once for all layers."""
+    """megatron-core's `SelfAttention`, with the rotary angles of packed rows computed once for all layers."""
 
     def forward(  # type: ignore[override]
         self,
@@ -53,11 +53,11 @@ class LocalSelfAttention(SelfAttention):
     def _attend_compiled(
         self, kernels: LayerKernels, hidden_states: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        """[t, 1, h] -> [t, 1, heads * d]: rotation and attention straight from what ``linear_qkv`` computes."""
+        """[t, 1, h] -> [t, 1, heads * d]: rotary embedding and attention on ``linear_qkv``'s output as it lies."""
         d = self.hidden_size_per_attention_head
         if not self.config.qk_layernorm and self.config.num_query_groups >= self.world_size:
             mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-        else:  # with norms between, or query heads of a group on several ranks
+        else:  # q and k are normalised first, or a group's query heads are on several ranks
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
@@ -67,11 +67,11 @@ class LocalSelfAttention(SelfAttention):
 
 
 class CausalAttention(MegatronModule):
-    """Core attention on `scaled_dot_product_attention`: causal, with grouped queries.
+    """Causal core attention with grouped queries, on `scaled_dot_product_attention`.
 
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
-    other mask is wanted. Sequences of packed rows are computed in one call of torch's varlen attention where there is
-    one, else those of about the same length side by side.
+    other mask is needed. A packed row takes one call of torch's varlen attention where it is available; otherwise,
+    sequences of similar length are batched (`AttentionBlocks`).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """``query`` [s, b, heads, d], ``key``/``value`` [s, b, groups, d] -> [s, b, heads * d].
 
-        Of a packed row [t, heads, d] and [t, groups, d] -> [t, 1, heads * d].
+        For a packed row: [t, heads, d], [t, groups, d] -> [t, 1, heads * d].
         """
         if attention_bias is not None:
             raise NotImplementedError("attention biases need Transformer Engine")
@@ -131,15 +131,15 @@ class CausalAttention(MegatronModule):
         s, b, heads, _ = query.shape
         has_groups = heads != key.shape[2]
         if has_groups and query.device.type == "cuda" and query.dtype == torch.float32:
-            # Flash attention takes no fp32, and the memory-efficient kernel of most torch versions takes no groups:
-            # what is left for both together stores all scores.
+            # Flash attention takes no fp32, and in most torch versions the memory-efficient kernel takes no grouped
+            # queries: the kernel left for fp32 with groups would store all scores.
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
             has_groups = False
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            is_causal=s > 1,  # a single new token sees all that went before
+            is_causal=s > 1,  # a single new token sees the whole KV cache
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=has_groups,
@@ -148,7 +148,7 @@ class CausalAttention(MegatronModule):
 
 
 class _Attention(torch.autograd.Function):
-    """`LayerKernels.attention`: saves its input, not its output, which the linear layer that follows keeps anyway."""
+    """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """x [t, heads, d] turned by angles whose cosines and sines are [t, 1, r], r up to d (arXiv:2104.09864)."""
+    """Rotary embedding (arXiv:2104.09864) of x [t, heads, d], by cosines and sines [t, 1, r] of the angles, r <= d."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
-    """Component i is paired with component i + r / 2; those from r on stay as they are."""
+    """Rotate pairs of components i and i + r / 2, backwards for ``direction`` -1; copy components from r on."""
     r = cos.shape[-1]
     half = r // 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
-    """A parser with the options that all conversion scripts share; ``precision`` None: the default is the job's."""
+    """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     said = precision or "the job's"
     parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
@@ -82,7 +82,7 @@ def run_conversion(
     """Run one of this module's conversions as a script: a user's mistake ends it with one line and status 1.
 
     Args:
-        convert: of source, target and dtype, which is None where ``arguments`` have no precision.
+        convert: takes source, target and dtype, which is None where ``arguments`` have no precision.
     """
     install_excepthook()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
@@ -113,12 +113,12 @@ def _initialize(tp_size: int, pp_size: int) -> None:
 
 
 def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchitecture:
-    """Make a .nemo archive of a Hugging Face directory.
+    """Convert a Hugging Face directory to a .nemo archive.
 
     A sequence classifier (``score.weight``) becomes a reward model. Collective.
 
     Raises:
-        FileNotFoundError: config, weights or tokenizer are not there.
+        FileNotFoundError: config, weights or tokenizer are missing.
         ValueError: a model or feature that is not supported, or weights that do not fit the config.
     """
     architecture = read_architecture(input_dir)
@@ -131,7 +131,7 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
 
 
 def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArchitecture:
-    """Make a .nemo archive of a (quantised) GGUF file, with its tokenizer and chat template. Collective.
+    """Convert a (quantised) GGUF file, with its tokenizer and chat template, to a .nemo archive. Collective.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -146,7 +146,7 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
 
 
 def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelArchitecture:
-    """Make a Hugging Face directory of a .nemo archive; a reward model becomes a sequence classifier. Collective.
+    """Convert a .nemo archive to a Hugging Face directory; a reward model becomes a sequence classifier. Collective.
 
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer.
@@ -156,7 +156,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     on_first_rank(lambda: require_empty(output_dir))  # before the weights are loaded, which takes long
     config = load_nemo_config(input_path)
     if config.get("vocab_size") is None:
-        load_nemo_tokenizer(input_path)  # it is the tokenizer's, whose error says what is the matter
+        load_nemo_tokenizer(input_path)  # the size is the tokenizer's: raises why it could not be read
     architecture = ModelArchitecture.from_nemo_config(config)
     hf_family(architecture)
     head = RewardHeadConfig.from_model_config(config) if "reward_model_type" in config else None
@@ -173,7 +173,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
 
     if dist.get_rank() == 0:
         with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
-            # Saved rather than copied: a sentencepiece model alone says nothing to transformers.
+            # Saved rather than copied: transformers cannot load a sentencepiece model alone.
             load_nemo_tokenizer(input_path).save(Path(folder))
             write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)
     else:
@@ -196,13 +196,13 @@ def checkpoint_to_nemo(
     base: Path | None = None,
     hyperparameters: Path | None = None,
 ) -> ModelArchitecture:
-    """Make a .nemo archive of a training checkpoint of any job and layout: the one that the job would have written.
+    """Convert a training checkpoint of any job and layout to the .nemo archive that the job would have written.
 
-    The optimizer's states are compared with their checksums, and not loaded. Collective.
+    The optimizer's states are checked against their checksums, but not loaded. Collective.
 
     Args:
         dtype: of the weights written; None: the job's.
-        base: the archive that the job started from, for the tokenizer; None: where the job had it.
+        base: the archive that the job started from, for the tokenizer; None: at the path that the job was given.
         hyperparameters: the job's ``hyperparameters.yaml``; None: that in the log directory of the checkpoint.
 
     Raises:
@@ -244,13 +244,13 @@ def checkpoint_to_nemo(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What its ``hyperparameters.yaml`` says about a job.
+    """What a job's ``hyperparameters.yaml`` says about it.
 
     Attributes:
         path: the file.
-        model: the ``model`` section, laid over that of ``base``.
-        dtype: of its weights.
-        base: the archive that it started from.
+        model: the ``model`` section, already laid over that of ``base``.
+        dtype: of the model's weights.
+        base: the archive that the job started from.
     """
 
     path: Path
@@ -279,7 +279,7 @@ def _check_base(base: Path, architecture: ModelArchitecture) -> None:
         raise FileNotFoundError(f"{base}, which the job started from, does not exist: say where it is (--base)")
     config = load_nemo_config(base)
     if config.get("vocab_size") is None:
-        load_nemo_tokenizer(base)  # whose error says what is the matter
+        load_nemo_tokenizer(base)  # raises why it could not be read
     other = ModelArchitecture.from_nemo_config(config)
     different = [
         f"{name}: base {getattr(other, name)}, checkpoint {getattr(architecture, name)}"
@@ -325,7 +325,7 @@ def _reward_config(num_attributes: int) -> Mapping[str, Any]:
 def _progress(
     architecture: ModelArchitecture, num_attributes: int, description: str, model: MegatronModel | None = None
 ) -> ProgressBar:
-    """Counts the model's tensors, or those that this rank's stage of ``model`` reads."""
+    """A progress bar over the model's tensors; with ``model``, over those that this rank's pipeline stage reads."""
     entries = weight_layout(architecture, num_attributes=num_attributes)
     if model is not None:
         layout, layers = model.layout, architecture.num_layers
@@ -334,7 +334,7 @@ def _progress(
 
 
 def _warn_of_what_classifiers_lack(model: MegatronModel, head: RewardHeadConfig) -> None:
-    """Hugging Face's sequence classifiers score the last token, without a bias or a standardisation."""
+    """Warn of differing rewards: Hugging Face's classifiers score the last token, without bias or standardisation."""
     if not model.layout.is_last_stage or model.layout.tp_rank:
         return
     if head.pooling != "last":

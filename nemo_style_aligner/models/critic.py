@@ -43,7 +43,7 @@ class ValueBatch:
 class RewardModel:
     """A frozen model that gives each sequence its reward.
 
-    Where its weights take the place of another model's, they stay there until `leave`: the next request may want them.
+    Weights that take the place of another model's stay there until `leave`: the next request may need them again.
 
     Args:
         weights: the frozen weights, or a model that is never trained.
@@ -58,7 +58,7 @@ class RewardModel:
 
     @property
     def num_outputs(self) -> int:
-        """Rewards per sequence: 1 unless the attributes stay apart."""
+        """Rewards per sequence: 1 if attributes are merged, else one per attribute."""
         return 1 if self.head.merge_attributes else self.head.num_attributes
 
     @property
@@ -68,7 +68,7 @@ class RewardModel:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether these weights are in the place of another model's."""
+        """Whether these weights are now in the place of another model's."""
         return not isinstance(self._weights, MegatronModel) and self._weights.is_in_place
 
     def leave(self, *, to_change: bool = False) -> None:
@@ -93,14 +93,14 @@ class Critic:
 
     Args:
         model: a trainable model with a reward head.
-        optimizer: of its parameters.
-        head: its head's config (attribute weights turn several outputs into one value).
+        optimizer: updates the model's parameters.
+        head: config of the model's head (attribute weights turn several outputs into one value).
         training_batching: micro batches of an update.
         global_batch_size: sequences per update, over all ranks.
         forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
-        kept_passes: where passes for values are kept for the next update, unless the last training batch was of several
-            updates; None: they are not.
+        kept_passes: keeps the forward passes of `values` for the next update, unless the last training batch took
+            several updates; None: passes are not kept.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Critic:
         self.forward_batching = forward_batching
         self.loss_clip = loss_clip
         self.kept_passes = kept_passes
-        # Of several updates only the first could use passes, of those few that came last.
+        # With several updates per batch, only the first could use kept passes, and only of the newest sequences.
         self._makes_one_update = True
 
     def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -142,13 +142,14 @@ class Critic:
             (width,),
             keep=self.kept_passes if self._makes_one_update else None,
         )
-        return values * wanted.to(values.device)  # 0 is no standardised 0
+        return values * wanted.to(values.device)  # unpacking fills with zeros, which `_values` standardises
 
     def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
         """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
 
-        The last batch may be smaller. Returns each update's ``loss``, ``padding_efficiency``, ``dp_balance`` and what
-        `Optimizer.step` returns. ``origin`` names the batch, should an update be skipped or refused.
+        The last update may have fewer. Returns each update's ``loss``, ``padding_efficiency``, ``dp_balance`` and what
+        `Optimizer.step` returns. ``origin`` names the batch in the log or in the error, should an update be skipped or
+        fail.
         """
         self.model.module.train()
         reports = []
@@ -166,7 +167,7 @@ class Critic:
         return reports
 
     def weights_changed(self) -> None:
-        """Forget what was computed with other weights (after loading some)."""
+        """Forget passes that were kept with other weights; call it after loading weights."""
         if self.kept_passes is not None:
             self.kept_passes.clear()
 

@@ -36,19 +36,19 @@ def choose_placement(model: MegatronModel) -> Placement:
 
 
 class FrozenWeights:
-    """The weights a model had when this was made, usable whenever they are wanted.
+    """A model's weights as they were when this was made, ready to be computed with at any time.
 
-    ``swap`` keeps them in CPU memory and exchanges them with the model's own while they are in use: no
-    device memory, a copy to the device for each exchange, and one of the model's own weights to the CPU where they may
-    have changed. ``resident`` keeps a second model on the device: its memory, no copies. ``auto`` is ``resident`` where
+    ``swap`` keeps them in CPU memory and exchanges them with the model's own while they are in use. It takes no device
+    memory, but each exchange copies weights to the device, and first copies the model's own to the CPU if they may have
+    changed. ``resident`` keeps a second model on the device: more memory, no copies. ``auto`` is ``resident`` where
     that costs little (see `choose_placement`).
 
-    `active` is for who uses them now and then. Who uses both sets in turn, as the critic job, calls `enter` and
-    `leave`, and leaves before anything reads or changes the model's own weights.
+    `active` is for occasional use. A caller that uses both sets in turn, like the critic job, calls `enter` and
+    `leave` instead, and must call `leave` before anything reads or changes the model's own weights.
 
     Attributes:
         is_in_place: the model computes with the frozen weights; its own are in CPU memory.
-        num_swaps: how often they took the place of the model's own.
+        num_swaps: how often the frozen weights took the place of the model's own.
     """
 
     def __init__(self, model: MegatronModel, placement: Placement, build: Callable[[], MegatronModel]) -> None:
@@ -83,7 +83,7 @@ class FrozenWeights:
 
     @property
     def swaps(self) -> bool:
-        """Whether the frozen weights take the place of the model's own, rather than having one of their own."""
+        """Whether the frozen weights take the place of the model's own, rather than being a second model."""
         return self._second is None
 
     @contextlib.contextmanager
@@ -101,19 +101,20 @@ class FrozenWeights:
         if not self._is_stashed:
             _copy(dict(self._model.named_parameters()), self._stash)
             if device().type == "cuda":
-                torch.cuda.current_stream().synchronize()  # all of the stash is there, whatever comes next
+                torch.cuda.current_stream().synchronize()  # from here on the stash is complete, whatever happens next
             self._is_stashed = True
         if not self.is_in_place:
-            self.is_in_place = True  # from the first parameter on: an error in between is undone by `leave`
+            self.is_in_place = True  # set before copying: `leave` then also undoes a copy that fails half-way
             self._load(self._frozen)
             self.num_swaps += 1
         return self._model
 
     def leave(self, *, to_change: bool = False) -> None:
-        """Bring the model's own weights back, bit for bit, if they are not in their place.
+        """Bring the model's own weights back, bit for bit, if the frozen ones are in their place.
 
         Args:
-            to_change: they may change from now on (training, a checkpoint), so that the next `enter` copies them again.
+            to_change: the model's own weights may change from now on (by training, or by loading a checkpoint), so the
+                next `enter` must copy them again.
         """
         if self.is_in_place:
             self._load(self._stash)
@@ -128,6 +129,6 @@ class FrozenWeights:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> None:
-    """Between pinned memory and the device, in the order of the device's work, which nobody waits for here."""
+    """Copy between pinned memory and the device, queued after the device's other work, without waiting for it."""
     for name, values in source.items():
         destination[name].copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Parts of a layer with a backward pass of their own: fewer passes over memory and fewer saved tensors."""
+"""RMSNorm and SwiGLU with backward passes of our own: fewer passes over memory and fewer saved tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_style_aligner.models.recompute import computed_again, recomputes_input
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`RMSNorm` of x [..., h] with a weight [h] of any dtype; on GPUs torch's, which is one kernel each way there."""
+    """`RMSNorm` of x [..., h] with a weight [h] of any dtype. On GPUs torch's if dtypes match: one kernel each way."""
     if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     out: torch.Tensor = RMSNorm.apply(x, weight.float(), eps)
@@ -32,7 +32,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def compute(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, and what x is multiplied by, fp32 [..., 1]."""
+        """The result, and 1 / rms(x), fp32 [..., 1]."""
         if kernels := kernels_for(x):
             return kernels.rms_norm(x.contiguous(), weight, eps)
         wide = x.float()
@@ -49,7 +49,7 @@ class RMSNorm(torch.autograd.Function):
         normed, grad = x.float().mul(scale).view(-1, h), grad.float().reshape(-1, h)
         product = grad * normed
         grad_weight = product.sum(0)
-        # The part of the gradient along x changes nothing: x is divided by its own length.
+        # The output does not depend on the length of x, so the gradient has no component along x.
         along = torch.mv(product, weight).div_(h)[:, None]
         grad_x = (grad * weight).addcmul_(normed, along, value=-1).mul_(scale.view(-1, 1))
         return grad_x.view(x.shape).to(x.dtype), grad_weight, None

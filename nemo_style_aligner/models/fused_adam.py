@@ -16,8 +16,8 @@ import torch
 class FusedAdam(torch.optim.Optimizer):
     """Adam (arXiv:1412.6980) or, with ``adam_w_mode``, AdamW (arXiv:1711.05101)."""
 
-    # torch hides these from its compiler, which it loads for that: a second or two in every process, and nothing here
-    # is compiled.
+    # Without torch's decorator, which hides these methods from its compiler and imports the compiler for that: a second
+    # or two in every process, for nothing.
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
     zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
     state_dict = torch.optim.Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p"
 
 
 def parse_precision(precision: Any) -> torch.dtype:
-    """``trainer.precision`` -> the dtype of the weights: "bf16", "bf16-mixed" or 32.
+    """The weights' dtype for ``trainer.precision``: "bf16" or 32 ("fp32"), with or without "-mixed" or "-true".
 
     Raises:
         ValueError: any other value (fp16 with loss scaling is not supported: use bf16).
@@ -74,14 +74,14 @@ class MegatronModel:
 
 
 class GPTLanguageModel(GPTModel):
-    """A `GPTModel` that answers a `Prediction` given as ``labels`` with log-probs, without storing its logits."""
+    """A `GPTModel` that returns log-probs for a `Prediction` passed as ``labels``, without storing all logits."""
 
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
 
     def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """[s, b, h] -> the prediction's log-probs on the last stage; without ``labels`` logits, as ever."""
+        """[s, b, h] -> the prediction's log-probs on the last stage, or logits without ``labels``."""
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
         tied = self.share_embeddings_and_output_weights
@@ -96,7 +96,7 @@ class GPTLanguageModel(GPTModel):
 
 
 class GPTRewardModel(GPTModel):
-    """A `GPTModel` that ends in a `RewardHead`: ``[b, s, attributes]`` out of ``[b, s]`` tokens."""
+    """A `GPTModel` that ends in a `RewardHead`: ``[b, s]`` tokens -> ``[b, s, attributes]``."""
 
     def __init__(self, *args: Any, head: RewardHeadConfig, **kwargs: Any) -> None:
         # Untied and without an output layer: the head takes its place.
@@ -111,7 +111,7 @@ class GPTRewardModel(GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """As `GPTModel`'s, without the output layer this model does not have."""
-        # Past GPTModel and LanguageModule, which both look for that layer.
+        # Bypasses GPTModel and LanguageModule, which both expect that layer.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
@@ -135,7 +135,7 @@ def transformer_config(
             "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
         }
     elif granularity == "selective":
-        # Our own layers recompute what pays without megatron-core: see `models.recompute`.
+        # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"] if is_te else []}
     bf16 = dtype == torch.bfloat16
     return TransformerConfig(
@@ -165,11 +165,11 @@ def transformer_config(
         # Loss functions return sums; gradients are divided by the global count when they are finalised.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
-        # Initialise whole matrices and cut them up: the same start whatever the tensor-parallel size.
+        # On CPUs, initialise whole matrices and cut them up: the same start whatever the tensor-parallel size.
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_softmax_in_fp32=True,
         bias_activation_fusion=False,
-        # An activation module of ours, see `block_spec`.
+        # The option for an activation that is a module, here our `SwiGLU`; see `block_spec`.
         use_te_activation_func=architecture.gated and architecture.activation == "silu",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -177,7 +177,7 @@ def transformer_config(
         persist_layer_norm=False,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
-        # Packed rows differ in length. megatron-core wants this dispatcher with them, experts or not.
+        # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=torch.cuda.is_available(),
@@ -274,7 +274,7 @@ def _wrap_for_training(
     if not ddp_config.overlap_grad_reduce:
         add_in_place(gpt)
     if layout.dp_size == 1:
-        # There is nobody to exchange with; megatron-core would copy whole buffers all the same.
+        # There is no rank to exchange with, but megatron-core would copy whole buffers all the same.
         for group in ddp.bucket_groups:
             group.start_grad_sync = group.start_param_sync = _exchange_nothing
     config.no_sync_func = ddp.no_sync
@@ -282,4 +282,4 @@ def _wrap_for_training(
 
 
 def _exchange_nothing(**_: bool) -> None:
-    """What a group of one rank has to do to sum gradients or to gather parameters."""
+    """Replaces the exchange of gradients or parameters in a group of one rank."""

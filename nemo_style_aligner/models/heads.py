@@ -48,7 +48,8 @@ class RewardHeadConfig:
         """Read NeMo-Aligner's keys (`reward_model_type`, `regression`, `use_avg_pool`, `force_head_dtype`, ...).
 
         Raises:
-            ValueError: a value that does not exist, or weights that do not match the attributes.
+            ValueError: an unknown choice, attribute weights that do not match the attributes, or a standardisation
+                without mean or std.
         """
         kind = cfg.get("reward_model_type") or "binary_ranking"
         if kind not in ("binary_ranking", "regression"):
@@ -91,7 +92,7 @@ class RewardHead(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(head.num_attributes, config.hidden_size, dtype=head.dtype))
         self.bias = torch.nn.Parameter(torch.zeros(head.num_attributes, dtype=head.dtype))
-        # From a stream of its own: the same start whatever the parallel layout.
+        # From a random stream of its own: the same initial weights whatever the parallel layout.
         generator = torch.Generator().manual_seed(derive_seed("reward head", *self.weight.shape))
         start = torch.empty(self.weight.shape).normal_(std=config.init_method_std, generator=generator)
         self.weight.data.copy_(start)
@@ -99,7 +100,7 @@ class RewardHead(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (s split over the tensor-parallel group under sequence parallelism) -> [b, s, a] fp32."""
         if self.sequence_parallel:
-            # Every rank goes on with the whole sequence and the same loss, so the way back is a plain split.
+            # Every rank computes the same loss from the whole sequence, so its gradient is split, not summed.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         out = torch.nn.functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         return out.float().transpose(0, 1).contiguous()
@@ -140,5 +141,5 @@ def pool_rewards(outputs: torch.Tensor, lengths: torch.Tensor, head: RewardHeadC
 
 
 def standardize(outputs: torch.Tensor, head: RewardHeadConfig) -> torch.Tensor:
-    """(x - mean) / std, as configured: of rewards, and of a critic's values, which estimate sums of such rewards."""
+    """(x - mean) / std, if configured, of rewards or of a critic's values, which estimate sums of such rewards."""
     return outputs if head.std is None else (outputs - head.mean) / head.std

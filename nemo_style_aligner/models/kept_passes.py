@@ -1,10 +1,9 @@
-"""Activations of forward passes, kept for the backward pass of the same weights.
+"""Activations of forward passes, kept for the backward pass with the same weights.
 
-A PPO step that makes one update computes each sequence twice with the same trained weights: for its log-probs (or
-values), of which advantages are made, and once more in training. Where memory has room, what the first pass computed
-is kept, and training begins with its backward pass. The policy's numbers are the same, only when they are computed
-differs; the critic's differ by rounding, since its last layer gives values of prompts, too, which training does not
-ask for.
+A PPO step with one update runs each sequence through a model twice with the same weights: for log-probs (or values),
+from which advantages are computed, and again in training. Where memory has room, the first pass's activations are kept,
+and training begins with the backward pass. The policy's numbers stay the same. The critic's differ by rounding, since
+the first pass also computes values at prompt positions, which training does not need.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import PackedRow, used_lengths
 from nemo_style_aligner.models.products import widened
-from nemo_style_aligner.parallel.allocator import keep_freed_memory
+from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 
@@ -35,9 +34,9 @@ logger = logging.getLogger(__name__)
 KeepChoice = Literal["auto", "always", "never"]
 
 _SHARE = 0.5
-"""Of the free memory, for kept activations. On a CPU others take of the same memory: the critic beside the actor."""
+"""Share of the free memory for kept activations. On a CPU, actor and critic take from the same memory."""
 _RESERVED_PER_PARAMETER = 16
-"""Bytes that stay free besides: Adam's states and gradients, which come back or come to be, or the copy for a save."""
+"""Bytes left free for Adam's states and gradients, which are restored or created later, or for the copy for a save."""
 
 
 def activation_bytes(
@@ -47,13 +46,13 @@ def activation_bytes(
     tp_size: int = 1,
     recomputes_mlp: bool = False,
 ) -> int:
-    """What a packed token keeps for the backward pass, bytes; docs/performance.md has the formula.
+    """Bytes of activations per packed token that the backward pass needs; docs/performance.md has the formula.
 
     Args:
-        itemsize: bytes of a number.
-        granularity: of recomputation: None, ``selective`` or ``full``.
-        tp_size: ranks that share each layer. Without sequence parallelism each has all of the hidden states.
-        recomputes_mlp: ``selective`` means the whole MLP, as with Transformer Engine's layers.
+        itemsize: bytes per number.
+        granularity: which activations are recomputed: None, ``selective`` or ``full``.
+        tp_size: ranks that share each layer. Each is taken to hold all hidden states (no sequence parallelism).
+        recomputes_mlp: ``selective`` recomputes the whole MLP, as with Transformer Engine's layers.
     """
     a = architecture
     h, f = a.hidden_size, a.ffn_hidden_size // tp_size
@@ -68,18 +67,20 @@ def activation_bytes(
 
 @dataclasses.dataclass
 class KeptMicroBatch:
-    """A micro batch as it was computed; of another data-parallel rank only what tells its sequences.
+    """A micro batch of a forward pass; of another data-parallel rank's, only what identifies its sequences.
 
     Attributes:
         rank: data-parallel rank that computed it.
-        sequences: int64 [used] of each of its b sequences: the tokens that were computed.
-        wanted: bool [b, w], positions whose outputs there are.
-        rows: of the batch that is trained, in this order; once it is known.
-        packed, prediction: what the model was given; None for another rank's. A reward head predicts nothing.
-        output: what it gave, with all that a backward pass needs; None: for want of memory it is computed again.
+        lengths: of each of the b sequences, the number of tokens that went through the model.
+        sequences: for each of them, int64 [length + 1], these tokens and the next one, which the last of them predicts.
+        wanted: bool [b, w], positions whose outputs were computed.
+        rows: the sequences' rows in the training batch, in order; set by `KeptPasses.take`.
+        packed, prediction: the model's input; None for another rank's. A reward head has no ``prediction``.
+        output: the model's output with its autograd graph; None: memory had no room, so it is computed again.
     """
 
     rank: int
+    lengths: list[int]
     sequences: list[torch.Tensor]
     wanted: torch.Tensor
     rows: list[int] = dataclasses.field(default_factory=list)
@@ -89,21 +90,21 @@ class KeptMicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, without filling."""
-        return sum(map(len, self.sequences))
+        """Tokens of the sequences, without those that fill up the packed row."""
+        return sum(self.lengths)
 
 
 class KeptPasses:
-    """Forward passes since the weights last changed, until they are trained on.
+    """Forward passes since the weights last changed, kept until they are trained on.
 
-    Which sequences were computed together, and where, is the same on all data-parallel ranks, which pass the same
-    sequences in the same order. Who has memory for the activations is each rank's own affair (those that share layers
-    agree): the micro batches are the same either way, and with them the numbers.
+    All data-parallel ranks pass the same sequences in the same order, so all know which sequences were computed
+    together and by which rank. Each rank decides for itself whether it keeps the activations (tensor-parallel ranks
+    agree on it): the micro batches are the same either way, and with them the numbers.
 
     Args:
-        model: whose passes these are; see `keep_passes` for what it must not have.
+        model: the model whose passes are kept; see `why_not_kept` for the models that cannot have any.
         choice: ``auto`` keeps what memory has room for, ``always`` everything.
-        update_size: sequences that are trained on before the weights change. No more are kept: the newest.
+        update_size: sequences that are trained on before the weights change. Only that many, the newest, are kept.
     """
 
     def __init__(self, model: MegatronModel, choice: KeepChoice, update_size: int) -> None:
@@ -111,19 +112,19 @@ class KeptPasses:
         self._choice = choice
         self._update_size = update_size
         self._micro_batches: list[KeptMicroBatch] = []
-        self._work = [0] * model.layout.dp_size  # of each rank
+        self._work = [0] * model.layout.dp_size  # dealt to each rank so far, operations
         self._room = 0  # bytes
-        self._retained = 0  # bytes that this process has, since it held as many once
+        self._retained = 0  # the most bytes that were held, if freed memory stays with the process
         self._is_told = False
 
     def begin(self) -> None:
-        """A pass begins: see how much memory there is. Collective over the ranks that share layers."""
+        """Measure how much memory there is for a pass that begins. Collective over the tensor-parallel ranks."""
         if self._choice == "always":
             return
-        held, free = self._held(), self._free_bytes()
-        room = max(0, int(_SHARE * (max(held, self._retained) + free)))
-        if free >= 0:  # with the reserve untouched, what this process has anyway is all for this: nobody else gets it
-            room = max(room, self._retained)
+        held = self._held()
+        room = max(0, int(_SHARE * (max(held, self._retained) + self._free_bytes())))
+        if self._retained > held:  # nobody else gets what this process does not give back
+            room = max(room, held + min(self._retained - held, unused_memory()))
         if self._model.layout.tp_size > 1:
             agreed = torch.tensor([room], dtype=torch.int64, device=device())
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
@@ -131,7 +132,7 @@ class KeptPasses:
         self._room = room - held
 
     def has_room(self, micro_batch: KeptMicroBatch) -> bool:
-        """Whether the activations of what was noted are kept."""
+        """Decide whether a micro batch's activations are kept; if so, count their memory."""
         if not any(micro_batch is noted for noted in self._micro_batches):
             return False
         if self._choice == "always":
@@ -150,19 +151,26 @@ class KeptPasses:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether logits are kept with the activations, on CPUs in bf16.
+        """Whether logits are kept with the activations: on CPUs that multiply in bf16, without recomputation.
 
-        GPUs compute them again in no time; in fp32 a chunk is more than the allocator keeps of freed memory, and new
-        pages would take as long. Where activations are computed again to save memory, logits are, too.
+        GPUs recompute logits in no time. In fp32 a chunk is larger than the tensors whose freed memory the allocator
+        keeps, and new pages would take as long as recomputing. Where activations are recomputed, logits are, too.
         """
         config = self._model.config
         dtype = widened(torch.empty(0, dtype=config.params_dtype, device=device())).dtype
         return device().type == "cpu" and dtype == torch.bfloat16 and config.recompute_granularity is None
 
     def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
-        """Each rank's rows of a new pass: the most work for the rank that has had least.
+        """Deal the shares of a new pass to the ranks: the most work to the rank that has had least.
 
-        Passes are small beside what is trained at once, so that their differences would add up.
+        An update trains on many small passes, whose differences in work would otherwise add up.
+
+        Args:
+            parts: the rows of each share, one share per rank.
+            work: of each row of the pass.
+
+        Returns:
+            The rows of each rank.
         """
         sums = [sum(work[row] for row in part) for part in parts]
         largest_first = sorted(range(len(parts)), key=lambda i: -sums[i])
@@ -174,28 +182,29 @@ class KeptPasses:
         return by_rank
 
     def add(self, rank: int, tokens: torch.Tensor, wanted: torch.Tensor) -> KeptMicroBatch:
-        """Note what ``rank`` computes together; for its own, the caller fills in the rest.
+        """Note a micro batch that ``rank`` computes; for this rank's own, the caller fills in the other fields.
 
         Args:
             tokens: int64 [b, s].
             wanted: bool [b, w]; both on the CPU.
         """
-        sequences = [row[:used] for row, used in zip(tokens, used_lengths(wanted), strict=True)]
-        micro_batch = KeptMicroBatch(rank, sequences, wanted)
+        lengths = used_lengths(wanted)
+        sequences = [row[: length + 1] for row, length in zip(tokens, lengths, strict=True)]
+        micro_batch = KeptMicroBatch(rank, lengths, sequences, wanted)
         if not sequences:
             return micro_batch
         self._micro_batches.append(micro_batch)
         surplus = sum(len(noted.sequences) for noted in self._micro_batches) - self._update_size
-        while surplus >= len(self._micro_batches[0].sequences):  # of a validation, or of an actor that did not go on
+        while surplus >= len(self._micro_batches[0].sequences):  # of a validation, or of an actor that stopped
             surplus -= len(self._micro_batches.pop(0).sequences)
         return micro_batch
 
     def forget(self, micro_batch: KeptMicroBatch) -> None:
-        """Training computes these sequences again. All ranks forget the same."""
+        """Drop a micro batch, so that training computes its sequences again. All ranks must drop the same ones."""
         self._micro_batches = [noted for noted in self._micro_batches if noted is not micro_batch]
 
     def take(self, tokens: torch.Tensor, wanted: torch.Tensor) -> list[KeptMicroBatch]:
-        """The micro batches of which a training batch has all sequences, with their ``rows`` in it; nothing stays.
+        """Take the micro batches whose sequences are all in a training batch, with ``rows`` set; forget all others.
 
         Args:
             tokens: int64 [n, s].
@@ -206,15 +215,15 @@ class KeptPasses:
         known = self._micro_batches
         self.clear()
         lengths = _lengths(known)
-        # A row that training leaves out may be any, but is asked for beside another alone.
+        # A row that training leaves out may have any length, but matters only in a micro batch with other sequences.
         lengths_beside = _lengths([micro_batch for micro_batch in known if len(micro_batch.sequences) > 1])
         contents = [[_content(sequence) for sequence in micro_batch.sequences] for micro_batch in known]
         by_content: dict[bytes, list[int]] = {content: [] for of_one in contents for content in of_one}
         for row, used in enumerate(used_lengths(wanted)):
-            possible = [used]  # nearly always what was computed is what training needs
+            possible = [used]  # nearly always the pass computed what training needs
             if used not in lengths:
                 possible = [length for length in lengths if length > used] if used else lengths_beside
-            for content in _contents(tokens[row], possible):
+            for content in _contents(tokens[row], [length + 1 for length in possible]):
                 if content in by_content:
                     by_content[content].append(row)
         free = set(range(len(tokens)))
@@ -232,12 +241,12 @@ class KeptPasses:
         return taken
 
     def clear(self) -> None:
-        """Forget everything: the weights change, or what was computed will not be trained on."""
+        """Forget everything: the weights change, or the passes will not be trained on."""
         self._micro_batches = []
         self._work = [0] * len(self._work)
 
     def _held(self) -> int:
-        """Bytes."""
+        """Bytes of the activations that are kept now."""
         return sum(self._bytes(micro_batch) for micro_batch in self._micro_batches if micro_batch.output is not None)
 
     def _bytes(self, micro_batch: KeptMicroBatch) -> int:
@@ -255,7 +264,7 @@ class KeptPasses:
         )
 
     def _free_bytes(self) -> float:
-        """Of this rank's memory, beyond what is reserved."""
+        """Free bytes of this rank's memory beyond the reserve; negative where the reserve is not free."""
         layout = self._model.layout
         reserved = _RESERVED_PER_PARAMETER * self._model.architecture.num_parameters // layout.tp_size
         if device().type == "cuda":
@@ -267,14 +276,14 @@ class KeptPasses:
 def keep_passes(
     model: MegatronModel, second: FrozenWeights | None, choice: KeepChoice, update_size: int
 ) -> KeptPasses | None:
-    """Where passes of ``model`` are kept, if they are to be and can be.
+    """Make the `KeptPasses` of ``model``; None if ``choice`` is ``never``, or is ``auto`` and they cannot be kept.
 
     Args:
         second: weights that may take the place of the model's own between a pass and the update.
         choice, update_size: see `KeptPasses`.
 
     Raises:
-        ValueError: they cannot be kept, and must be.
+        ValueError: ``choice`` is ``always``, but passes cannot be kept.
     """
     if choice == "never":
         return None
@@ -304,18 +313,18 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
 
 
 def _lengths(micro_batches: Sequence[KeptMicroBatch]) -> list[int]:
-    """Of all sequences, each once, ascending."""
-    return sorted({len(sequence) for micro_batch in micro_batches for sequence in micro_batch.sequences})
+    """The distinct lengths of all sequences, ascending."""
+    return sorted({length for micro_batch in micro_batches for length in micro_batch.lengths})
 
 
 def _content(sequence: torch.Tensor) -> bytes:
-    """What tells a sequence [n] from others."""
+    """A digest of a sequence's tokens [n]."""
     (content,) = _contents(sequence, [len(sequence)])
     return content
 
 
 def _contents(row: torch.Tensor, lengths: Sequence[int]) -> Iterator[bytes]:
-    """`_content` of the row's first tokens, as many as each of ``lengths`` says (ascending), as far as it has them."""
+    """`_content` of the row's prefixes of ``lengths`` tokens (ascending), up to the length of the row."""
     tokens, begin, digest = row.contiguous().numpy(), 0, hashlib.blake2b(digest_size=16)
     for length in lengths:
         if length > len(tokens):
@@ -326,6 +335,6 @@ def _contents(row: torch.Tensor, lengths: Sequence[int]) -> Iterator[bytes]:
 
 
 def _covers(has: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether outputs at ``has`` [w] include those ``wanted`` [w'], whose widths differ in what nobody wants."""
+    """Whether all positions set in ``wanted`` [w'] are set in ``has`` [w]; their widths may differ."""
     places = wanted.nonzero()[:, 0]
     return not len(places) or (int(places[-1]) < len(has) and bool(has[places].all()))

@@ -1,9 +1,9 @@
-"""Compiled parts of a training pass on CPUs: attention of packed rows, SwiGLU, RMSNorm, softmax of logits, gradients of
-weights in bf16.
+"""Compiled kernels for training passes on CPUs: attention over packed rows, SwiGLU, RMSNorm, softmax of logits, and
+weight gradients in bf16.
 
-Each replaces several of torch's passes over memory by one, and computes in fp32 whatever the dtype of its arguments,
-but for products of bf16 where the processor has them. Where they cannot be had (no compiler, say), the layers do the
-same in torch.
+Each makes one pass over memory where torch makes several. They compute in fp32 whatever the dtype of their arguments,
+except for bf16 products on processors that have them. Where the kernels are not available (without a compiler, for
+example), the layers compute the same in torch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FOLDER = Path(__file__).parent / "native"
 _NAMES = ("layer_kernels.cpp", "attention.h", "elementwise.h", "logits.h", "rows.h", "weight_gradients.h")
 _SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "vectors.h"))]
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the check, by dtype: several times what rounding makes."""
+"""Largest relative error in the check, by dtype: several times the rounding error."""
 _Pointer = ctypes.c_void_p
 
 
 class _Attention(ctypes.Structure):
-    """`Attention` of the source."""
+    """The struct `Attention` of ``attention.h``."""
 
     _fields_ = [
         *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "lengths")],
@@ -52,7 +52,7 @@ class _Attention(ctypes.Structure):
 
 
 class LayerKernels:
-    """The compiled functions. Tensors are contiguous, on the CPU and, where not said, of one dtype: fp32 or bf16.
+    """The compiled functions. Tensors are contiguous, on the CPU and, unless stated, of one dtype: fp32 or bf16.
 
     Attributes:
         kernel: the name of the instructions they are compiled for, one of `compilation.KERNELS`.
@@ -64,7 +64,7 @@ class LayerKernels:
 
     @property
     def adds_products(self) -> bool:
-        """Whether there is `add_product`: it takes dot products of bf16."""
+        """Whether `add_product` is available: it needs a processor with bf16 dot products."""
         return KERNELS[self.kernel].number == DOT
 
     def add_product(self, total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
@@ -85,16 +85,16 @@ class LayerKernels:
         lengths: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention inside each of the sequences that lie one after the other in a row of t tokens.
+        """Causal attention within each sequence of a packed row of t tokens.
 
         Args:
-            qkv: [t, groups, heads per group + 2, d], a group's query heads, its key and its value.
-            rotary: cosines and sines, fp32 [t, r], of the angles that queries and keys are turned by; None: not at all.
+            qkv: [t, groups, heads per group + 2, d], for each group its query heads, its key and its value.
+            rotary: cosines and sines, fp32 [t, r], of the angles that rotate queries and keys; None: no rotation.
             lengths: int32 [n], tokens of each sequence; they add up to t.
-            scale: of the products of queries and keys.
+            scale: factor of the scores, the products of queries and keys.
 
         Returns:
-            [t, heads, d], and fp32 [t, heads], what the backward pass needs of the softmax.
+            [t, heads, d], and fp32 [t, heads], the log-sum-exp of each query's scores, for the backward pass.
         """
         t, groups, parts, d = qkv.shape
         heads = groups * (parts - 2)
@@ -161,7 +161,7 @@ class LayerKernels:
         return grad_x
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., h] / rms(x) * weight (fp32 [h]) of the last dimension, and what x is multiplied by, fp32 [..., 1]."""
+        """x [..., h] / rms(x) * weight (fp32 [h]) over the last dimension, and 1 / rms(x), fp32 [..., 1]."""
         out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         self._call("layer_rms_norm", (x, weight, out, scale), _rows(x), ctypes.c_float(eps))
         return out, scale
@@ -178,17 +178,16 @@ class LayerKernels:
     def measure_logits(
         self, logits: torch.Tensor, targets: torch.Tensor, scale: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What log-probs are made of, for each row x = scale * logits.
+        """The log-sum-exp, the target's logit and the entropy of each row x = scale * logits.
 
         Args:
             logits: [k, v].
-            targets: int64 [k], a place in each row; negative: in none.
+            targets: int64 [k], an index into each row; negative: the target is not in this row.
             scale: what the logits are multiplied by.
             entropy: whether the entropy is wanted.
 
         Returns:
-            fp32 [k] each: the log of the sum of the exponentials; x at the target, 0 without one; the entropy of
-            softmax(x), or None.
+            fp32 [k] each: the log-sum-exp; x at the target, 0 without one; the entropy of softmax(x), or None.
         """
         normalizer, at_target = torch.empty(2, len(logits), dtype=torch.float32)
         entropies = torch.empty_like(normalizer) if entropy else None
@@ -206,13 +205,13 @@ class LayerKernels:
         entropy: tuple[torch.Tensor, torch.Tensor] | None,
         out: torch.Tensor,
     ) -> None:
-        """The gradient with respect to x of `measure_logits`, whose rows may be parts of those that are normalised.
+        """The gradient with respect to x of `measure_logits`; its rows may be slices of longer rows (split vocabulary).
 
         Args:
-            normalizer: fp32 [k], of whole rows.
-            grad: fp32 [k], of the log-prob of the target.
-            entropy: fp32 [k] each, that of whole rows and its gradient; None: nothing depends on it.
-            out: where it goes, in the shape and dtype of the logits, which it may replace.
+            normalizer: fp32 [k], the log-sum-exp of whole rows.
+            grad: fp32 [k], of the target's log-prob.
+            entropy: fp32 [k] each, the entropy of whole rows and its gradient; None: nothing depends on it.
+            out: receives the gradient, in the shape and dtype of the logits; may be their memory.
         """
         tensors = (logits, targets, normalizer, entropy and entropy[0], grad, entropy and entropy[1], out)
         self._call("layer_logits_gradient", tensors, _rows(logits), ctypes.c_float(scale))
@@ -232,15 +231,15 @@ class LayerKernels:
 
 
 def kernels_for(x: torch.Tensor) -> LayerKernels | None:
-    """The functions for tensors like ``x``; None where it is torch that computes."""
+    """The functions for tensors like ``x``; None where torch computes."""
     return best_kernels() if x.device.type == "cpu" and x.dtype in _TOLERANCES else None
 
 
 def load(kernel: str) -> LayerKernels:
-    """The functions compiled for ``kernel``, a name of `compilation.KERNELS`, whose results have been checked.
+    """Load the functions compiled for ``kernel``, a name of `compilation.KERNELS`, and check their results.
 
     Raises:
-        NativeUnavailable: they cannot be compiled, or compute something else than torch.
+        NativeUnavailable: they cannot be compiled, or their results differ from torch's.
     """
     command = [*find_compiler(), *compiler_flags(kernel), "-O3"]
     kernels = LayerKernels(find_or_compile(command, _SOURCES), kernel)
@@ -255,9 +254,9 @@ def load(kernel: str) -> LayerKernels:
 
 @functools.cache
 def best_kernels() -> LayerKernels | None:
-    """The functions for this processor, compiled by the first process of this user; None, with a warning, without."""
+    """The best functions for this processor, compiled if no process has done so yet; None, with a warning, without."""
     problem = NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
-    # In bf16 they multiply by dot products where the processor, and the compiler, has them; none uses tiles.
+    # The best have bf16 dot products, where processor and compiler do. None of these functions uses AMX tiles.
     for name in usable_kernels(torch.bfloat16):
         if KERNELS[name].number == AMX:
             continue
@@ -270,7 +269,7 @@ def best_kernels() -> LayerKernels | None:
 
 
 def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
-    """Relative, against torch in fp32 on a few numbers: a processor or compiler that gets them wrong is not used."""
+    """Relative, against torch in fp32, on a few numbers: guards against a faulty compiler or processor."""
     numbers = _Numbers(dtype)
     with torch.enable_grad():
         pairs = [pair for check in _CHECKS for pair in check(kernels, numbers)]
@@ -279,7 +278,7 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
 
 
 class _Numbers:
-    """Draws what the checks compute with: numbers that ``dtype`` has, as fp32."""
+    """Draws the checks' inputs: fp32 numbers that ``dtype`` represents exactly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -289,12 +288,12 @@ class _Numbers:
         return torch.randn(*shape, generator=self._draw).to(self.dtype).float()
 
     def narrow(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As the functions take them."""
+        """The tensors in ``dtype``, as the functions take them."""
         return tuple(x.detach().to(self.dtype) for x in tensors)
 
 
 _Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""(what the functions compute, what torch does)."""
+"""(result of the functions, result of torch)."""
 
 
 def _check_attention(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
@@ -309,7 +308,7 @@ def _check_attention(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
 
 
 def _attention_in_torch(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """As `LayerKernels.attention`, of two query heads per group."""
+    """As `LayerKernels.attention`, with two query heads per group and without rotation."""
     sequences = []
     for part in x.split(lengths.tolist()):
         query, key, value = (

@@ -1,7 +1,7 @@
 """The transformer layer: Transformer Engine's where it can be used, else our own ("local" in megatron-core's terms).
 
-Ours compute with compiled C++ kernels on CPUs (`layer_kernels`) where they can be had, else with torch's functions.
-Both have the same parameters. Transformer Engine fuses the norm into the linear layer that follows it
+Ours use compiled C++ kernels on CPUs (`layer_kernels`) where available, else torch's functions. Transformer Engine's
+layers and ours have the same parameters. Transformer Engine fuses the norm into the linear layer that follows it
 (``linear_qkv.layer_norm_weight``); megatron-core's key map stores ours under the same names, so that
 checkpoints are interchangeable between the two.
 """
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether the layers of a model of ``dtype`` are Transformer Engine's; asked when this process has its device.
+    """Whether a model of ``dtype`` has Transformer Engine's layers; call it when this process has its device.
 
-    Where it is installed and they are not, the log says why.
+    Where Transformer Engine is installed but not used, the log says why.
     """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return False
@@ -57,7 +57,7 @@ def _why_own_layers(dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return "in fp32 it has no attention for packed rows, and multiplies in TF32"
     major, minor = torch.cuda.get_device_capability()
-    # What it brings along is cuDNN's attention, which takes packed rows on these GPUs alone.
+    # Without flash-attn it has cuDNN's attention, which takes packed rows on these GPUs alone.
     if major not in (9, 10) and importlib.util.find_spec("flash_attn") is None:
         return f"on a GPU of compute capability {major}.{minor} it needs flash-attn, which is not installed"
     return None
@@ -96,10 +96,10 @@ class Norm(torch.nn.Module):
 
 
 class Layer(TransformerLayer):
-    """megatron-core's. The model's last one goes on after its attention with the places that are asked for.
+    """megatron-core's layer. After its attention, the model's last one computes only the wanted positions.
 
-    Nothing depends on the others from there on: on prompts' tokens when log-probs of responses are wanted, on all but
-    the last one when a reward is.
+    Nothing depends on the others from there on: prompt tokens when log-probs of responses are wanted, all but the last
+    token when a reward is.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ class Layer(TransformerLayer):
             self.mlp.register_forward_hook(_copy_bias)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h], or [k, 1, h] of `PackedSequences.outputs`, and no context."""
+        """[s, b, h] -> [s, b, h], or [k, 1, h] at `PackedSequences.outputs`, and no context."""
         hidden_states, context = self._forward_attention(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
         if isinstance(packed, PackedSequences) and packed.outputs is not None and self._is_last:
@@ -123,10 +123,10 @@ class Layer(TransformerLayer):
 def _copy_bias(
     mlp: torch.nn.Module, _: Any, results: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Let an MLP hand on a copy of its bias, which is added later.
+    """Make an MLP return a copy of its bias, which is added later.
 
-    megatron-core computes the whole of it again: a parameter that such a function returned would count as its result
-    from then on, no leaf any more, and its gradient would need the same function again, without end.
+    megatron-core recomputes the whole MLP. A parameter that a recomputed function returns would become its result, no
+    longer a leaf, and the parameter's gradient would need the function again, without end.
     """
     output, bias = results
     return output, None if bias is None else bias.clone()
@@ -140,7 +140,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.module = Layer
         if config.use_te_activation_func:
-            # megatron-core's own, unfused, keeps 5 numbers per token and unit for the backward pass in place of 3.
+            # megatron-core's, unfused, keeps 5 numbers per token and unit for the backward pass; ours keeps 3.
             spec.submodules.mlp.submodules.activation_func = SwiGLU
         return spec
     head_norm = Norm if config.qk_layernorm else IdentityOp

@@ -1,4 +1,4 @@
-"""megatron-core's linear layers as they compute on CPUs: by `products`, with gradients added in place."""
+"""megatron-core's linear layers, computed on CPUs by `products`, with gradients added in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nemo_style_aligner.models.recompute import not_keeping
 
 
 class _OnCPU:
-    """For both kinds of layers: no keeping of inputs that can be `computed_again`, and `_Linear` on CPUs.
+    """Mixin for both kinds of layers: inputs that can be `computed_again` are not kept, and CPUs use `_Linear`.
 
-    Weights that need no gradient are multiplied as `PackedWeight`.
+    On CPUs, frozen weights are multiplied as `PackedWeight`, where there is one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,18 +45,18 @@ class _OnCPU:
 
 
 class ColumnLinear(_OnCPU, ColumnParallelLinear):
-    """megatron-core's, see above."""
+    """megatron-core's `ColumnParallelLinear` with `_OnCPU`."""
 
 
 class RowLinear(_OnCPU, RowParallelLinear):
-    """megatron-core's, see above."""
+    """megatron-core's `RowParallelLinear` with `_OnCPU`."""
 
 
 class _Linear(torch.autograd.Function):
     """x [..., k], weight [n, k] -> x @ weight.T [..., n], of their dtype.
 
-    Under sequence parallelism x is this rank's share of the first dimension, and the result of the whole of it. What
-    megatron-core's functions do on GPUs, with gradients that go straight to ``main_grad`` where they can.
+    Under sequence parallelism x is this rank's share of the first dimension, and the result covers all of it. The same
+    as megatron-core's functions on GPUs, but gradients are added straight to ``main_grad`` where they may be.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        if x.dtype != weight.dtype:  # widening would hide it, on some processors
+        if x.dtype != weight.dtype:  # where both are widened, the mistake would go unnoticed
             raise TypeError(f"a linear layer of {weight.dtype} cannot take {x.dtype}")
         ctx.save_for_backward(x, weight)
         ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
             elif ctx.gathered_by is not None:
                 whole, grad_x = grad_x, torch.empty_like(x)
                 exchange = dist.reduce_scatter_tensor(grad_x, whole, group=ctx.gathered_by, async_op=True)
-        if ctx.needs_input_grad[1]:  # while the ranks exchange the other one
+        if ctx.needs_input_grad[1]:  # while the ranks exchange grad_x
             rows, columns = widened(_gathered(x, ctx.gathered_by)).flatten(0, -2), wide.flatten(0, -2)
             if ctx.main_grad is None:
                 grad_weight = product(columns.t(), rows).to(weight.dtype)
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The shares of the first dimension of all ranks of the group; ``x`` without one."""
+    """All ranks' ``x``, concatenated along the first dimension; ``x`` itself without a group."""
     if group is None:
         return x
     whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])

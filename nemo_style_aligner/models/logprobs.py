@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks, with the vocabulary split over ranks.
 
-The logits of one chunk of positions exist at a time, in the forward and in the backward pass, which computes them
-again: there is no tensor of all positions times the vocabulary, unless it is asked for, in the weights' dtype.
+Only one chunk of positions has its logits in memory at a time, in the forward pass and in the backward pass, which
+computes them again. There is no tensor of all positions times the vocabulary, unless `Prediction.keeps_logits` is set.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.products import add_product, product, widened
 
 _CHUNK_BYTES = 64 * 2**20
-"""Of logits. Large enough for matrix products to run at full speed with vocabularies up to 128k on a CPU."""
+"""Of logits, per chunk: large enough for products at full speed with vocabularies up to 128k on a CPU."""
 _GPU_CHUNK_BYTES = 512 * 2**20
-"""A chunk's backward pass reads and writes the whole gradient, which takes a GPU as long as hundreds of rows do."""
+"""Larger: each chunk reads and writes the weight's whole gradient, which takes a GPU as long as hundreds of rows."""
 _ROWS = 256
-"""Chunks of more rows are multiples of it, on GPUs all: a tile there, and with other numbers CPUs may lose a third."""
+"""Chunks of more rows (on GPUs, all chunks) have a multiple of this: it is a GPU's tile, and other numbers may cost
+CPUs a third of their speed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Prediction:
     """What is asked of a language model about some positions of a packed row.
 
     Attributes:
-        outputs: int64 [k], places in the row; None: the k rows that there are.
-        targets: int64 [k], the token that follows each place.
+        outputs: int64 [k], positions in the row; None: the model has computed only these k positions.
+        targets: int64 [k], the token that follows each position.
         temperature: the logits are divided by it first, as the sampler does.
         entropy: the entropy of the distribution is wanted too.
-        keeps_logits: the backward pass finds the logits instead of computing them again: k times the vocabulary, in the
-            dtype of the weights (fp32 where products are: `widened`).
+        keeps_logits: keep the logits for the backward pass instead of computing them again: k times the vocabulary, in
+            the dtype of the weights (fp32 where these are `widened`, and on GPUs).
     """
 
     outputs: torch.Tensor | None
@@ -70,7 +71,7 @@ def predict(
         fp32 [k]; [k, 2], log-probs and entropies, if entropies are wanted.
     """
     if sequence_parallel:
-        # Each rank's gradient is of its slice of the vocabulary: the way back sums them.
+        # Each rank's gradient comes from its slice of the vocabulary: the backward pass sums them.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
     rows = hidden_states[:, 0]
     if wanted.outputs is not None:
@@ -93,7 +94,7 @@ class _Predictions(torch.autograd.Function):
     ) -> torch.Tensor:
         vocabulary = _Slice(weight, vocab_size)
         k = rows.shape[0]
-        # Of this rank's slice alone: log of the sum of exponentials, the target's logit, the entropy.
+        # Of this rank's slice alone: the log-sum-exp, the target's logit, the entropy.
         normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
         kept: list[torch.Tensor] = []
         if vocabulary.size == 0:
@@ -107,7 +108,7 @@ class _Predictions(torch.autograd.Function):
                     entropy[part] = measured[2]
         if vocabulary.is_split:
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
-            # A slice with the share q of the probability and the entropy H adds q (H - log q).
+            # A slice with total probability q and entropy H contributes q (H - log q).
             log_share = own - normalizer
             sums = torch.stack([target_logit, log_share.exp() * (entropy - log_share)])
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
@@ -161,14 +162,14 @@ class _Slice:
     def logits(
         self, rows: torch.Tensor, keep: list[torch.Tensor] | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Logits of chunks of rows (`widened`), each valid until the next. There must be at least one row of weights.
+        """Logits of chunks of rows (`widened`), each valid until the next. The slice must have at least one token.
 
         Args:
-            keep: where to append them: then they stay valid.
+            keep: a list to append them to; these stay valid.
         """
-        # GPUs add up in fp32 and can leave it at that; CPUs round to the inputs' dtype.
+        # GPUs accumulate in fp32 and can return that; CPUs round to the inputs' dtype.
         dtype = torch.float32 if rows.is_cuda else rows.dtype
-        # Torch's functions want them in fp32, too. What is kept has to be small enough for the allocator, once freed.
+        # Torch's functions make an fp32 copy. Kept logits (bf16) fill half a chunk, memory that the allocator reuses.
         itemsize = dtype.itemsize if keep is None and kernels_for(rows) else 4
         step = max(1, chunk_bytes(rows.device) // (itemsize * self.size))
         if rows.is_cuda or step > _ROWS:
@@ -183,7 +184,7 @@ class _Slice:
 
 
 def _parts(sizes: Iterable[int]) -> Iterator[slice]:
-    """Of rows, one after the other."""
+    """Consecutive slices of these sizes."""
     for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
         yield slice(begin, end)
 
@@ -191,7 +192,7 @@ def _parts(sizes: Iterable[int]) -> Iterator[slice]:
 def _measure(
     logits: torch.Tensor, targets: torch.Tensor, wanted: Prediction
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """See `LayerKernels.measure_logits`. The logits stay as they are if they are kept."""
+    """`LayerKernels.measure_logits`, or the same in torch, which overwrites fp32 logits unless they are kept."""
     if kernels := kernels_for(logits):
         return kernels.measure_logits(logits, targets, 1 / wanted.temperature, wanted.entropy)
     logits = _scaled(logits, wanted)
@@ -210,7 +211,7 @@ def _gradient(
     grad: torch.Tensor,
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """See `LayerKernels.logits_gradient`: [k, v], in the place of the logits unless they are kept."""
+    """`LayerKernels.logits_gradient`, or the same in torch: [k, v]. May overwrite the logits unless they are kept."""
     if kernels := kernels_for(logits):
         out = _buffer(logits.shape, logits.dtype, logits.device) if wanted.keeps_logits else logits
         kernels.logits_gradient(logits, targets, 1 / wanted.temperature, normalizer, grad, entropy, out)
@@ -227,7 +228,7 @@ def _gradient(
 
 
 def _scaled(logits: torch.Tensor, wanted: Prediction) -> torch.Tensor:
-    """fp32 logits over the temperature, in the place of those that were computed unless they are kept."""
+    """Logits divided by the temperature, in fp32; overwrites fp32 logits unless they are kept."""
     if logits.dtype != torch.float32 or wanted.keeps_logits:
         logits = _buffer(logits.shape, torch.float32, logits.device).copy_(logits)
     return logits if wanted.temperature == 1.0 else logits.div_(wanted.temperature)
@@ -237,9 +238,9 @@ _buffers: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _buffer(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> torch.Tensor:
-    """Memory with whatever is in it; on a CPU the same as the last time.
+    """Uninitialised memory; on a CPU the same in each call for a dtype.
 
-    The C library would give 64 MiB back and fetch new pages for each chunk, which takes as long as a softmax.
+    Otherwise the C library would give 64 MiB back and get new pages for each chunk, which takes as long as a softmax.
     """
     if target.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=target)
@@ -251,7 +252,7 @@ def _buffer(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> t
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Memory of the fp32 logits of one chunk, of many positions."""
+    """Bytes that the logits of one chunk may take."""
     return _GPU_CHUNK_BYTES if device.type == "cuda" else _CHUNK_BYTES
 
 

@@ -1,7 +1,8 @@
-"""Gradients of weight matrices, added where megatron-core keeps the sum of all micro batches.
+"""Gradients of weight matrices, added straight to megatron-core's ``main_grad``, the sum over micro batches.
 
-As gradients of their own they would be cleared or allocated, written and added in every micro batch, and of matrices as
-large as the vocabulary a micro batch changes few rows (the embedding), or sums over chunks (the output layer).
+As separate tensors, gradients would be allocated or cleared, written and added in every micro batch. That is a waste
+for matrices as large as the vocabulary: a micro batch changes few rows of the embedding's gradient, and sums the output
+layer's over chunks.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ _IN_PLACE = "_gradient_is_added_in_place"
 
 
 def add_in_place(gpt: GPTModel) -> None:
-    """Let functions with a backward pass of their own add gradients to ``main_grad`` themselves, where they can.
+    """Let our own backward functions add gradients to ``main_grad`` themselves.
 
-    For a model whose DDP does not exchange gradients during the backward pass: that waits for every parameter's own.
-    The output layer can (`logprobs`), on CPUs linear layers (`linear`) and, without tensor parallelism, the embedding.
+    Only for a model whose DDP does not exchange gradients during the backward pass: it would wait for each parameter's
+    own gradient. The output layer does so (`logprobs`) and, on CPUs, linear layers (`linear`) and, without tensor
+    parallelism, the embedding.
     """
     for parameter in gpt.parameters():
         setattr(parameter, _IN_PLACE, True)
     if gpt.pre_process:
-        # `LanguageModelEmbedding` makes its own; nothing but `forward` differs.
+        # `LanguageModelEmbedding` constructs this module itself; only `forward` differs.
         gpt.embedding.word_embeddings.__class__ = _Embedding
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 sum to which a function may add the gradient of ``weight``; None: it returns it to autograd."""
+    """The fp32 sum to which a function may add the gradient of ``weight``; None: it must return the gradient."""
     return getattr(weight, "main_grad", None) if getattr(weight, _IN_PLACE, False) else None
 
 
 class _Embedding(VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """int64 [b, s] -> [b, s, h], as the base class."""
-        # Sums in a fixed order on CPUs; atomic additions on GPUs have none.
+        # `index_add_` sums in a fixed order on CPUs; on GPUs it adds atomically, in any order.
         can = self.weight.device.type == "cpu" and self.tp_group.size() == 1 and torch.is_grad_enabled()
         if not can or main_grad_of(self.weight) is None:
             return super().forward(input_)

@@ -15,7 +15,7 @@ Action = Literal["stop", "skip"]
 
 
 class NonFiniteError(FloatingPointError):
-    """NaN or Inf where the run's settings do not let it pass; says which samples are concerned. Nothing was applied."""
+    """NaN or Inf that the run's settings do not tolerate. The message names the samples; nothing was applied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class NonFinitePolicy:
 
     Attributes:
         action: ``stop``: an error, before anything is applied. ``skip``: go on without the update or the samples.
-        max_consecutive_skips: as many updates in a row may be skipped; one more is an error.
+        max_consecutive_skips: how many updates in a row may be skipped; one more is an error.
     """
 
     action: Action
@@ -47,11 +47,11 @@ STOP = NonFinitePolicy("stop", 0)
 
 
 class SkipCounter:
-    """Decides on each update whether it is applied, and counts those that were not.
+    """Counts updates that were not applied, and raises where the policy does not allow another.
 
     Attributes:
         total: updates skipped in the whole run.
-        consecutive: since the last one that was applied.
+        consecutive: updates skipped since the last one that was applied.
     """
 
     def __init__(self, policy: NonFinitePolicy) -> None:
@@ -60,7 +60,7 @@ class SkipCounter:
         self.consecutive = 0
 
     def applied(self) -> None:
-        """An update was applied."""
+        """Note an update that was applied."""
         self.consecutive = 0
 
     def skip(self, what: str, origin: str) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class AdamOffload:
     """Moves an optimizer's states to host memory and back, bit for bit.
 
-    The tensors stay the same objects; their contents are what moves. So whoever reads them (a checkpoint, say) may do
-    so wherever they are. On a GPU the host memory is pinned, allocated once, and copies run beside the host's work.
+    The tensors stay the same objects, only their memory moves. So code that reads them (to save a checkpoint, for
+    example) works wherever they are. With a GPU, host memory is pinned and allocated once, and copies are asynchronous.
 
     Args:
-        optimizers: megatron-core's, each around a `torch.optim.Optimizer` (not its chain of them).
-        model: whose parameters stay where they are, also where they are their own main weights (fp32).
+        optimizers: megatron-core's, each around one `torch.optim.Optimizer` (not a `ChainedOptimizer`).
+        model: its parameters are not moved, even where they are the main weights themselves (fp32).
     """
 
     def __init__(self, optimizers: list[MegatronOptimizer], model: torch.nn.Module) -> None:
@@ -46,20 +46,21 @@ class AdamOffload:
             tensor.data = self._resting[tensor].copy_(tensor.detach(), non_blocking=True)
         self.is_away = True
         if self._home.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # before anybody reads them here
+            torch.cuda.current_stream().synchronize()  # before anything reads the copies
             torch.cuda.empty_cache()  # an engine in another process wants the memory too
 
     def bring_back(self) -> None:
         """Move the states to the device again, unless they are there.
 
-        Those that the optimizer has now: loading a checkpoint, or writing the first one, makes moments anew.
+        These are the states that the optimizer has now: loading a checkpoint, or writing the first one, may have
+        created new moments.
         """
         if not self.is_away:
             return
         states = list(self._states())
         for tensor in states:
             if tensor in self._resting or tensor.device.type != self._home.type:
-                # In the order of the stream: what is queued after it finds it complete.
+                # Asynchronous: work queued on the stream afterwards finds the copy complete.
                 at_home = torch.empty_like(tensor, device=self._home)
                 tensor.data = at_home.copy_(tensor.detach(), non_blocking=True)
         self._resting = {tensor: self._resting[tensor] for tensor in states if tensor in self._resting}

@@ -31,7 +31,7 @@ class Schedule:
     ``max_steps - warmup_steps - constant_steps``, then ``min_lr``. ``constant`` keeps ``lr`` after the warm-up.
 
     Attributes:
-        is_given_length: ``max_steps`` is the config's, and not the run's number of updates.
+        is_given_length: whether ``max_steps`` is from the config, not the run's number of updates.
     """
 
     lr: float
@@ -50,7 +50,7 @@ class Schedule:
 
     @classmethod
     def from_config(cls, optim: Mapping[str, Any], max_steps: int) -> Schedule:
-        """Read ``model.optim``; ``max_steps`` is the job's number of optimizer updates, if the section has none."""
+        """Read ``model.optim``; ``max_steps``, the job's number of updates, applies where the section gives none."""
         sched = optim.get("sched") or {"name": "constant"}
         given = sched.get("max_steps")
         return cls(
@@ -64,7 +64,7 @@ class Schedule:
         )
 
     def ending_with_run(self, updates: int) -> Schedule:
-        """For a run that has another number of updates than was known before."""
+        """The schedule of a run with this many updates; the same one if the config gives its length."""
         return self if self.is_given_length else dataclasses.replace(self, max_steps=updates)
 
     def __call__(self, step: int) -> float:
@@ -80,7 +80,7 @@ class Schedule:
         return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress / decay_steps))
 
     def warn_if_nothing_decays(self) -> None:
-        """Say on rank 0 that the run is too short for the schedule: after the warm-up all its updates are at min_lr."""
+        """Warn on rank 0 if the run is too short for the schedule: all its updates after the warm-up are at min_lr."""
         warmup = self.warmup_steps + 1 if self.warmup_steps > 0 else 0  # the update after it has the full rate
         is_short = warmup < self.max_steps <= self.warmup_steps + self.constant_steps
         if self.name == "CosineAnnealing" and is_short and self.min_lr < self.lr and dist.get_rank() == 0:
@@ -106,7 +106,7 @@ class Optimizer:
 
     Attributes:
         step_count: updates made so far; those that were skipped do not count.
-        skips: those that were skipped for NaN or Inf.
+        skips: counts the updates that were skipped for NaN or Inf.
     """
 
     def __init__(
@@ -161,20 +161,20 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clear the gradient buffers; call before each training step."""
         if self._offload is not None:
-            self._ddp.restore_grad_buffers(synchronize=False)  # which are there in the order of the device's work
+            self._ddp.restore_grad_buffers(synchronize=False)  # the stream orders it before what follows
         self._ddp.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, loss: float, origin: str, num_items: float = 1.0) -> dict[str, float]:
         """Clip, update, advance the schedule; or skip the update, where loss or gradients hold NaN or Inf. Collective.
 
-        A skipped update leaves weights, Adam's state, ``step_count`` and with it the schedule as they were. So does one
-        from a batch with nothing to learn from, where Adam's momentum alone would move the weights.
+        A skipped update leaves weights, Adam's state, ``step_count`` and with it the schedule as they were. So does a
+        batch without items, from which Adam's momentum alone would move the weights.
 
         Args:
-            loss: of the batch, the same on every rank.
+            loss: the batch's loss, the same on every rank.
             origin: the samples the gradients are from, for the log.
-            num_items: what the loss is a mean of, over all ranks: tokens, or pairs.
+            num_items: how many items (tokens, pairs or labels) the loss is the mean of, over all ranks.
 
         Returns:
             ``grad_norm`` (before clipping; left out if nothing was applied), ``lr``, and ``skipped_updates`` so far.
@@ -204,9 +204,9 @@ class Optimizer:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(self.skips.total)}
 
     def _clip(self, grad_norm: float) -> None:
-        """As megatron-core's own ``step`` does between preparing gradients and applying them, with the same bits.
+        """Clip the prepared gradients in place, with the same bits as megatron-core's own ``step``.
 
-        In place: where it has no kernel of apex's or Transformer Engine's, its function makes a copy of each gradient.
+        Without a kernel of apex's or Transformer Engine's, megatron-core's function would copy each gradient.
         """
         factor = self.clip_grad / (grad_norm + 1e-6)
         if self.clip_grad <= 0.0 or factor >= 1.0:
@@ -216,13 +216,13 @@ class Optimizer:
                 torch._foreach_mul_(gradients, factor)
 
     def parts(self) -> list[MegatronOptimizer]:
-        """megatron-core's optimizers that this rank has parameters in."""
+        """megatron-core's optimizers that hold parameters of this rank."""
         chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        """Has the gradients, in buffers of its own."""
+        """megatron-core's DDP, whose buffers hold the gradients."""
         return cast(DistributedDataParallel, self.model.module)
 
     def offload_states(self) -> None:

@@ -1,7 +1,7 @@
 """Which sequences are computed together: shares of data-parallel ranks, micro batches, packed rows.
 
 A model computes a micro batch as one row of tokens, sequence after sequence, without padding; attention stays inside
-each sequence. What is computed of a sequence ends with its last position whose output is wanted.
+each sequence. A sequence is computed up to its last position whose output is wanted, no further.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MicroBatching:
 
     Attributes:
         num_rows: rows per micro batch, where there is no token budget.
-        max_tokens: tokens per micro batch, at most; a longer sequence has one to itself. None: ``num_rows`` counts.
+        max_tokens: token budget of a micro batch; a longer sequence gets one to itself. None: ``num_rows`` applies.
         group: rows that stay together (2 for pairs that are compared).
     """
 
@@ -45,9 +45,9 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, in order; they add up to the row's length.
         positions: int64 [t], each token's place in its sequence.
-        outputs: int64 [k], the places that the model's last layer goes on with after its attention; None: with all.
-        rotary: cosines and sines of the row's positions [t, 1, r], kept by the first layer that computes them.
-        blocks: what attention computes together, kept by the first layer (our own layers, without compiled kernels).
+        outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
+        rotary: cosines and sines of the row's positions [t, 1, r], stored by the first layer for the others.
+        blocks: what attention computes together, stored likewise (by our own layers, without compiled kernels).
     """
 
     lengths: tuple[int, ...] = ()
@@ -59,12 +59,12 @@ class PackedSequences(PackedSeqParams):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBlocks:
-    """Sequences of about the same length side by side, so that many short ones cost few calls.
+    """Batches of sequences of similar length, so that attention over many short ones takes few calls.
 
     Attributes:
-        tokens: of each block int64 [s, b], places in the row; behind a sequence's end stands its last token again,
+        tokens: for each block int64 [s, b], positions in the row; a shorter sequence is padded with its last token,
             which causality hides from the others.
-        outputs: int64 [t], where each of the row's tokens is among the s * b outputs of block after block.
+        outputs: int64 [t], the index of each of the row's tokens among the concatenated s * b outputs of the blocks.
     """
 
     tokens: tuple[torch.Tensor, ...]
@@ -72,7 +72,7 @@ class AttentionBlocks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> AttentionBlocks:
-        """Divide the sequences of a row, given by their lengths in its order."""
+        """Divide a row's sequences, given by their lengths in order."""
         starts = torch.tensor([0, *lengths]).cumsum(0)
         outputs = torch.empty(int(starts[-1]), dtype=torch.int64)
         tokens, offset = [], 0
@@ -93,7 +93,7 @@ _PADDING = 1.25  # computed positions per real one in blocks of longer sequences
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences in groups, the longest first in each."""
+    """Group sequences of similar length, the longest first in each group."""
     groups: list[list[int]] = []
     tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -144,7 +144,7 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
     """Pack the rows of a micro batch.
 
     Args:
-        tokens: int64 [b, s], on the CPU as ``wanted`` (see `pipeline`).
+        tokens: int64 [b, s], on the CPU like ``wanted`` (see `pipeline`).
         wanted: bool [b, w], w up to s: the positions whose outputs are wanted.
         multiple: the row is filled up with zeros to a multiple of it (sequence parallelism), and to one token at least.
     """
@@ -154,7 +154,7 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
     num_tokens = sum(lengths)
     filling = -num_tokens % multiple if num_tokens else multiple
     row = torch.nn.functional.pad(tokens[:, : wanted.shape[1]][present], (0, filling))
-    # The filling is a sequence of its own: nobody sees it.
+    # The filling is a sequence of its own, which no other token sees.
     lengths = [length for length in (*lengths, filling) if length]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -203,10 +203,10 @@ def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def shares(work: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
-    """The rows of each data-parallel rank: about as much work for each. Rows without any are left out.
+    """Divide rows over the data-parallel ranks, with about as much work for each. Rows without work are left out.
 
     Args:
-        work: of each row, in any unit.
+        work: the work of each row, in any unit.
         group: rows that stay together.
     """
     sums = _group_sums(work, group)
@@ -216,7 +216,7 @@ def shares(work: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int
 
 
 def micro_batches(used: Sequence[int], batching: MicroBatching) -> list[list[int]]:
-    """Divide rows into micro batches; at least one, which may be empty. Rows that nothing is wanted of are left out.
+    """Divide rows of ``used`` tokens each into micro batches; at least one, which may be empty. Rows of 0 are left out.
 
     Under a token budget by first fit, longest first; otherwise in their order.
     """

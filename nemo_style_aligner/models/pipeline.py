@@ -46,7 +46,7 @@ LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Loss summed over items, number of items, named sums to report."""
 
 LossFunction = Callable[[torch.Tensor, Any], LossResult]
-"""(outputs, micro batch) -> what comes of them."""
+"""(outputs, micro batch) -> loss, items and sums."""
 
 OutputFunction = Callable[[torch.Tensor, Any], torch.Tensor]
 """(outputs, micro batch) -> one row of results per sequence.
@@ -84,7 +84,7 @@ def to_device(value: Any, target: torch.device) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What a language model reports of each token: log-probs at a temperature and, if wanted, entropies."""
+    """What a language model reports for each token: log-probs at a temperature and, if wanted, entropies."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -92,7 +92,7 @@ class Scoring:
 
 @dataclasses.dataclass
 class _MicroBatch:
-    """Some rows of a batch, and the packed row the model computes for them, or has computed for them."""
+    """Some rows of a batch, packed for the model, and its output if it has been computed already."""
 
     batch: Any
     packed: PackedRow
@@ -109,10 +109,10 @@ def _micro_batches(
 ) -> Iterator[_MicroBatch]:
     """Pack the rows of each part on the CPU and move what the model needs to this rank's device.
 
-    Those that were computed before are packed, and not kept beyond their turn.
+    Kept micro batches are packed already; each gives up its output in its turn.
 
-    Sizes and places depend on the data: asked of a GPU, each would make the CPU wait for all the work that the GPU has
-    been given, so that it would have none while the next micro batch is packed.
+    Sizes and positions depend on the data. Reading them from a GPU would make the CPU wait for all queued work, so that
+    the GPU would idle while the next micro batch is packed.
     """
     batch = to_device(batch, _CPU)
     multiple = model.layout.tp_size if model.config.sequence_parallel else 1
@@ -125,8 +125,8 @@ def _micro_batches(
             yield _MicroBatch(chosen, part.packed, part.prediction, output)
             continue
         packed = pack_row(chosen.tokens, where, multiple)
-        # Under sequence parallelism each rank has some of the places. Where there is none, the token that fills the row
-        # goes on: kernels of the last layer need something to do.
+        # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
+        # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
         if not model.config.sequence_parallel and len(packed.outputs):
             packed.sequences.outputs = packed.outputs
         prediction, ids = None, packed.tokens.flatten()
@@ -134,7 +134,7 @@ def _micro_batches(
             targets = chosen.tokens[:, 1:][where]
             outputs = None if packed.sequences.outputs is not None else packed.outputs
             prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
-            ids = torch.cat([ids, targets])  # the last of each sequence is no input
+            ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
         for token in (int(ids.min()), int(ids.max())):
             if not 0 <= token < model.architecture.vocab_size:
                 raise ValueError(
@@ -149,7 +149,7 @@ def _rows_of(part: list[int] | KeptMicroBatch) -> list[int]:
 
 
 def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:
-    """Call the stage's module; on the last stage, its outputs at the wanted positions [k, ...]."""
+    """The output of the stage's module, or the kept one; on the last stage, at the wanted positions [k, ...]."""
     packed, prediction = micro_batch.packed, micro_batch.prediction
     if micro_batch.output is not None:
         return micro_batch.output
@@ -202,15 +202,15 @@ def train_step(
         batching: how rows are divided into micro batches.
         loss_function: see `LossFunction`; called on the last stage only.
         scoring: what a language model reports; None for a model with a reward head.
-        is_whole: every rank passes the same batch, of which each data-parallel rank takes a share with about as much
-            work; otherwise these are this rank's rows.
-        kept_passes: what `forward` has computed of a whole batch with the same weights; it is emptied.
+        is_whole: every rank passes the same batch, of which each data-parallel rank takes a share of about equal work;
+            otherwise these are this rank's rows.
+        kept_passes: passes that `forward` has kept of a whole batch, with the same weights; emptied.
 
     Returns:
-        ``loss`` and each named sum, divided by the global number of items, ``num_items``, ``padding_efficiency``: the
-        share of the computed tokens that the loss depends on, and ``dp_balance``: mean over largest number of
-        floating-point operations of a data-parallel rank. The same on every rank. Where there is no item: ``loss`` and
-        ``num_items``, both 0, alone.
+        ``loss`` and each named sum, divided by the global number of items; ``num_items``; ``padding_efficiency``, the
+        share of the computed tokens that the loss depends on; and ``dp_balance``, the mean of the data-parallel ranks'
+        floating-point operations over the largest. The same on every rank. Without items: only ``loss`` and
+        ``num_items``, both 0.
     """
     plan = _plan_step(model, batch, wanted, batching, scoring, is_whole, kept_passes)
     return _run_step(model, batch, plan, loss_function, scoring, is_training=True)
@@ -237,7 +237,7 @@ class _StepPlan:
 
     Attributes:
         wanted: bool [n, w], on the CPU.
-        parts: its micro batches, by their first rows: gradients are added up in this order, whatever is kept of them.
+        parts: its micro batches, sorted by first row: gradients are summed in this order, whichever were kept.
         num_used: tokens of its rows that the loss depends on.
         work: floating-point operations of its rows.
     """
@@ -257,7 +257,7 @@ def _plan_step(
     is_whole: bool,
     kept_passes: KeptPasses | None,
 ) -> _StepPlan:
-    """Choose this rank's rows, and of which of them there are passes already. See `train_step`."""
+    """Choose this rank's rows, and use kept passes for those that have one. See `train_step`."""
     wanted = wanted.cpu()
     used = used_lengths(wanted)
     work = _work(model, used, wanted, scoring)
@@ -287,7 +287,7 @@ def _run_step(
     *,
     is_training: bool,
 ) -> dict[str, float]:
-    """The passes of a plan, and what comes of them on all ranks. See `train_step`."""
+    """Run the passes of a plan and combine the results of all ranks. See `train_step`."""
     num_computed = 0
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -308,7 +308,7 @@ def _run_step(
         return output, loss
 
     packed = _micro_batches(model, batch, plan.wanted, plan.parts, scoring)
-    # Megatron's schedules leave it to their caller whether a forward-only pass keeps what a backward pass would need.
+    # Megatron's schedules do not turn autograd off in a forward-only pass.
     with torch.set_grad_enabled(is_training):
         reports = _run_schedule(model, packed, len(plan.parts), forward_step, forward_only=not is_training)
     totals: dict[str, float] = {}
@@ -316,13 +316,13 @@ def _run_step(
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     means = _global_means(totals)
-    if not means["num_items"]:  # the mean over nothing is no number that a log should show
+    if not means["num_items"]:  # a mean over nothing should not appear in a log
         return {"loss": 0.0, "num_items": 0.0}
     return means | _packing_metrics(model, plan.num_used, num_computed, plan.work)
 
 
 def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:
-    """[b, w, ...] -> [b, width, ...], without or with zeros at the end, where nothing is wanted. Differentiable."""
+    """[b, w, ...] -> [b, width, ...]: cut or zero-pad the end, where nothing is wanted. Differentiable."""
     return torch.nn.functional.pad(unpacked, (0, 0) * (unpacked.ndim - 2) + (0, width - unpacked.shape[1]))
 
 
@@ -374,10 +374,10 @@ def forward(
         wanted, batching, scoring: see `train_step`.
         output_function: called on the last stage; returns fp32 [micro batch, *row_shape].
         row_shape: shape of one row of results.
-        keep: where to note the micro batches for training, with their activations as far as there is room.
+        keep: keeps the micro batches for training, with their activations as far as memory has room.
 
     Returns:
-        fp32 [n, *row_shape], the same on every rank; zero in rows that nothing is wanted of.
+        fp32 [n, *row_shape], the same on every rank; zero in rows where nothing is wanted.
     """
     wanted = wanted.cpu()
     results = torch.zeros(len(wanted), *row_shape, dtype=torch.float32, device=device())
@@ -395,7 +395,7 @@ def forward(
         )
 
     was_training = model.module.training
-    model.module.train(keep is not None)  # what recomputes activations does so in training alone
+    model.module.train(keep is not None)  # activations are recomputed in training mode only
     own = plan.by_rank[model.layout.dp_rank]
     packed = _micro_batches(model, batch, wanted, own, scoring)
     outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
@@ -406,7 +406,7 @@ def forward(
     parts = [part for rank in plan.by_rank for part in rank]
     results[torch.tensor([row for part in parts for row in part], device=results.device)] = gathered
     if keep is not None:
-        # Training leaves such a row out, but a backward pass through it would be of NaN, whatever its gradient.
+        # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.
         is_finite = results.flatten(1).isfinite().all(1).tolist()
         for note, part in zip(plan.notes, parts, strict=True):
             if not all(is_finite[row] for row in part):
@@ -419,8 +419,8 @@ class _ForwardPlan:
     """Which data-parallel rank computes what of a batch.
 
     Attributes:
-        by_rank: the micro batches of each, as lists of rows.
-        notes: what is noted of these for training, one after the other; empty where nothing is.
+        by_rank: each rank's micro batches, as lists of rows.
+        notes: the kept micro batch for each of these, in the same order; empty where passes are not kept.
     """
 
     by_rank: list[list[list[int]]]
@@ -459,7 +459,7 @@ def _call_and_keep(
     keep: KeptPasses | None,
     note: KeptMicroBatch | None,
 ) -> torch.Tensor:
-    """`_call_model`, noted for training, with all that a backward pass needs where there is room for it."""
+    """`_call_model`, filling in ``note`` for training; where memory has room, with the autograd graph."""
     if keep is None or note is None:
         return _call_model(model, module, micro_batch)
     note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
@@ -474,5 +474,5 @@ def _call_and_keep(
 
 
 def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:
-    """Some rows of a batch, divided into micro batches; ``used`` is of all its rows."""
+    """Divide the rows ``chosen`` from a batch into micro batches; ``used`` is of all rows of the batch."""
     return [[chosen[i] for i in part] for part in micro_batches([used[i] for i in chosen], batching)]

@@ -1,12 +1,12 @@
-"""Products of matrices, where nearly all of a training pass goes: on CPUs in the way that suits the processor.
+"""Matrix products, which take nearly all the time of a training pass: on CPUs in the way that suits the processor.
 
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
-- In fp32 on AMD's processors numpy multiplies, with the OpenBLAS of its wheels, instead of the MKL of torch's, in
-  a few threads of ours, which sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
-- In bf16 on processors with bf16 arithmetic torch's library rearranges weights for each product. Those of frozen models
-  stay rearranged, where memory has room for it: `PackedWeight`.
-- Gradients of weights in bf16 are added up in fp32 by code of ours where the processor has dot products of bf16, but no
-  tiles: torch would round each micro batch's to bf16 first, which takes longer.
+- In fp32 on AMD's processors, numpy's OpenBLAS multiplies in place of torch's MKL, in a few threads of our own, which
+  sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
+- In bf16 on processors with bf16 arithmetic, torch's library rearranges weights for each product. Frozen models'
+  weights stay rearranged, where memory has room for it: `PackedWeight`.
+- Gradients of bf16 weights are summed in fp32 by our own code where the processor has bf16 dot products, but no AMX
+  tiles: torch would first round each micro batch's gradient to bf16, which takes longer.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from nemo_style_aligner.parallel.machine import (
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
 _MOST_THREADS = 8
-"""Of ours. Python hands out parts one after the other: many threads would wait for theirs longer than they compute."""
+"""With more, torch multiplies: Python hands out parts one by one, and threads would wait longer than they compute."""
 _SHARED_OPERATIONS = 2**23
-"""Multiplications that are worth the waking of a thread: 0.1 ms of them."""
+"""Multiplications from which on a product is worth waking threads: 0.1 ms."""
 _PARTS_PER_THREAD = 2
-"""So that a thread whose core another process takes gets less to do."""
+"""Several, so that a thread whose core another process uses gets less to do."""
 _SMALLEST_PART = 256
-"""Rows or columns of a result. For each part the other factor is packed anew."""
+"""Rows or columns of a result, before a thread gets a second part: the other factor is packed anew for each part."""
 _ELEMENTS_ADDED = 2**20
-"""What is added to a sum at a time: it is small beside it, and stays in the caches."""
+"""Numbers of a product that are added to a sum at a time: few beside the sum, and they stay in the caches."""
 _PACKED_SHARE = 1 / 16
-"""Of the memory that is free before the first weight is packed, for all of a rank's packed weights."""
-_ROWS = 1024  # that packed weights are laid out for; they serve any number
+"""Share of the memory free before the first weight is packed, for all packed weights of this machine's ranks."""
+_ROWS = 1024  # rows of the other factor that weights are packed for; other numbers work, too
 _ELEMENTS_ADDED_ON_GPU = 2**25
-"""The same on a GPU: 128 MiB, and enough for all of its cores."""
+"""`_ELEMENTS_ADDED` on a GPU: 128 MiB, and enough for all of its cores."""
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """``x`` as products of matrices take it: in fp32 if it is bf16 on a processor without bf16 arithmetic, else itself.
 
-    Products of bf16 matrices are exact in fp32 and summed in it either way. Torch emulates them there, five to
-    eight times slower than fp32 products, and far slower where a factor is transposed.
+    Products of bf16 numbers are exact in fp32 and summed in it either way. Without bf16 arithmetic torch emulates them,
+    five to eight times slower than fp32 products, and far slower where a factor is transposed.
     """
     is_emulated = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _has_bf16_arithmetic()
     return x.float() if is_emulated else x
@@ -86,14 +86,14 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
 
 class PackedWeight:
-    """A frozen weight as torch's library multiplies with it, besides the weight itself. Results have the same bits."""
+    """A copy of a frozen weight in the layout that torch's library multiplies with. Results have the same bits."""
 
     def __init__(self) -> None:
         self._packed: torch.Tensor | None = None
-        self._packed_of: tuple[int, int] | None = None  # where the weight was, and its version
+        self._packed_of: tuple[int, int] | None = None  # address and version of the weight that was packed
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """For `product_of_packed`: weight [n, k], packed as it is now; None where that cannot be."""
+        """``weight`` [n, k] with its present values, packed for `product_of_packed`; None where it cannot be packed."""
         if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _packs_weights():
             return None
         now = (weight.data_ptr(), weight._version)
@@ -104,7 +104,7 @@ class PackedWeight:
 
 
 def product_of_packed(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """a [..., k], of at least one row, @ weight.T -> [..., n]. Not differentiable."""
+    """a [..., k] @ weight.T -> [..., n]; ``a`` has at least one row. Not differentiable."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
     return out
 
@@ -116,7 +116,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _packs_weights() -> bool:
-    """Whether torch has here what its compiler packs frozen weights with, and it computes what it should."""
+    """Whether torch has the functions its compiler packs frozen weights with, and they give the right results here."""
     if not _has_bf16_arithmetic() or not torch.backends.mkldnn.is_available():
         return False
     draw = torch.Generator().manual_seed(1)
@@ -132,7 +132,7 @@ _room_for_packed: float | None = None
 
 
 def _takes_memory(size: int) -> bool:
-    """Whether there is room for ``size`` bytes more of packed weights; if so, they are taken."""
+    """Whether there is room for ``size`` more bytes of packed weights; if so, reserve them."""
     global _room_for_packed
     if _room_for_packed is None:
         _room_for_packed = _PACKED_SHARE * available_memory() / ranks_on_this_machine()
@@ -162,7 +162,7 @@ def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) 
 
 
 def _add_to_wider(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
-    """`add_product` of bf16."""
+    """`add_product` of bf16 factors to a sum in fp32."""
     if total.is_cuda and _adds_in_one_call():
         torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
         return
@@ -181,14 +181,14 @@ def _go_to_openblas(*factors: torch.Tensor) -> bool:
 
 
 def _array(matrix: torch.Tensor) -> NDArray[Any]:
-    """The same memory, if OpenBLAS can read it as it lies: numpy has a slow loop of its own for everything else."""
+    """An array on the matrix's memory, or on a copy where OpenBLAS could not read it: numpy would use a slow loop."""
     if not (matrix.stride(1) == 1 or matrix.stride(0) == 1):
         matrix = matrix.contiguous()
     return np.asarray(_Memory(matrix)) if matrix.numel() else np.empty(matrix.shape, np.float32)
 
 
 class _Memory:
-    """An fp32 tensor's, by numpy's array interface. After ``Tensor.numpy`` its storage could never be resized again."""
+    """An fp32 tensor's memory by numpy's array interface. After ``Tensor.numpy`` it could never be resized again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # the array keeps this object, and with it the memory
@@ -202,9 +202,9 @@ class _Memory:
 
 
 def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> None:
-    """work(begin, end) of parts of 0..size, on as many threads as torch has.
+    """Call work(begin, end) for parts of 0..size, on as many threads as torch has.
 
-    OpenBLAS's own threads wait for each other by yielding, which gives a core to no process of another session or
+    OpenBLAS's own threads wait for each other by yielding, which never gives a core to a process of another session or
     control group; beside such a process (the critic beside the actor) they were slower than MKL's.
     """
     threads = torch.get_num_threads()
@@ -213,7 +213,7 @@ def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> 
         return
     parts = max(threads, min(_PARTS_PER_THREAD * threads, size // _SMALLEST_PART))
     bounds = [size * i // parts for i in range(parts + 1)]
-    todo = iter(list(itertools.pairwise(bounds)))  # threads take the next under Python's lock
+    todo = iter(list(itertools.pairwise(bounds)))  # Python's lock lets one thread at a time take the next
 
     def take() -> None:
         for begin, end in todo:
@@ -227,7 +227,7 @@ def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> 
 
 @functools.cache
 def _kernels_that_add() -> LayerKernels | None:
-    """Ours, where they are faster than torch's library: it has tiles to itself."""
+    """Our kernels, where they are faster than torch's library: not where it has AMX tiles, which they do not use."""
     kernels = best_kernels()
     if kernels is None or not kernels.adds_products or "amx" in usable_kernels(torch.bfloat16):
         return None
@@ -236,7 +236,7 @@ def _kernels_that_add() -> LayerKernels | None:
 
 @functools.cache
 def _adds_in_one_call() -> bool:
-    """Whether torch on this GPU adds a product of bf16 to a sum in fp32: up to 2.9 it wants one of bf16."""
+    """Whether torch on this GPU can add a bf16 product to an fp32 sum in one call: up to 2.9 the sum must be bf16."""
     total, factor = torch.zeros(8, 8, device="cuda"), torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")
     try:
         torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
@@ -252,7 +252,7 @@ def _has_bf16_arithmetic() -> bool:
 
 @functools.cache
 def _prefers_openblas() -> bool:
-    """Whether this is an AMD processor, torch has MKL for it, and numpy OpenBLAS, which then computes in one thread."""
+    """Whether this is an AMD processor, torch has MKL and numpy OpenBLAS, which is then limited to one thread."""
     if not any(name in processor_model() for name in _AMD) or not torch.backends.mkl.is_available():
         return False
     openblas = threadpoolctl.ThreadpoolController().select(internal_api="openblas")
@@ -266,7 +266,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
 
 
 def _leave_first_core(threads: int) -> None:
-    """Where OpenMP has bound the process's first thread to a core, which this one has inherited."""
+    """Undo the affinity inherited from the first thread, where OpenMP has bound it to fewer cores than ``threads``."""
     is_bound = any(name in os.environ for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"))
     if is_bound and len(os.sched_getaffinity(0)) < threads:
-        os.sched_setaffinity(0, range(os.cpu_count() or threads))  # the system leaves those that this process may use
+        os.sched_setaffinity(0, range(os.cpu_count() or threads))  # the system keeps those that this process may use

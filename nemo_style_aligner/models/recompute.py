@@ -1,11 +1,11 @@
-"""Cheap activations that are computed again in the backward pass instead of being kept (selective recomputation).
+"""Selective recomputation: cheap activations are computed again in the backward pass instead of being kept.
 
 megatron-core's ``core_attn`` recomputes attention for the sake of its scores, which `scaled_dot_product_attention`
 never stores. What is large and cheap here are the inputs of linear layers that come straight out of a norm or a gated
-activation: those two keep what they were computed from anyway.
+activation: norm and activation keep their own inputs anyway, from which these are computed.
 
-Transformer Engine's linear layers know nothing of this. Its norms are parts of them, its attention stores no scores
-either: megatron-core's ``mlp`` is what saves memory there, at the price of the MLP's products.
+Transformer Engine's linear layers do not support this. Its norms are parts of them, and its attention stores no scores
+either: there, megatron-core's ``mlp`` saves memory, at the price of computing the MLP's products again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _AGAIN = "_compute_again"
 
 
 def recomputes_inputs(config: TransformerConfig) -> bool:
-    """Whether inputs of linear layers are computed again, rather than modules of megatron-core's choice."""
+    """Whether inputs of linear layers are computed again, rather than modules by megatron-core."""
     return config.recompute_granularity == "selective" and not config.recompute_modules
 
 
 def recomputes_mlp(config: TransformerConfig) -> bool:
-    """Whether megatron-core computes the whole MLP of a layer again, of which nothing but its input is kept."""
+    """Whether megatron-core computes the whole MLP of each layer again, keeping only its input."""
     return config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
 
 
 def computed_again(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """``x``, with the way to compute it again, bit for bit. The linear layer that takes it next will not keep it."""
+    """Attach to ``x`` how to compute it again, bit for bit; the linear layer it goes to will not keep it."""
     setattr(x, _AGAIN, again)
     return x
 
 
 def not_keeping(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """While inside, autograd keeps the way to compute ``x`` in place of ``x``, where there is one."""
+    """A context in which autograd saves how to compute ``x`` again instead of ``x``, where that is known."""
     again = getattr(x, _AGAIN, None)
     if again is None:
         return contextlib.nullcontext()

@@ -49,7 +49,7 @@ class BaseModel:
     ) -> MegatronModel:
         """The model with the checkpoint's weights. A head the checkpoint lacks keeps its initial values.
 
-        ``needs_head``: it must have one, since its rewards count. For the errors see `load_nemo_weights`.
+        ``needs_head``: it must have one, since its rewards are used. For the errors see `load_nemo_weights`.
         """
         model = self.build(head=head, trainable=trainable)
         load_nemo_weights(self.path, model, needs_head=needs_head)
@@ -57,7 +57,7 @@ class BaseModel:
 
 
 def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
-    """The place of the checkpoint that a job names, and its own config (see `load_nemo_config`).
+    """The path of the checkpoint that a job names, and the checkpoint's own config (see `load_nemo_config`).
 
     Args:
         path: a .nemo archive or directory.
@@ -69,7 +69,7 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
     """
     if not path:
         raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo")
-    location = Path(str(path)).expanduser()  # a number is a name, too
+    location = Path(str(path)).expanduser()  # YAML reads some names as numbers
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist")
     return location, load_nemo_config(location)
@@ -127,7 +127,7 @@ JOB_SETTINGS = (
 
 
 def portable_config(config: Mapping[str, Any], architecture: ModelArchitecture) -> dict[str, Any]:
-    """``model_config.yaml`` for archives made by a job: the model's shape and how it was trained to be used.
+    """``model_config.yaml`` for archives made by a job: its ``model`` section without `JOB_SETTINGS`.
 
     Args:
         config: the job's ``model`` section, laid over its base's (`BaseModel.config`), interpolations resolved.
@@ -139,11 +139,11 @@ _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"
 
 
 def lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
-    """``job``'s ``model`` section over a checkpoint's.
+    """Lay a job's ``model`` section over a checkpoint's.
 
-    A null in the job's leaves what the checkpoint says, but for `JOB_SETTINGS`: there it means what it says. Positions
-    that the job does not give are the checkpoint's, or as many as its sequences take where those are longer: a job with
-    short sequences does not write out a model of fewer positions.
+    A null in the job's section leaves the checkpoint's value, except for `JOB_SETTINGS`, which are the job's alone. If
+    the job does not set ``max_position_embeddings``, it is the checkpoint's or the job's ``encoder_seq_length``,
+    whichever is larger, so that a job with short sequences does not write a model with fewer positions.
     """
     merged = _lay_over({name: value for name, value in base.items() if name not in JOB_SETTINGS}, job)
     if job.get(_POSITIONS) is None and job.get(_LENGTH):

@@ -62,7 +62,7 @@ MEAN_SQUARE = "_mean_square"
 
 
 def with_deviations(metrics: dict[str, float]) -> dict[str, float]:
-    """Each mean of squares (of a population, with its mean beside it) as a standard deviation."""
+    """Replace each ``NAME_mean_square`` by ``NAME_std``, the standard deviation, by means of ``NAME_mean``."""
     squares = {name.removesuffix(MEAN_SQUARE) for name in metrics if name.endswith(MEAN_SQUARE)}
     deviations = {
         f"{name}_std": math.sqrt(max(0.0, metrics[name + MEAN_SQUARE] - metrics[f"{name}_mean"] ** 2))

@@ -1,4 +1,4 @@
-"""Causal attention of many sequences that stand in one row: torch's flash attention, where a GPU and torch have it."""
+"""Causal attention within each sequence of a packed row: torch's flash attention, where GPU and torch have it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 logger = logging.getLogger(__name__)
 
 _SEVERAL_CALLS = "sequences in one row attend in several calls, not in one of torch's varlen attention"
-_TOLERANCE = 0.03  # of bf16 and fp16, in parts of the largest number of each result
+_TOLERANCE = 0.03  # for bf16 and fp16, relative to the largest number of each result
 
 
 def varlen_attention(
@@ -27,7 +27,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Attention of each token to its own and all earlier tokens of its sequence. Differentiable.
 
-    Only where `has_varlen_attention` says so.
+    Call it only where `has_varlen_attention` is true.
 
     Args:
         query: [t, heads, d].
@@ -42,7 +42,7 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, which takes a second or two
 
     options: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 does not ask
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     out = varlen_attn(
         *(query, key, value, boundaries, boundaries, longest, longest),
@@ -55,7 +55,7 @@ def varlen_attention(
 
 
 def has_varlen_attention(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether `varlen_attention` computes what it should, forwards and backwards, with heads like these."""
+    """Whether `varlen_attention` works, with correct outputs and gradients, for heads of these shapes and dtype."""
     if query.device.type != "cuda" or query.dtype.itemsize != 2:  # flash attention takes no fp32
         return False
     return _works(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
@@ -67,8 +67,8 @@ def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: t
         error = _largest_error(heads, groups, channels, dtype, device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # says nothing of varlen attention
-    except (ImportError, TypeError, RuntimeError) as failure:  # of older versions of torch, of older GPUs, of odd sizes
-        torch.cuda.synchronize(device)  # raises what a kernel that broke off has left behind
+    except (ImportError, TypeError, RuntimeError) as failure:  # older versions of torch, older GPUs, odd sizes
+        torch.cuda.synchronize(device)  # raises if a kernel has failed meanwhile
         logger.info("%s: %s: %s", _SEVERAL_CALLS, type(failure).__name__, failure)
         return False
     if error < _TOLERANCE:
@@ -80,7 +80,7 @@ def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: t
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _largest_error(heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Of outputs and gradients, against `scaled_dot_product_attention` of each sequence in fp32."""
+    """Relative, of outputs and gradients, against `scaled_dot_product_attention` of each sequence in fp32."""
     lengths = [1, 130, 7, 64]
     draw = torch.Generator().manual_seed(1)
     parts = [torch.randn(sum(lengths), n, channels, generator=draw).to(device, dtype) for n in (heads, groups, groups)]

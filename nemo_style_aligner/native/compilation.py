@@ -1,4 +1,4 @@
-"""Compiles C++ of ours for this machine's processor, once, and keeps the result on disk."""
+"""Compiles this project's C++ for this machine's processor, once, and keeps the result on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FMA, DOT, AMX = range(3)
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A way to compute products, and what it asks of processor and compiler.
+    """A way to compute products, and what it requires of processor and compiler.
 
     Attributes:
         number: KERNEL_* in ``vectors.h``: `FMA`, `DOT` or `AMX`.
@@ -55,12 +55,12 @@ class Kernel:
 
     @property
     def bf16_activations(self) -> bool:
-        """Whether what is multiplied with weights is rounded to bf16; else it is fp32."""
+        """Whether activations are rounded to bf16 for products with weights; else they are fp32."""
         return self.number != FMA
 
     @property
     def checked(self) -> bool:
-        """Whether what is compiled is checked before first use: for all that go beyond AVX2."""
+        """Whether compiled code is checked before its first use: that of all kernels beyond AVX2."""
         return self.lanes > 8 and not self.emulated
 
 
@@ -81,15 +81,15 @@ KERNELS = {
     "amx-emulated": Kernel(AMX, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
     "avx512-bf16-emulated": Kernel(DOT, 16, (*_AVX2, "-O1"), ("avx2", "fma"), emulated=True),
 }
-"""Best first; the emulated ones are never chosen by themselves."""
+"""Best first; the emulated ones are never chosen automatically."""
 
 
 class NativeUnavailable(RuntimeError):
-    """Compiled code cannot be had or run on this machine; the message says why and what to do."""
+    """Code cannot be compiled or run on this machine; the message says why and what to do."""
 
 
 def usable_kernels(dtype: torch.dtype) -> list[str]:
-    """Names of the kernels that this processor has, best first; those that multiply bf16 only for weights of bf16."""
+    """Names of the kernels that this processor can run, best first; those with bf16 activations for bf16 only."""
     features = processor_features()
     names = [name for name, kernel in KERNELS.items() if not kernel.emulated and features.issuperset(kernel.needs)]
     return names if dtype == torch.bfloat16 else [name for name in names if not KERNELS[name].bf16_activations]
@@ -111,7 +111,7 @@ def find_compiler() -> list[str]:
 
 
 def compiler_flags(kernel: str) -> list[str]:
-    """For a library of ``kernel``'s instructions, without source and output."""
+    """Compiler flags for ``kernel``, without source and output."""
     chosen = KERNELS[kernel]
     macros = {"KERNEL": chosen.number, "LANES": chosen.lanes, "EMULATE": int(chosen.emulated)}
     flags = ["-std=c++17", "-O2", "-fno-math-errno", "-Wno-psabi", "-pthread", f"-I{INCLUDES}", *chosen.flags]
@@ -121,15 +121,15 @@ def compiler_flags(kernel: str) -> list[str]:
 def find_or_compile(
     command: list[str], sources: Sequence[Path], check: Callable[[Path], None] | None = None
 ) -> ctypes.CDLL:
-    """The library that ``command`` makes of the first source: from disk, where it was compiled before.
+    """The library that ``command`` makes of the first source; loaded from disk if it was compiled before.
 
     Args:
         command: compiler and flags, without source and output.
         sources: all that the result depends on: what is compiled, then what it includes.
-        check: called with the folder before anything is compiled.
+        check: called with the cache folder before the library is compiled; may raise NativeUnavailable.
 
     Raises:
-        NativeUnavailable: the compiler failed, or there is no folder to keep it in and to execute it from.
+        NativeUnavailable: the compiler failed, or no folder can keep the library and execute it.
     """
     folder = _cache_folder()
     path = folder / f"{sources[0].stem}-{compilation_key(command, sources)}.so"
@@ -143,7 +143,7 @@ def find_or_compile(
 
 
 def _find_or_compile(command: list[str], source: Path, path: Path, check: Callable[[Path], None] | None) -> ctypes.CDLL:
-    """What lies at ``path``, or what is put there now because there is nothing, or nothing that can be loaded."""
+    """Load the library at ``path``; compile it first if there is none, or none that can be loaded."""
     library = _open(path)
     if library is not None:
         return library
@@ -159,7 +159,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
             check(path.parent)
         command = [*command, "-fPIC", "-shared"]
         compile_to(command, source, path)
-        if _open(path) is None:  # a compiler newer than the C++ library that Python has loaded
+        if _open(path) is None:  # its C++ library may be newer than the one that Python has loaded
             with contextlib.suppress(NativeUnavailable):
                 compile_to([*command, "-static-libstdc++", "-static-libgcc"], source, path)
         logger.info("compiled %s in %.1f s: %s", source.name, time.monotonic() - started, path)
@@ -167,7 +167,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """None where there is nothing that the system would load."""
+    """Load ``path``; None if there is no file or the system cannot load it."""
     try:
         return ctypes.CDLL(str(path)) if path.exists() else None
     except OSError:
@@ -175,7 +175,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
-    """Of everything the result depends on: the command (but not where this package lies), the compiler, the sources."""
+    """Hash of all the result depends on: command (without this package's path), compiler, processor and sources."""
     digest = hashlib.sha256("\0".join(command).replace(str(INCLUDES), "").encode())
     try:
         compiler = itertools.takewhile(lambda part: not part.startswith("-"), command)
@@ -187,7 +187,7 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
     if version.returncode:
         raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
     digest.update(version.stdout.encode())
-    # Homes are shared by machines: what was found right, or wrong, on one processor says nothing of another.
+    # Machines may share a home folder: a check's outcome on one processor says nothing about another.
     digest.update(processor_model().encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -195,7 +195,7 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
 
 
 def _cache_folder() -> Path:
-    """This user's folder for what is compiled, writable by nobody else: what lies in it is executed."""
+    """This user's folder for compiled code, writable by nobody else: what lies in it is executed."""
     root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"
     try:
@@ -226,7 +226,7 @@ def _wait_for(lock: object) -> None:
 
 
 def compile_to(command: list[str], source: Path, path: Path) -> None:
-    """Compile beside ``path`` and rename: what lies there is whole."""
+    """Compile to a temporary file and rename it to ``path``, so that a file there is always complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
@@ -244,7 +244,7 @@ def compile_to(command: list[str], source: Path, path: Path) -> None:
             )
         os.chmod(name, 0o700)
         with open(name, "rb") as file:
-            os.fsync(file.fileno())  # or a crash of the machine could leave the name and half of the content
+            os.fsync(file.fileno())  # else a crash of the machine could leave the name with half of the content
         os.replace(name, path)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} took more than {_COMPILE_SECONDS:.0f} s") from error

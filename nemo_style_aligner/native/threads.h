@@ -18,15 +18,15 @@
 #include <unistd.h>
 #include <vector>
 
-// A number that some threads change and others wait for. They look for a moment, then let others have the core, then sleep:
-// where two processes share the cores, threads of both that wait by yielding keep a core busy with each other, while
-// those they wait for share another.
+// A number that some threads change and others wait for. Waiting threads spin for a moment, then yield, then sleep:
+// where two processes share the cores, waiting threads of both that only yield would keep a core busy with each other,
+// while the threads they wait for share another.
 class Signal {
   public:
     unsigned value() const { return number.load(std::memory_order_acquire); }
 
     void change() {
-        number.fetch_add(1); // in one order with `sleepers`: who is not seen sees this, or the kernel does
+        number.fetch_add(1); // sequentially consistent: a sleeper not seen below sees this, or the kernel does
         if (sleepers.load() > 0) syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
@@ -52,11 +52,11 @@ class Signal {
 
 class Team {
   public:
-    // As many threads as there are to be had, if that is fewer than `wanted`.
+    // `wanted` threads, the caller among them; fewer if the system gives no more.
     explicit Team(int wanted) : wanted(wanted) {
         const bool is_bound = binds_threads(wanted);
         cpu_set_t all;
-        memset(&all, 0xff, sizeof all); // the system leaves those that this process may use
+        memset(&all, 0xff, sizeof all); // the system masks out those that this process may not use
         try {
             for (int t = 1; t < wanted; ++t) {
                 helpers.emplace_back([this, t] { serve(t); });
@@ -64,7 +64,7 @@ class Team {
             }
         } catch (const std::system_error&) {
         }
-        size = (int)helpers.size() + 1; // which helpers read in their first call, not before
+        size = (int)helpers.size() + 1; // helpers first read it in their first call
     }
     ~Team() {
         task = nullptr;
@@ -93,7 +93,7 @@ class Team {
     int size;
 
   private:
-    // Whether OpenMP has bound this thread to fewer cores than it has threads: ours would all inherit its core.
+    // Whether OpenMP has bound this thread to fewer cores than `threads`: helpers would all inherit its cores.
     static bool binds_threads(int threads) {
         const char* bind = getenv("OMP_PROC_BIND");
         if (!(bind && strcasecmp(bind, "false")) && !getenv("GOMP_CPU_AFFINITY") && !getenv("KMP_AFFINITY")) return false;
@@ -102,7 +102,7 @@ class Team {
     }
 
     void serve(int t) {
-        for (unsigned seen = 0;; ++seen) { // the caller waits for all before its next call
+        for (unsigned seen = 0;; ++seen) { // misses none: the caller waits for all before its next call
             call.wait_while(seen);
             if (!task) return;
             (*task)(t);
@@ -126,7 +126,7 @@ class Counter {
             for (int i = begin; i < n && i < begin + chunk; ++i) f(i);
         }
     }
-    // The same in runs of neighbours, long ones first: 1 / `parts` of what is left, so that all finish together.
+    // The same in shrinking runs of neighbours: each 1 / `parts` of what is left, so that all threads finish together.
     template <class F> void each_in_runs(int n, int parts, F&& f) {
         for (;;) {
             int begin = next.load(std::memory_order_relaxed), end;

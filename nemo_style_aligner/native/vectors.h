@@ -38,8 +38,8 @@ template <class V> static INLINE V load(const void* p) {
 }
 template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
-// LANES integers, widened. GCC makes five instructions of __builtin_convertvector where the processor has one, and of bytes
-// one by one.
+// LANES integers, widened. For __builtin_convertvector GCC emits five instructions where the processor has one, and
+// converts bytes one by one.
 #if defined(__AVX512F__) && LANES == 16
 static INLINE vi widen_integers(const int8_t* p) { return (vi)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
 static INLINE vi widen_integers(const int16_t* p) { return (vi)_mm512_cvtepi16_epi32(load<__m256i>(p)); }
@@ -79,7 +79,7 @@ static INLINE void transpose8(const vu8 (&in)[8], vu8 (&out)[8]) {
     }
 }
 
-static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which is no copy of -0
+static INLINE vf splat(float x) { return x - vf{}; } // not x + 0, which would turn -0 into +0
 static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 // 0, 1, 2, ...
@@ -88,7 +88,7 @@ static INLINE vi lane_numbers() {
     for (int i = 0; i < LANES; ++i) lanes[i] = i;
     return lanes;
 }
-// All lanes taken together by f(vf, vf), in halves: what the order is does not depend on the processor.
+// Reduces all lanes to one by f(vf, vf), in halves: an order that does not depend on the processor.
 template <class F> static INLINE float across_lanes(vf v, F&& f) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2) v = f(v, __builtin_shuffle(v, lane_numbers() ^ half));
@@ -116,7 +116,7 @@ static INLINE bf16 narrow(float x) {
     if (std::isnan(x)) return (bf16)(u >> 16 | 0x40); // rounding could carry into the exponent or the sign
     return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-// The same of the bits of floats, a vector of uint32_t.
+// The same for a vector of uint32_t, the bits of floats.
 template <class V> static INLINE V narrowed(V u) {
     const V nan = (V)((u & 0x7fffffff) > 0x7f800000);
     return (((u + 0x7fff + ((u >> 16) & 1)) & ~nan) | ((u | 0x400000) & nan)) >> 16;
@@ -135,8 +135,8 @@ static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place; exactly 0 below -87, where results would be denormal, and infinity above 88,
-// just before they are; NaN of NaN.
+// e^x to about 2 units in the last place; exactly 0 below -87, where results would soon be denormal, and infinity above
+// 88, where they would soon overflow; NaN of NaN.
 // x is split into n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7
 // (remainder below 6e-9).
 static INLINE vf vexp(vf x) {
@@ -157,7 +157,7 @@ static INLINE vf vexp(vf x) {
     p = p * f + 1.0f;
     vi exponent = ((vi)shifted - 0x4B400000) << 23;
     vf y = (vf)((vi)p + exponent) + (c - c); // NaN again, which the integer addition may have hidden
-    y = x > high ? splat(INFINITY) : y; // where the exponent has no bits left
+    y = x > high ? splat(INFINITY) : y; // where the exponent may overflow
     return x < low ? vf{} : y;
 }
 
@@ -185,7 +185,7 @@ static INLINE vu pairs_of(vf first, vf second) {
 
 // ---- numbers known at run time only ---------------------------------------------------------------------------------
 
-// f.operator()<n>() for a number n in 1..MOST that is known only at run time.
+// f(std::integral_constant<int, n>{}) for a number n in 1..MOST that is known only at run time.
 template <int MOST, class F> static INLINE void with_constant(int n, F&& f) {
     if constexpr (MOST > 1) {
         if (n < MOST) return with_constant<MOST - 1>(n, f);

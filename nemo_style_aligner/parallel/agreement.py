@@ -1,6 +1,6 @@
-"""What one rank does, or each rank for its part, and every rank hears of: results and errors.
+"""Actions of one rank, or of every rank, whose results and errors all ranks learn.
 
-Nobody waits for an answer that does not come because another rank has failed.
+So no rank waits for an answer that never comes because another rank has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5.0
-"""How long a rank at most keeps the others waiting in one collective for something that takes long."""
+"""How long a rank at most keeps the others waiting in one collective while something slow is under way."""
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -43,7 +43,7 @@ def result_on_every_rank(
 ) -> T:
     """The result of rank ``src``'s ``future`` (None on the others) on every rank. Collective.
 
-    However long it takes, no rank waits in a collective for more than seconds, since those have a limit.
+    However long it takes, no rank waits in one collective for more than seconds: collectives have a time limit.
 
     Args:
         group: the default group unless given.
@@ -68,9 +68,9 @@ def result_on_every_rank(
 
 
 def patiently_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """`on_first_rank` of what may take long, in a thread of its own, as `result_on_every_rank`.
+    """`on_first_rank` for an ``action`` that may take long. Collective; see `result_on_every_rank`.
 
-    ``action`` takes part in no collective.
+    ``action`` runs in a thread of its own and must take part in no collective.
     """
     with concurrent.futures.ThreadPoolExecutor(1, "first-rank") as thread:
         return result_on_every_rank(thread.submit(action) if dist.get_rank() == 0 else None, group)
@@ -97,7 +97,7 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> l
 
 
 def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """`on_every_rank` of what may take long, and on one rank longer than on others; as `patiently_on_first_rank`."""
+    """`on_every_rank` for an ``action`` that may take long, on some ranks longer; see `patiently_on_first_rank`."""
     thread = concurrent.futures.ThreadPoolExecutor(1, "every-rank")
     try:
         future = thread.submit(action)
@@ -109,7 +109,7 @@ def patiently_on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | 
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, OSError | ValueError | TypeError | None]:
-    """What can go wrong with files and their contents; any other error is one of the program's."""
+    """Return the result, or an error that files and their contents can cause; any other is a bug and propagates."""
     try:
         return action(), None
     except (OSError, ValueError, TypeError) as error:

@@ -6,7 +6,7 @@ absent, its source is rewritten *as it is imported*, by the few rules below, and
 is present nothing here does anything.
 
 The rules turn CUDA devices, tensor types, streams' synchronisation and random states into their CPU
-counterparts, and have groups that are alike made once. `tests/test_cpu_support.py` fails when an upgrade of
+counterparts, and create each group of a single rank only once. `tests/test_cpu_support.py` fails when an upgrade of
 megatron-core moves one of them.
 """
 
@@ -40,7 +40,7 @@ SOURCE_RULES: list[tuple[str, re.Pattern[str], str]] = [
         ("seed", r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
         ("random state", r"torch\.cuda\.(get_rng_state|set_rng_state)\(", r"torch.\1("),
         ("autocast of custom functions", r"torch\.cuda\.amp\.custom_(fwd|bwd)", r"torch.amp.custom_\1"),
-        # Fused element-wise functions that our layers do not use on a CPU; to decorate them loads torch's compiler.
+        # Fused element-wise functions that our layers do not use on a CPU; decorating them would load torch's compiler.
         ("compiled functions", r"jit_fuser = torch\.compile\b", "jit_fuser = noop_decorator"),
         # Each of gloo's groups has a thread that wakes a hundred times a second, and megatron-core makes twenty groups.
         (
@@ -63,7 +63,7 @@ rule_hits: Counter[str] = Counter()
 
 
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
-    """Loads a module from rewritten source; modules that no rule matches load as ever."""
+    """Loads a module from rewritten source; modules that no rule matches load as usual."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
@@ -84,10 +84,10 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
 
 
 def _compiled(source: str, path: str) -> types.CodeType:
-    """The code of rewritten source, kept beside Python's own ``.pyc`` files: each rank of each job would compile it."""
+    """Compile rewritten source, cached beside Python's ``.pyc`` files so that not every rank compiles it each time."""
     cache = Path(importlib.util.cache_from_source(path, optimization=f"cpu{sys.flags.optimize}"))
     key = importlib.util.MAGIC_NUMBER + importlib.util.source_hash(source.encode())
-    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # not there, or not whole
+    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # missing or incomplete
         kept = cache.read_bytes()
         if kept.startswith(key):
             code = marshal.loads(kept[len(key) :])
@@ -95,7 +95,7 @@ def _compiled(source: str, path: str) -> types.CodeType:
                 return code
     code = compile(source, path, "exec", dont_inherit=True)
     if not sys.dont_write_bytecode:
-        with contextlib.suppress(OSError):  # installed by somebody else
+        with contextlib.suppress(OSError):  # another user installed the package
             cache.parent.mkdir(exist_ok=True)
             whole = cache.with_name(f"{cache.name}.{os.getpid()}")
             whole.write_bytes(key + marshal.dumps(code))
@@ -104,7 +104,7 @@ def _compiled(source: str, path: str) -> types.CodeType:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Claims ``megatron.core`` modules where CUDA is absent. torch is asked once, at the first of them."""
+    """Claims ``megatron.core`` modules where CUDA is absent, which it asks torch once."""
 
     cuda_is_available: bool | None = None
 
@@ -143,9 +143,9 @@ def install_import_hook() -> None:
 
 
 def new_group(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
-    """`torch.distributed.new_group`, but of one rank alone one group serves all purposes: nobody is met in it.
+    """`torch.distributed.new_group`, but a group of a single rank is created once and reused: it exchanges nothing.
 
-    Collective like the original. Whether a group is there already depends on the arguments alone, so that ranks agree.
+    Collective like the original. Whether a group exists already depends on the arguments alone, so that ranks agree.
     """
     import torch.distributed as dist
 
@@ -158,7 +158,7 @@ def new_group(ranks: list[int], backend: str | None = None, **options: Any) -> A
 
 
 _groups_of_one: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-"""By their rank, under the default group that they were made in."""
+"""Groups of a single rank by that rank, for the default group under which they were created."""
 
 
 def _use_cpu_random_states(module: types.ModuleType) -> None:

@@ -30,8 +30,8 @@ class LaunchError(UserError, RuntimeError):
 class LaunchInfo:
     """This process's place in the job.
 
-    ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` where the
-    environment does not tell and the ranks still have to agree (under MPI).
+    ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` if the
+    environment does not tell: under MPI, where the ranks still have to agree, and for a process started alone.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class LaunchInfo:
     master_port: int | None = None
 
     def environment(self) -> dict[str, str]:
-        """The variables by which torchrun says the same, once it is known where rank 0 waits."""
+        """The same as torchrun's environment variables, once it is known where rank 0 waits."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -57,7 +57,7 @@ class LaunchInfo:
 def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
     """Find out from the environment how this process was started.
 
-    Launchers can be inside one another, and each leaves its variables to its children. torchrun (which
+    Launchers can be nested, and each leaves its variables to its children. torchrun (which
     marks its children) and our own supervisor are always the innermost; then come MPI, a Slurm step, and
     variables like torchrun's that were set by hand.
 
@@ -112,9 +112,9 @@ def tasks_per_node(counts: str) -> list[int]:
 def in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process as one of several tasks.
 
-    A batch script and the shell of ``salloc`` have most of Slurm's variables too, but are no such task; and
-    a step of one task (``srun --pty bash``), or the one of several that has the terminal, may be a shell in which
-    someone types commands.
+    A batch script and the shell of ``salloc`` have most of Slurm's variables too, but are no such task. Neither is a
+    command typed into a shell that ``srun`` started: as a step of one task (``srun --pty bash``), or as the one of
+    several tasks that has the terminal.
     """
     if "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin.isatty():
         return False
@@ -126,8 +126,8 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
 def slurm_step(env: Mapping[str, str]) -> str:
     """``JOB.STEP`` of this process's step, for scancel.
 
-    In a heterogeneous job ``SLURM_JOB_ID`` is the first component's everywhere, and each component is a job of its own.
-    Components share no nodes, so this one is known by its nodes.
+    In a heterogeneous job ``SLURM_JOB_ID`` is the first component's everywhere, but each component is a job of its own.
+    Components share no nodes, so the node list tells which one this is.
     """
     job, nodes = env["SLURM_JOB_ID"], env.get("SLURM_JOB_NODELIST")
     for group in range(int(env.get("SLURM_HET_SIZE", "0"))):
@@ -143,11 +143,12 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
         raise LaunchError("SLURM_STEP_NODELIST is not set: start the job with srun")
     local_counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     node = integer(env, "SLURM_NODEID", 0)
-    # Steps of one job, and the components of a heterogeneous job, run side by side on the same hosts: a port
-    # for each, below the range from which the system takes its own.
+    # Steps of one job may run side by side on the same hosts, so the port depends on job and step. It lies below the
+    # range from which the system takes its own.
     job, step = integer(env, "SLURM_JOB_ID"), integer(env, "SLURM_STEP_ID")
     port = 15000 + (job * 131 + step) % 15000
-    # A cluster's name for its fast network. Steps on parts of a job's nodes share the variable, but not rank 0.
+    # Clusters may set it to a name in their fast network. A step on some of the job's nodes inherits it, but has
+    # another rank 0.
     is_whole_job = "SLURM_HET_SIZE" not in env and nodelist == env.get("SLURM_JOB_NODELIST")
     named = env.get("MASTER_ADDR") if is_whole_job else None
     return LaunchInfo(
@@ -184,7 +185,7 @@ def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
 
 
 def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The number in a variable; LaunchError if it is none, or missing without a ``default``."""
+    """The number in variable ``name``; LaunchError if it is not a number, or missing without a ``default``."""
     value = env.get(name)
     if value is None and default is not None:
         return default

@@ -37,10 +37,10 @@ _logger = logging.getLogger(__name__)
 # The process must be gone this long after an error or after the last line of `main`, whatever hangs.
 _ABORT_SECONDS = 10.0
 _EXIT_SECONDS = 60.0
-# Mistakes in the config, which every rank finds; jobs that hang, of which every rank learns.
+# Statuses with which every rank ends by itself: each finds a mistake in the config, or learns that the job hangs.
 _ENDED_BY_ALL = (2, EXIT_STUCK)
-_ALL_SECONDS = 30.0  # until all of them have
-# Until what several ranks may have found is told by a rank that is the first of its machine, and by any other.
+_ALL_SECONDS = 30.0  # until all ranks have ended with such a status
+# Delays before an error that several ranks may have is reported by the first rank of a machine, and by any other.
 _FIRST_RANK_SECONDS = 3.0
 _ANY_RANK_SECONDS = 10.0
 
@@ -54,7 +54,7 @@ def shutdown(status: int = 0) -> None:
     """Wait for the other ranks, leave the process group, and see to it that the process then ends.
 
     Args:
-        status: with which it ends where it does not end by itself.
+        status: exit status of a process that does not end by itself and is ended here.
     """
     import torch.distributed as dist
 
@@ -64,20 +64,20 @@ def shutdown(status: int = 0) -> None:
     if dist.is_initialized():
         worlds.barrier()
     # NCCL's groups, a forgotten thread or MPI_Finalize can hold up a process for ever: show where, and go.
-    faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)  # in C; it knows no status but 1
+    faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)  # in C, needs no GIL, but its status is always 1
     last_resort = threading.Timer(_EXIT_SECONDS - 1.0, os._exit, args=(status,))
     last_resort.daemon = True
     last_resort.start()
     if dist.is_initialized():
         dist.destroy_process_group()
     worlds.leave()
-    # What a loop has frozen would outlive the interpreter; bindings (nanobind's, as Triton has) report it as leaked.
+    # What a loop has frozen (`gc.freeze`) would outlive the interpreter; nanobind, as in Triton, reports it as leaked.
     gc.unfreeze()
     _flush_output()
 
 
 def leave_failures_in(log_dir: Path, *, remove: bool) -> None:
-    """From now on a rank that fails leaves a line in `FAILED_FILE`; what an earlier run left is removed if told so."""
+    """From now on a rank that fails leaves a line in `FAILED_FILE`; ``remove`` deletes an earlier run's file."""
     global _log_dir
     _log_dir = log_dir
     if remove:
@@ -85,27 +85,27 @@ def leave_failures_in(log_dir: Path, *, remove: bool) -> None:
 
 
 def name_run(run: str) -> None:
-    """From now on a rank that fails also leaves its line in a file of this run alone, by which the other ranks end.
+    """From now on a rank that fails also leaves its line in a file of this run alone, which makes the others end.
 
-    `FAILED_FILE` they cannot go by: a second job that was started in the directory by mistake, or a late rank of
+    They cannot go by `FAILED_FILE`: a second job that was started in the directory by mistake, or a late rank of
     a job that was killed, writes there as well.
 
     Args:
-        run: names this start of the job, the same on all its ranks and on nobody else.
+        run: name of this start of the job, the same on all its ranks and unique to it.
     """
     global _run
     _run = run
 
 
 def run_name() -> str | None:
-    """What `name_run` was told."""
+    """The run's name, as given to `name_run`; None before."""
     return _run
 
 
 def has_failed(log_dir: Path, patience: float) -> bool:
     """Whether a rank of this run has failed, or does so within ``patience`` seconds, as far as can be seen.
 
-    For jobs that start: `FAILED_FILE` has the ranks, too, that fail before the run has its name.
+    For jobs that are starting: `FAILED_FILE` also names ranks that fail before the run has its name.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -120,8 +120,8 @@ def has_failed(log_dir: Path, patience: float) -> bool:
 def open_closed_streams() -> None:
     """Open /dev/null for each standard stream with which the job was started closed (``>&-``), where Python has None.
 
-    Libraries count on streams; faulthandler and the processes that a job starts on their numbers, which would be taken
-    by whatever is opened next.
+    Libraries count on the streams; faulthandler and child processes count on their descriptors, which would otherwise
+    be taken by whatever is opened next.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -131,9 +131,9 @@ def open_closed_streams() -> None:
 
 
 def install_excepthook() -> None:
-    """From now on an exception that nobody catches ends the whole job, not only this rank.
+    """From now on an uncaught exception ends the whole job, not only this rank.
 
-    So does Ctrl-C, with a line in place of a traceback; a second one at once, whatever the first is waiting for.
+    So does Ctrl-C, with a line in place of a traceback; a second one ends this process at once, whatever it waits for.
     """
     sys.excepthook = _report_and_abort
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -142,7 +142,7 @@ def install_excepthook() -> None:
 
 
 def tell_when_interrupted(where: Callable[[], str]) -> None:
-    """From now on a job that Ctrl-C ends says ``where()``: what it has done, and what of it is on disk."""
+    """From now on a job that Ctrl-C ends prints ``where()``: what it has done, and what of that is on disk."""
     global _where_interrupted
     _where_interrupted = where
 
@@ -153,8 +153,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
         _die_interrupted()
     _is_interrupted = True
     while frame is not None:
-        # A rank that another one's end has made fail before it came to handling its own Ctrl-C: an exception would
-        # have nobody to catch it.
+        # The rank is reporting an error already: the end of another rank made it fail before it handled its own Ctrl-C.
+        # Nobody would catch an exception here.
         if frame.f_code is _report_and_abort.__code__:
             _report_and_abort(KeyboardInterrupt, KeyboardInterrupt(), None)
         frame = frame.f_back
@@ -162,10 +162,10 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _die_interrupted() -> NoReturn:
-    """Go as the signal itself would have it: a shell ends its loops only then, and calls it `EXIT_INTERRUPTED`."""
+    """Die of SIGINT itself: only then does a shell end its loops; it reports the status as `EXIT_INTERRUPTED`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-    os._exit(EXIT_INTERRUPTED)  # the first process of a container has no signal's own effect
+    os._exit(EXIT_INTERRUPTED)  # a container's first process does not die of signals by default
 
 
 def abort_job(exit_code: int) -> NoReturn:
@@ -173,8 +173,8 @@ def abort_job(exit_code: int) -> NoReturn:
 
     Under MPI by ``MPI_Abort``; under srun by cancelling the step, as srun does of itself only with
     ``--kill-on-bad-exit``; torchrun, mpirun and the supervisor end the others when they see this one gone.
-    A step whose ranks all end by themselves (`_ENDED_BY_ALL`) is not cancelled, or not at once: that would change its
-    status.
+    A step whose ranks all end by themselves (`_ENDED_BY_ALL`) is cancelled only `_ALL_SECONDS` later: that would change
+    its status.
     """
     last_resort = threading.Timer(_ABORT_SECONDS, os._exit, args=(exit_code,))
     last_resort.daemon = True
@@ -187,7 +187,7 @@ def abort_job(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             cancel = ["scancel", slurm_step(os.environ)]
             if exit_code in _ENDED_BY_ALL:
-                # Slurm ends this child with the step.
+                # If the step ends before that, Slurm ends this child with it.
                 later = ["sh", "-c", f"sleep {_ALL_SECONDS:g}; exec {shlex.join(cancel)}"]
                 subprocess.Popen(later, start_new_session=True, stdin=subprocess.DEVNULL, close_fds=True)
             else:
@@ -198,7 +198,7 @@ def abort_job(exit_code: int) -> NoReturn:
 
 
 def fail_job(error: BaseException) -> NoReturn:
-    """End the whole job, from any thread, as an error does that nobody catches in the main thread."""
+    """End the whole job, from any thread, as an uncaught error in the main thread does."""
     _report_and_abort(type(error), error, error.__traceback__)
 
 
@@ -210,14 +210,14 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
         may_be_common = isinstance(error, (*_MISTAKES, OtherRankError)) and not isinstance(error, LaunchError)
         is_told_elsewhere = rank > 0 if may_be_common else not is_first
         if is_told_elsewhere and status != EXIT_INTERRUPTED:
-            # All ranks find the same mistake, hear of it, or lose who has failed. Rank 0 says it, and where that has
-            # not ended the job by then, the first rank of each other machine, on which it may be another one; or
-            # somebody else.
+            # All ranks find the same mistake, hear of it, or lose contact with the rank that failed. Rank 0, or the
+            # first to fail, says it at once. If that does not end the job in time, the first rank of each machine
+            # says what it found there, which may differ, and later any other rank.
             time.sleep(_FIRST_RANK_SECONDS if local_rank == 0 else _ANY_RANK_SECONDS)
         if status == EXIT_INTERRUPTED:
             lines = _interruption() if rank == 0 else ""
         elif status == 2:
-            # Under srun nobody's end is the others', so that all would say it.
+            # Under srun the end of one rank does not end the others, so all would say it.
             is_told = local_rank == 0 or not in_slurm_step(os.environ)
             lines = f"error: {error}\n" if is_told else ""
         else:
@@ -230,7 +230,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
             _logger.debug("the traceback:", exc_info=(kind, error, trace))
             sys.stderr.write(lines)  # in one piece: other ranks may be writing too
     finally:
-        # Whatever cannot be said: an exception from here would leave the process to its other threads.
+        # Even if reporting fails: an exception from here would leave the process running with its other threads.
         abort_job(status)
 
 
@@ -246,10 +246,10 @@ def _status_of(error: BaseException) -> int:
 
 
 def _interruption() -> str:
-    """What a job says that Ctrl-C has ended."""
+    """What a job prints that Ctrl-C has ended."""
     where = ""
     if _where_interrupted is not None:
-        with contextlib.suppress(Exception):  # it is in the middle of something
+        with contextlib.suppress(Exception):  # the job was interrupted in the middle of something
             where = f" {_where_interrupted()}"
     return f"interrupted{where}\n"
 
@@ -258,7 +258,7 @@ def _leave_failure(line: str) -> bool:
     """Add a line to the files in which ranks say that they failed: for people and scripts, and for the other ranks.
 
     Returns:
-        Whether this rank is, as far as can be seen, the first of the run that does.
+        Whether this rank is, as far as can be seen, the first of the run to fail.
     """
     if _log_dir is None:
         return True
@@ -267,13 +267,13 @@ def _leave_failure(line: str) -> bool:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                is_first = file.tell() == 0 or path.name == FAILED_FILE  # which other starts of the job may have left
+                is_first = file.tell() == 0 or path.name == FAILED_FILE  # that may be another run's
                 file.write(line)
     return is_first
 
 
 def _flush_output() -> None:
-    """What can be written is; that the rest cannot (a full disk, a reader that is gone) changes nothing."""
+    """Flush the standard streams; what cannot be written (a full disk, a reader that is gone) is lost."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Process groups: the model-parallel layout of a job and the few collectives the rest needs.
+"""Process groups: the model-parallel layout of a job, and the few collectives that other modules need.
 
 Ranks are ordered tensor-parallel first, then data-parallel, then pipeline (megatron-core's order
 ``tp-cp-ep-dp-pp``), so that a tensor-parallel group sits inside one node.
@@ -22,9 +22,9 @@ from nemo_style_aligner.parallel.detection import LaunchError
 
 _TIMEOUT_MINUTES = 30.0  # as in the configs
 _SEED_STEP_OF_STAGES = 100  # as in Megatron-LM and NeMo
-# For ranks to find each other over gloo, which takes five times as long where nothing answers.
+# For ranks to find each other over gloo. Where nothing answers, gloo takes five times as long to fail.
 _MEETING_TIMEOUT = timedelta(minutes=2)
-_CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end what it gave up, before the others give up the leader
+_CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end a wait that ran out, before the others give up on the leader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def initialize_model_parallel(
 ) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
-    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage,
-    and the tensor-parallel tracker per tensor-parallel rank, too: layers of two stages drop other units.
+    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage (so
+    that dropout differs between stages), and megatron-core's tensor-parallel tracker also per tensor-parallel rank.
 
     Args:
         timeout_minutes: of the groups' collectives.
@@ -145,14 +145,17 @@ def data_parallel_group() -> dist.ProcessGroup:
 def neighbour_group(
     size: int, timeout_minutes: float = _TIMEOUT_MINUTES, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """This rank's group of ``size`` ranks in a row: 0 to size - 1, size to 2 * size - 1, ...; None for 1. Collective.
+    """This rank's group of ``size`` consecutive ranks (0 to size - 1, size to 2 * size - 1, ...). Collective.
 
     Args:
         timeout_minutes: of the group's collectives.
         backend: as in torch.distributed; None: that of the default group.
 
+    Returns:
+        The group; None for a ``size`` of 1.
+
     Raises:
-        ValueError: the ranks cannot be divided so.
+        ValueError: the ranks cannot be divided into groups of ``size``.
     """
     world_size = dist.get_world_size()
     if size < 1 or world_size % size:
@@ -186,7 +189,7 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
 
 @contextlib.contextmanager
 def gloo_explained() -> Iterator[None]:
-    """Say what to do where ranks do not find each other over gloo in the body of a ``with`` statement.
+    """Say what to do if ranks do not find each other over gloo in the body of a ``with`` statement.
 
     Raises:
         LaunchError: in place of gloo's error.
@@ -203,7 +206,8 @@ def gloo_explained() -> Iterator[None]:
 def meet_over_gloo() -> None:
     """Have ranks that NCCL connects find each other over gloo as well, before they do anything else. Collective.
 
-    Groups over gloo are made throughout, by megatron-core too, with limits as long as their work takes.
+    Later groups over gloo, megatron-core's among them, have time limits as long as their work may take: ranks that do
+    not reach each other would notice only then.
 
     Raises:
         LaunchError: they do not find each other.
@@ -217,13 +221,13 @@ def meet_over_gloo() -> None:
 def background_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for collectives in another thread than the main one. Collective.
 
-    Two threads in one group would take part in each other's collectives.
+    Two threads that use one group would take part in each other's collectives.
 
     Args:
         timeout: of its collectives.
 
     Returns:
-        None, for the default group, where one rank has nobody to meet in it.
+        The group; None, meaning the default group, for a single rank over gloo, which shares it with nobody.
     """
     if dist.get_world_size() == 1 and dist.get_backend() == "gloo":
         return None
@@ -244,7 +248,7 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
 
     Args:
         src: a rank of the default group.
-        group: the default group unless given. Over gloo nothing goes by way of the GPU.
+        group: the default group unless given. Over gloo the value does not pass through the GPU.
     """
     if dist.get_world_size() == 1:
         return value
@@ -262,15 +266,15 @@ def initialize_single_process() -> None:
 
 
 def set_up_cuda_arithmetic() -> None:
-    """How GPUs multiply and attend, for the whole process; without a GPU this changes nothing.
+    """Set how GPUs compute matrix products and attention, for the whole process; no effect without a GPU.
 
-    fp32 is not rounded to TF32 in products: reward and value heads, and ``trainer.precision=32``, count on its digits,
-    and NVIDIA's images allow it by a variable of the environment.
+    fp32 operands are not rounded to TF32: reward and value heads, and ``trainer.precision=32``, need full precision,
+    and NVIDIA's images allow TF32 by an environment variable.
 
-    cuDNN's attention is left alone: it makes a plan for every new shape, which takes up to seconds, and keeps it for
-    ever; packed rows and prompts' chunks have a new shape each time. torch prefers it on newer GPUs.
+    cuDNN's attention, which torch prefers on newer GPUs, is disabled: it makes a plan for every new shape, which takes
+    up to seconds, and keeps it for ever, and packed rows and chunks of prompts have a new shape each time.
     """
-    torch.backends.cuda.matmul.allow_tf32 = False  # sets what newer names read, too; those alone would contradict it
+    torch.backends.cuda.matmul.allow_tf32 = False  # sets the newer names, too; setting those alone would contradict it
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

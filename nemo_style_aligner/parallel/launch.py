@@ -71,10 +71,10 @@ from nemo_style_aligner.telemetry.log_lines import configure_logging
 
 _logger = logging.getLogger(__name__)
 
-# Of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue have sockets for every other rank.
+# Open files of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue take sockets per rank.
 _RESERVED_FILES, _FILES_PER_RANK = 256, 8
 
-_LOCKED_SECONDS = 30.0  # more than the limit for ranks that meet over MPI: they end without a word then
+_LOCKED_SECONDS = 30.0  # beyond the limit for ranks to meet over MPI; then they end without a message
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
@@ -85,8 +85,8 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     """Compare what the launcher started with ``trainer.devices`` x ``trainer.num_nodes``.
 
     Raises:
-        ConfigError: they are no numbers, or differ. A launcher that started one rank only is no launcher for this
-            purpose: this machine's ranks are then started by the supervisor, but several nodes cannot be.
+        ConfigError: they are not positive whole numbers, or differ. A single rank counts as started without a launcher:
+            the supervisor then starts this machine's ranks, but it cannot start those of several nodes.
     """
     for name, value in (("devices", devices), ("num_nodes", num_nodes)):
         if not isinstance(value, int) or value < 1:
@@ -106,10 +106,10 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
 
 
 def initialize(cfg: DictConfig) -> LaunchInfo:
-    """Set up torch.distributed for this process, with NCCL on GPUs and gloo on CPUs, its threads and its memory.
+    """Set up this process: torch.distributed (NCCL on GPUs, gloo on CPUs), its threads and its memory.
 
     Uses ``trainer.devices``, ``trainer.num_nodes``, ``trainer.distributed_timeout_minutes`` and
-    ``trainer.ppo.rollout_devices`` (then this rank's world is initialised, see `worlds`). Afterwards
+    ``trainer.ppo.rollout_devices`` (with it, this rank's world is initialised, see `worlds`). Afterwards
     the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
 
     Raises:
@@ -155,7 +155,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
-    # Now, not with the watchdog: a rank may fail before it has one.
+    # The run is named here, not when the watchdog starts: a rank may fail before that.
     if info.rank == 0:
         store.set("run", uuid.uuid4().hex[:12])
     name_run(store.get("run").decode())
@@ -169,7 +169,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
                 )
         meet_over_gloo()
     finally:
-        sys.excepthook = hook  # torch puts one in front that holds back what ours prints until it returns: never
+        sys.excepthook = hook  # torch's wrapper holds back what ours prints until ours returns, which it never does
     _logger.info(
         "%d ranks, started by %s, %s, %d threads each",
         info.world_size,
@@ -193,9 +193,10 @@ def bind_address(host: str | None, info: LaunchInfo) -> str:
 
 
 def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
-    """Fill in where rank 0 listens: under MPI rank 0 tells the others, alone it is this process's own affair.
+    """Fill in where rank 0 listens if that is unknown: under MPI rank 0 tells the others; a single rank chooses itself.
 
-    Ranks that are all on one machine meet on loopback. ``limit_minutes``: for MPI, which has no limits of its own.
+    Under Slurm and MPI, ranks that are all on one machine meet on loopback. ``limit_minutes``: for MPI, which has no
+    time limits of its own.
     """
     if info.master_addr is not None:
         is_one_node = info.launcher == "slurm" and info.local_world_size == info.world_size
@@ -209,7 +210,7 @@ def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
 
 @contextlib.contextmanager
 def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
-    """End the job where the body, in which the ranks meet over MPI, takes longer."""
+    """End the job if the body, in which the ranks meet over MPI, takes longer than ``minutes``."""
     error = LaunchError(
         f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): see "
         f"whether all {info.world_size} were started, and whether their machines reach each other"
@@ -217,7 +218,7 @@ def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
     timer = threading.Timer(60 * minutes, fail_job, (error,))
     timer.daemon = True
     timer.start()
-    # In C, where MPI's initialisation holds Python's lock, so that the timer's thread cannot run.
+    # A second timer, in C, in case MPI's initialisation holds the GIL, so that the first one's thread cannot run.
     faulthandler.dump_traceback_later(60 * minutes + _LOCKED_SECONDS, exit=True)
     try:
         yield
@@ -248,7 +249,7 @@ def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
 
 
 def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
-    """Where rank 0 waits for ranks that a launcher of MPI has started."""
+    """The address and port at which rank 0 waits for ranks that an MPI launcher has started."""
     if info.local_world_size == info.world_size:
         return LOOPBACK, free_port()
     named = os.environ.get("MASTER_ADDR")
@@ -266,7 +267,7 @@ def _share_cores(info: LaunchInfo) -> None:
         return
     if info.launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         threads = integer(os.environ, "SLURM_CPUS_PER_TASK")
-    elif info.launcher in ("mpirun", "pmi", "slurm"):  # they may bind each rank to cores: its share already
+    elif info.launcher in ("mpirun", "pmi", "slurm"):  # these may have bound each rank to its share already
         threads = min(available_cores(), max(1, machine_cores() // info.local_world_size))
     else:
         threads = max(1, available_cores() // info.local_world_size)
@@ -278,16 +279,16 @@ def _share_cores(info: LaunchInfo) -> None:
 
 
 def _use_one_queue(cfg: DictConfig) -> None:
-    """What megatron-core's overlap of tensor-parallel exchanges with products counts on. CUDA reads it as it starts."""
+    """Set what megatron-core's overlap of tensor-parallel communication with GEMMs relies on, before CUDA starts."""
     tp_size = OmegaConf.select(cfg, "model.tensor_model_parallel_size")
     if isinstance(tp_size, int) and tp_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _use_trees_for_sums_only() -> None:
-    """Take ``NCCL_ALGO=Tree``, as scripts written for NeMo-Aligner set it, for what it meant: sums in a fixed order.
+    """Take ``NCCL_ALGO=Tree``, which scripts for NeMo-Aligner set, as what it was meant for: sums in a fixed order.
 
-    From NCCL 2.24 on it would forbid all that trees cannot do, broadcasts and gathers among it.
+    From NCCL 2.24 on it would forbid all collectives that have no tree algorithm, broadcasts and gathers among them.
     """
     if os.environ.get("NCCL_ALGO", "").strip().lower() == "tree":
         os.environ["NCCL_ALGO"] = "allreduce:tree"
@@ -297,8 +298,8 @@ def _use_trees_for_sums_only() -> None:
 def _stay_on_loopback(info: LaunchInfo) -> None:
     """Let ranks that are all on this machine talk over loopback, unless the user says otherwise.
 
-    Gloo, which jobs on GPUs use for objects and checkpoints, would look up the host name, which may not resolve; NCCL
-    would meet on the first interface that it finds, which firewalls may close and others can reach.
+    Gloo, which jobs on GPUs also use for objects and checkpoints, would look up the host name, which may not resolve;
+    NCCL would use the first interface that it finds, which a firewall may block and other machines may reach.
     """
     if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -306,14 +307,14 @@ def _stay_on_loopback(info: LaunchInfo) -> None:
 
 
 def _name_interface_for_gloo(info: LaunchInfo) -> None:
-    """On several machines, see to it that gloo listens where the others reach it, unless the user says where.
+    """On several machines, have gloo listen on an interface that the others reach, unless the user names one.
 
-    It goes by the host name. Where that means loopback, as in Debian's /etc/hosts, ranks would look for each other on
-    their own machines.
+    By default gloo resolves the host name. If that gives a loopback address, as with Debian's /etc/hosts, ranks would
+    look for each other on their own machines.
     """
     if info.local_world_size == info.world_size or os.environ.get("GLOO_SOCKET_IFNAME") or name_is_reachable():
         return
-    # On rank 0's machine the way to rank 0 does not leave it: the default route then.
+    # On rank 0's own machine the route to rank 0 is loopback: take the default route there.
     address = outgoing_address(str(info.master_addr)) or outgoing_address()
     interface = interface_of(address) if address is not None else None
     name = socket.gethostname()
@@ -323,7 +324,7 @@ def _name_interface_for_gloo(info: LaunchInfo) -> None:
             "set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = interface
-    if info.local_rank == 0:  # one of each machine says it
+    if info.local_rank == 0:  # once per machine
         _logger.warning("%s means no address that other machines reach (/etc/hosts): gloo uses %s", name, interface)
 
 
@@ -369,16 +370,16 @@ def job(
     Reads and checks the config and the command line's overrides, starts this machine's ranks when nobody
     else did, sets up torch.distributed in them, runs ``main`` on every rank, and ends the job with the status that
     ``main`` returns (None is 0; the same on every rank), with 2 for a mistake in the config, with
-    `EXIT_REQUEUE` when it was stopped before it had begun, and with 1 for anything else (docs/jobs.md).
+    `EXIT_REQUEUE` when it was stopped before it had begun, and with 1 for other errors (docs/jobs.md has them all).
     Writes nothing but the files for an early stop and a failed rank, and does not change the working directory
-    (what hydra would do).
+    (as hydra would).
 
     Args:
         name: of the config.
         check: dotted name of a function of (``name``, config, number of ranks) that raises `ConfigError` for settings
-            that cannot work; None for no checks. Ranks call it before they look for each other. A name, because it
-            imports what takes seconds to load, and the process that only starts ranks needs nothing of it.
-        is_service: SIGTERM is this job's regular end, so that it means status 0 while the job starts, too.
+            that cannot work; None for no checks. Ranks call it before they look for each other. A name, because its
+            module takes seconds to import, and the process that only starts ranks does not need it.
+        is_service: SIGTERM is this job's regular end, with status 0 even while the job is starting.
     """
 
     def decorate(main: Callable[[DictConfig], int | None]) -> Callable[[], None]:
@@ -406,9 +407,9 @@ def job(
 
 
 def _compose(name: str, description: str) -> DictConfig | None:
-    """The config of this command line; ``None`` when it only asked hydra for something (``--help``, ``--cfg job``).
+    """The config of this command line; ``None`` if that only asked for information (``--help``, ``--cfg job``).
 
-    ``description``, the script's, is what ``--help`` begins with.
+    ``description`` is the entry script's docstring, with which ``--help`` begins.
     """
     composed: list[DictConfig] = []
 
@@ -416,9 +417,9 @@ def _compose(name: str, description: str) -> DictConfig | None:
         composed.append(cfg)
 
     register_resolvers()
-    config_file(name)  # hydra's complaint would not say what to do
+    config_file(name)  # raises if there is none; hydra's error would not say what to do
     if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
-        print(_help(name, description))  # hydra's has the bare values, without the comments
+        print(_help(name, description))  # hydra's own has the bare values, without the comments
         return None
     _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
@@ -444,10 +445,10 @@ def _help(name: str, description: str) -> str:
 
 
 def _refuse_multirun(arguments: Sequence[str]) -> None:
-    """hydra's ``-m`` would go on from value to value in this process, whose ranks have met by then and end with a job.
+    """Refuse hydra's multirun: it would run job after job in this process, but ranks meet once and end with their job.
 
     Raises:
-        ConfigError: the command line asks for it.
+        ConfigError: the command line asks for multirun.
     """
     for argument in arguments:
         is_flag = argument == "-m" or (len(argument) > 2 and "--multirun".startswith(argument))  # argparse's shortened
@@ -461,9 +462,9 @@ def _refuse_multirun(arguments: Sequence[str]) -> None:
 
 def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool) -> NoReturn:
     """End a rank that got a stop signal before there was anything to save."""
-    received = stop_signals.received()  # none where this is not the main thread, which has not come to handling it
+    received = stop_signals.received()  # empty if called in another thread: the main one has not handled the signal
     if info.world_size > 1 and has_failed(log_dir, _FAILURE_SECONDS):
-        abort_job(1)  # the launcher ends this rank because of another
+        abort_job(1)  # the launcher ends this rank because another has failed
     _logger.warning("stopped by %s before there was anything to save", received[0].name if received else "a signal")
     if is_service and (not received or received[0] == signal.SIGTERM):  # its regular end
         abort_job(0)

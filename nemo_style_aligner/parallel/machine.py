@@ -18,7 +18,7 @@ from nemo_style_aligner.parallel.detection import LaunchError
 LOOPBACK = "127.0.0.1"
 _SERVER_PORTS = range(10000, 32000)
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
-# Of control groups: the files with the limit and what is used, and the prefix of the numbers that include groups below.
+# Of memory control groups: the files of the limit and the usage, and the prefix of statistics that include subgroups.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _VERSION_2 = ("memory.max", "memory.current", "")
 _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -40,7 +40,7 @@ def machine_cores() -> int:
 
 
 def raise_limit_of_open_files() -> int:
-    """Let this process open as many files and sockets as its hard limit says; how many that are.
+    """Raise this process's limit of open files and sockets to its hard limit; return the limit then in force.
 
     Shells often allow 1,024, which the sockets between the ranks of a large job exceed.
     """
@@ -53,7 +53,7 @@ def raise_limit_of_open_files() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping, within the limits of the control groups around us."""
+    """Bytes of memory that can be taken without swapping, within the limits of our control groups."""
     return max(0, min([int(psutil.virtual_memory().available), *_cgroup_rooms()]))
 
 
@@ -85,7 +85,8 @@ def processor_model() -> str:
 def free_port() -> int:
     """A TCP port that nothing listens on now. Another process may take it before the caller does.
 
-    Not one of those that the system gives to outgoing connections (32768 and up on Linux), or any of them could.
+    Ports that the system gives to outgoing connections (32768 and up on Linux) are the last resort: any such connection
+    could take one.
     """
     for port in [*random.SystemRandom().sample(_SERVER_PORTS, 100), 0]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
@@ -95,12 +96,12 @@ def free_port() -> int:
 
 
 def is_on_one_machine() -> bool:
-    """Whether all ranks of this job are on this machine: what `launch.initialize` has left in the environment."""
+    """Whether all ranks of this job are on this machine, by the environment that `launch.initialize` sets."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def ranks_on_this_machine() -> int:
-    """How many of this job's ranks this machine has: what `launch.initialize` has left in the environment."""
+    """How many of this job's ranks this machine has, by the environment that `launch.initialize` sets."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -108,7 +109,7 @@ def own_address() -> str:
     """The address under which other machines reach this one: that of the default route, else the host name.
 
     Raises:
-        LaunchError: neither leads here from another machine.
+        LaunchError: other machines can use neither.
     """
     if address := outgoing_address():
         return address
@@ -123,7 +124,7 @@ def own_address() -> str:
 
 
 def outgoing_address(target: str = "10.255.255.255") -> str | None:
-    """This machine's address on the way to another, by default to any; None where there is no way, or it ends here."""
+    """This machine's address on the route to ``target`` (default: the default route); None if no route leads away."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing: a datagram socket only looks up the route
         address = str(probe.getsockname()[0])
@@ -132,9 +133,9 @@ def outgoing_address(target: str = "10.255.255.255") -> str | None:
 
 
 def name_is_reachable() -> bool:
-    """Whether this machine's name means an address of its own that others reach.
+    """Whether this machine's name resolves to an address of its own that others reach.
 
-    Debian's /etc/hosts has 127.0.1.1 for it. Of several, the first that is this machine's counts, as with gloo.
+    Debian's /etc/hosts has 127.0.1.1 for it. Of several addresses, the first that is this machine's counts, as in gloo.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -147,7 +148,7 @@ def name_is_reachable() -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, as it stands there, is a machine's name or address for itself alone."""
+    """Whether ``host`` is a loopback address or ``localhost``. Other names are not looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -155,7 +156,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this machine's."""
+    """The network interface that has ``address``, one of this machine's; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (entry.address for entry in addresses):
             return name
@@ -211,12 +212,12 @@ def _own_groups(controller: str, groups: Path, mounted: Path) -> Iterator[tuple[
 
 
 def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """What a group's limit leaves; None without a limit, or without the group."""
+    """Bytes that a group's limit leaves; None without a limit, or without the group."""
     try:
         if (allowed := (folder / limit).read_text().strip()) == "max":
             return None
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, but goes when it has to.
+        # The page cache counts as used, but is freed when memory is short.
         cache = int(statistics[f"{prefix}inactive_file"]) + int(statistics[f"{prefix}active_file"])
         return int(allowed) - int((folder / usage).read_text()) + cache
     except (OSError, KeyError, ValueError):

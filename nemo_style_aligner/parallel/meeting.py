@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: in a store that rank 0 opens, with words for those who wait."""
+"""How the ranks of a job find each other: in a store that rank 0 opens, with messages for those who wait."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def meet(info: LaunchInfo, backend: str, timeout: datetime.timedelta) -> Store:
     """Wait until all ranks are there, and return the store that they share. Collective.
 
     Args:
-        info: with the address on which all are to meet. Torchrun's agents have met there, and brought the store.
+        info: has the address at which all are to meet. Under torchrun its agents have opened the store there.
         backend: that this rank is about to use, ``nccl`` or ``gloo``: all must use the same.
         timeout: for opening or finding the store, and again for waiting until all are there.
 
     Raises:
         LaunchError: rank 0 cannot be reached, the others do not come, or a rank has no GPU where others have one.
-            Rank 0 says which; the others, that it has ended.
+            Rank 0's error says which; those of the others, that rank 0 has ended or waits in vain.
     """
     if info.launcher == "torchrun":
         store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
@@ -67,12 +67,12 @@ def check_backends(places: Sequence[tuple[str, ...]]) -> None:
 
 
 def _open_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
-    """Rank 0 opens it, the others look for it."""
+    """Open the store on rank 0, and connect to it on the others."""
     assert info.master_addr is not None and info.master_port is not None  # `launch.initialize` has seen to it
     is_master = info.rank == 0
     say = threading.Timer(_QUIET_SECONDS, _logger.warning, ("waiting for rank 0 at %s", _address(info)))
     say.daemon = True
-    if info.local_rank == 0:  # one of each machine says it
+    if info.local_rank == 0:  # once per machine
         say.start()
     try:
         return TCPStore(
@@ -81,7 +81,7 @@ def _open_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
             info.world_size,
             is_master,
             timeout=timeout,
-            wait_for_workers=False,  # `_await_others` does, and says so
+            wait_for_workers=False,  # `_await_others` does, with messages
             master_listen_fd=_loopback_listener(info) if is_master and info.master_addr == LOOPBACK else None,
         )
     except (OSError, DistError) as error:
@@ -99,7 +99,7 @@ def _open_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
 
 
 def _loopback_listener(info: LaunchInfo) -> int:
-    """A socket for the store of ranks of one machine. torch's own would listen everywhere; it asks for no secret."""
+    """A socket for the store of ranks on one machine: torch's own would listen everywhere, without authentication."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((LOOPBACK, info.master_port))

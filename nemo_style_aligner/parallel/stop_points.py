@@ -13,15 +13,17 @@ class StopEarlyError(Exception):
 
 
 def agree(reason: int = 0) -> int:
-    """Collective: the same number on every rank; 0: go on; a stop signal's number, or the largest ``reason``.
+    """Agree with all ranks whether to stop. Collective.
 
-    A signal counts whichever rank it reached.
+    Returns:
+        On every rank the largest of all ranks' ``reason`` and of the numbers of the stop signals that any of them got;
+        0: go on.
     """
     received = stop_signals.received()
     return all_reduce_max(max(reason, int(received[0]) if received else 0))
 
 
 def check() -> None:
-    """Collective: a stop point. Raises `StopEarlyError` on every rank if one of them got a stop signal."""
+    """Stop point: raise `StopEarlyError` on every rank if one of them got a stop signal. Collective."""
     if number := agree():
         raise StopEarlyError(f"received {signal.Signals(number).name}")

@@ -7,7 +7,7 @@ the process is doing; docs/jobs.md has the whole picture:
 - After `hold` the loop asks `received` at its stop points.
 - Inside `interruptible` nothing is done that must be completed: the signal ends the block.
 
-The signals of a process exist once, and so does this module's state.
+Signal handlers belong to the process, and so this module's state is global.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ REQUEUE_FILE = "requeue"
 """File in the log directory that says the same as `EXIT_REQUEUE`, for launchers that hide exit statuses."""
 
 STOPPED_EARLY = "stopped early, with a checkpoint where there was something to save"
-"""Why, as that file says of a job that had begun."""
+"""The reason that `REQUEUE_FILE` gives for a job that had begun."""
 
 _STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
-_DEAF_SECONDS = 2.0  # for the main thread to handle a signal; it does at once, but for calls that are not Python's
+_DEAF_SECONDS = 2.0  # for the main thread to handle a signal, which it does at once unless it is in C code
 
 
 class StopDuringStartError(SystemExit):
@@ -56,8 +56,8 @@ def install(end_start: Callable[[], object] | None = None) -> None:
     """Take over SIGUSR1, SIGTERM and, unless it is ignored, SIGHUP. Main thread only.
 
     Args:
-        end_start: ends a process that is still starting; called in another thread where the main thread does not come
-            to handling a signal, because it waits for other ranks outside of Python.
+        end_start: ends a process that is still starting; called in another thread if the main thread does not get to
+            handle a signal, because it waits for other ranks in C code.
     """
     for number in taken(_STOPPING):
         signal.signal(number, _on_signal)
@@ -69,7 +69,7 @@ def install(end_start: Callable[[], object] | None = None) -> None:
 
 
 def taken(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those that a job takes over: under nohup SIGHUP is ignored, and stays so."""
+    """Those of ``numbers`` that a job takes over: all but SIGHUP where it is ignored, as under nohup."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
@@ -79,7 +79,7 @@ def _listen(reader: socket.socket, writer: socket.socket, end_start: Callable[[]
             time.sleep(_DEAF_SECONDS)
             if _starting and not _received:
                 end_start()
-    writer.close()  # which this thread has kept open until here
+    writer.close()  # this thread's reference has kept it open until here
 
 
 def received() -> tuple[signal.Signals, ...]:
@@ -103,16 +103,16 @@ def on_request(callback: Callable[[], None]) -> None:
 
 
 def divert(take: Callable[[signal.Signals], bool]) -> None:
-    """From now on ``take`` is asked first, in the signal handler: a signal that it takes has no other effect here."""
+    """From now on the signal handler calls ``take`` first: where it returns True, the signal has no other effect."""
     global _diversion
     _diversion = take
 
 
 class interruptible:
-    """A block that a stop signal ends at once, wherever it is; execution goes on behind the block.
+    """A block that a stop signal ends at once, wherever it is; execution goes on after the block.
 
-    Work of this rank alone: an interrupted collective would leave the other ranks waiting. Whoever uses it asks
-    `received` afterwards, together with the other ranks.
+    For work of this rank alone: an interrupted collective would leave the other ranks waiting. Afterwards ask
+    `received`, together with the other ranks (`stop_points`).
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -145,7 +145,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def write_requeue_file(log_dir: Path, reason: str) -> None:
-    """Leave `REQUEUE_FILE` with the reason in it. Where that cannot be (a full disk), the exit status says the same."""
+    """Leave `REQUEUE_FILE` with the reason in it. If that fails (a full disk), the exit status says the same."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         (log_dir / REQUEUE_FILE).write_text(f"{reason}\n", encoding="utf-8")
@@ -154,5 +154,5 @@ def write_requeue_file(log_dir: Path, reason: str) -> None:
 
 
 def remove_requeue_file(log_dir: Path) -> None:
-    """Remove what an earlier run left."""
+    """Remove the `REQUEUE_FILE` of an earlier run."""
     (log_dir / REQUEUE_FILE).unlink(missing_ok=True)

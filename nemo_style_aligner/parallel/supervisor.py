@@ -21,7 +21,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
 _KILL_SECONDS = 30.0  # for the kernel to end killed ranks
-_REQUEUE_SECONDS = 10.0  # ranks that end early end together; who is later than this is ended
+_REQUEUE_SECONDS = 10.0  # ranks that stop early end together; one that is later than this is ended
 _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
 
 
@@ -32,8 +32,8 @@ def supervise(num_ranks: int) -> int:
     error the others are ended within seconds.
 
     Returns:
-        The exit status for this process: 0, or that of the first rank that ended with another one (128 + n for
-        signal n).
+        The exit status for this process: 0 if all ranks ended with 0; `EXIT_REQUEUE` or `EXIT_STUCK` if one did with
+        that; else the status of the first that failed (128 + n for signal n).
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[subprocess.Popen[bytes]] = []
@@ -41,7 +41,7 @@ def supervise(num_ranks: int) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # Who asks a second time has waited for ranks that do not hear: they compute outside of Python.
+        # A second Ctrl-C: the ranks have not reacted to the first, since they compute in C code.
         is_repeated = received.count(signal.SIGINT) > 1
         _signal_all(children, signal.SIGKILL if is_repeated else number)
 
@@ -52,7 +52,7 @@ def supervise(num_ranks: int) -> int:
             # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `forward`.
             env = rank_environment(os.environ, rank, num_ranks, port)
             children.append(subprocess.Popen(command, env=env, start_new_session=True))
-        for number in received[:1]:  # a signal may have come before the last rank was there
+        for number in received[:1]:  # a signal may have come before the last rank was started
             _signal_all(children, number)
         return _wait(children)
     finally:
@@ -87,7 +87,7 @@ def end_with_supervisor() -> None:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended well (0), or one has not (its exit status)."""
+    """Wait until all ranks have ended with 0, or one with another status; return the status for `supervise`."""
     requeue_deadline = math.inf
     while True:
         codes = [child.poll() for child in children]
@@ -98,7 +98,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             if None not in codes or time.monotonic() > requeue_deadline:
                 return EXIT_REQUEUE
         elif EXIT_STUCK in failed:
-            return EXIT_STUCK  # whichever rank said so; the others may have failed for want of it
+            return EXIT_STUCK  # whichever rank it was; others may have failed because that one was gone
         elif failed:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         elif None not in codes:

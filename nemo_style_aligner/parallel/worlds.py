@@ -1,9 +1,9 @@
 """A job of two worlds: ranks that train, and ranks that do nothing but generate (``trainer.ppo.rollout_devices``).
 
 torch.distributed and megatron-core build everything on one default group. So each world has a default group of its
-own, and neither sees the other's collectives. They meet in a `Link`: messages in the store through which the ranks
-found each other (looked for again and again, so that no wait is without a limit and a signal ends it), and one process
-group of the first training rank and all rollout ranks, for weights.
+own, and neither sees the other's collectives. A `Link` connects them: messages in the store through which the ranks
+found each other (polled, so that a wait can have any limit and a signal can end it), and one process group of the
+first training rank and all rollout ranks, for weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LEAVING_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What this rank has to do with the other world.
+    """This rank's connection to the other world.
 
     Attributes:
-        rank, size: of this rank in the whole job, and of the whole job; the rollout ranks are the last ones.
-        num_rollout_ranks: how many they are.
+        rank, size: this rank's number in the whole job, and the job's number of ranks; the rollout ranks come last.
+        num_rollout_ranks: how many rollout ranks there are.
         store: of the whole job.
-        weights: of training rank 0 (its rank 0) and the rollout ranks; None on the other training ranks.
+        weights: process group of training rank 0 (its rank 0) and the rollout ranks; None on other training ranks.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Link:
         parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)] or [b""]
         for number, part in enumerate(parts[1:], 1):
             self.store.set(f"{name}/part{number}", part)  # type: ignore[arg-type]  # takes bytes as well
-        # It is there as soon as its first part is: that goes last.
+        # `has` looks for the first part alone, so that goes last.
         self.store.set(name, struct.pack("<I", len(parts)) + parts[0])  # type: ignore[arg-type]
 
     def has(self, name: str) -> bool:
@@ -66,7 +66,7 @@ class Link:
         return bool(self.store.check([name]))
 
     def read(self, name: str) -> bytes:
-        """A message; it stays. One that is not there yet is waited for, within the store's limit."""
+        """Read a message, which stays; wait for one that is not there yet, up to the store's timeout."""
         first = self.store.get(name)
         (count,) = struct.unpack_from("<I", first)
         return b"".join([first[4:], *(self.store.get(f"{name}/part{number}") for number in range(1, count))])
@@ -80,18 +80,18 @@ class Link:
             self.store.delete_key(name)
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter, which starts at 0; the sum. ``amount`` 0 reads it."""
+        """Add to a counter, which starts at 0, and return the sum; an ``amount`` of 0 only reads it."""
         return int(self.store.add(name, amount))
 
-    # ---- the commands, which every rollout rank takes one after the other ---------------------
+    # ---- commands, which every rollout rank carries out one after the other -------------------
 
     def post(self, command: dict[str, Any]) -> None:
-        """Training rank 0: the next command for all rollout ranks."""
+        """Send the next command to all rollout ranks; on training rank 0 only."""
         number = self.add("commands", 1) - 1
         self.put(f"command/{number}", json.dumps(command).encode())
 
     def command(self, number: int) -> dict[str, Any]:
-        """A rollout rank waits for command ``number``, for as long as training takes."""
+        """Wait for command ``number``, for as long as training takes; on rollout ranks."""
         while not self.has(f"command/{number}"):
             time.sleep(_POLL_SECONDS)
         command: dict[str, Any] = json.loads(self.read(f"command/{number}"))
@@ -103,17 +103,17 @@ class Link:
     # ---- weights ----------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Training rank 0's ``tensor`` on every rollout rank, in place; within the job's limit for collectives."""
+        """Broadcast training rank 0's ``tensor`` into each rollout rank's, within the job's limit for collectives."""
         self.weights.broadcast(tensor, 0).wait()
 
 
 class Wait:
-    """A wait for messages, however many, that has a limit as long as the other side does nothing.
+    """Waits for messages, with a time limit that starts anew whenever the other side makes progress.
 
     Args:
-        seconds: the limit; it counts anew when the other side gets on.
-        progress: a reading that changes then.
-        what: says in an error what was waited for.
+        seconds: the time limit.
+        progress: returns a value that changes when the other side makes progress.
+        what: what is being waited for, for the error.
     """
 
     def __init__(self, link: Link, seconds: float, progress: Callable[[], object], what: str) -> None:
@@ -125,7 +125,7 @@ class Wait:
         self._since = self._looked = time.monotonic()
 
     def until_there(self, name: str, deadline: float = math.inf) -> bool:
-        """Wait for a message, until ``deadline`` by `time.monotonic` at most; whether it is there.
+        """Wait for a message, at most until ``deadline`` (`time.monotonic`); return whether it is there.
 
         Raises:
             TimeoutError: nothing came, and ``progress`` did not change, for longer than the limit.
@@ -154,7 +154,7 @@ _link: Link | None = None
 
 
 def link() -> Link | None:
-    """The way to the other world; None in a job of one world."""
+    """The connection to the other world; None in a job of one world."""
     return _link
 
 
@@ -166,7 +166,7 @@ def is_rollout_rank() -> bool:
 def initialize(
     store: dist.Store, rank: int, size: int, num_rollout_ranks: int, backend: str, timeout: timedelta
 ) -> None:
-    """torch.distributed for a job whose last ``num_rollout_ranks`` ranks only generate. Collective.
+    """Set up torch.distributed for a job whose last ``num_rollout_ranks`` ranks only generate. Collective.
 
     Raises:
         ValueError: no rank is left to train.
@@ -191,7 +191,7 @@ def initialize(
 
 
 def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A process group beside the default one, whose ranks it does not know."""
+    """A process group beside the default one, which does not contain all of its ranks."""
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -200,14 +200,14 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeou
 
 
 def end(status: int) -> None:
-    """Training rank 0: the job ends with this status; rollout ranks give up what they are at."""
+    """Have the rollout ranks give up what they are doing and end with ``status``. Only rank 0's call has an effect."""
     if _link is not None and _link.rank == 0:
         _link.post({"kind": "end", "status": status})
         _link.put("ending", b"")
 
 
 def leave() -> None:
-    """The last thing: rank 0, which has the store, waits for the rollout ranks, which say that they need it no more."""
+    """Leave the link, last of all: rank 0, which has the store, waits until the rollout ranks need it no more."""
     global _link
     if _link is None:
         return
@@ -223,5 +223,5 @@ def leave() -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks. Where nothing was exchanged before, NCCL would take a device by the rank's number."""
+    """Wait for all ranks of this world. Without ``device_ids`` an unused NCCL group would guess the device by rank."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

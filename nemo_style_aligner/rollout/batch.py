@@ -11,18 +11,18 @@ from nemo_style_aligner import functional
 
 @dataclasses.dataclass
 class RolloutBatch:
-    """Prompts with their responses, n of s tokens at most, sorted by sample; every rank holds all of them.
+    """Prompts with their responses: n sequences padded to s tokens, in sample order; every rank holds all of them.
 
     Attributes:
         sample_ids: int64 [n], 0 .. n-1: the sample's place in the step.
         prompt_ids: int64 [n], the prompt's index in its dataset.
         tokens: int64 [n, s], prompt and response, zeros after ``lengths``.
         prompt_lengths: int64 [n].
-        lengths: int64 [n], prompt and response, stop token included.
+        lengths: int64 [n], of prompt and response together, stop token included.
         is_end: bool [n], whether a stop token or stop string ended the response (not the length limit).
         engine_logprobs: fp32 [n, s-1], the engine's log-probs of the response's tokens, zero elsewhere.
         weight_versions: int64 [n], version of the weights each response was made with.
-        is_valid: bool [n], False where rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
+        is_valid: bool [n], False if rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
     """
 
     sample_ids: torch.Tensor
@@ -54,7 +54,8 @@ class Experience:
             zero throughout samples that are not valid.
         policy_mask: fp32 [n, s-1], tokens of the policy's loss: ``mask`` without truncated responses
             (`mask_truncated`) and sequences outside `importance_sequence_bounds`.
-        logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
+        logprobs: fp32 [n, s-1], the policy's: the old log-probs of PPO's ratio, the trainer's or the engine's
+            (`policy_logprobs`).
         values, advantages, returns: fp32 [n, s-1].
         importance_weights: fp32 [n, s-1].
     """

@@ -26,7 +26,7 @@ class PendingRollouts:
 
     Attributes:
         rollouts: complete, the same on every rank.
-        generation_metrics: see `GenerationTotals.metrics`.
+        generation_metrics: see `Round.metrics`.
     """
 
     def __init__(
@@ -37,7 +37,11 @@ class PendingRollouts:
         self._wait = wait
 
     def wait_for_scores(self) -> Scores:
-        """Collective: rewards and values in the rollouts' order, on every rank. Raises StopEarlyError as `collect`."""
+        """Wait for the rewards and values of all rollouts, in their order, on every rank. Collective.
+
+        Raises:
+            StopEarlyError: as `RolloutCollector.finish`.
+        """
         return self._wait(self.rollouts.tokens.shape[1])
 
 
@@ -47,7 +51,7 @@ class RolloutCollector:
     Args:
         generator: makes the responses.
         scorer: client of the critic and reward service.
-        tokenizer: for the tables of samples.
+        tokenizer: decodes the texts of `sample_table`.
         scoring_batch_size: responses per scoring request, at most.
         scoring_seconds: time limit of a scoring request, over all tries.
     """
@@ -68,7 +72,7 @@ class RolloutCollector:
         self.scoring_seconds = scoring_seconds
 
     def finish(self, generation: Round) -> PendingRollouts:
-        """Have the responses of a round scored, in batches as they come, and gather them. Collective.
+        """Run a round, send its responses to be scored in batches as they finish, and gather the rollouts. Collective.
 
         Raises:
             StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
@@ -79,11 +83,11 @@ class RolloutCollector:
         return PendingRollouts(rollouts, generation.metrics(), lambda width: _gather_scores(responses, width))
 
     def collect(self, prompts: Sequence[Prompt], seed: int) -> PendingRollouts:
-        """`Generator.start` and `finish`: one scored response per prompt. Collective."""
+        """Start a round and `finish` it: one scored response per prompt. Collective."""
         return self.finish(self.generator.start(prompts, seed))
 
     def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
-        """All ranks' results on every rank, in the order of the samples."""
+        """Gather all ranks' results on every rank, in sample order."""
         where = device()
         sequences = [r.prompt_token_ids + r.token_ids for r in results]
         width = torch.tensor([max(map(len, sequences), default=0)], device=where)
@@ -120,7 +124,7 @@ class RolloutCollector:
         self.generator.close()
 
     def sample_table(self, rollouts: RolloutBatch, scores: Scores, num_rows: int) -> list[tuple[str, str, float]]:
-        """(prompt, response, reward) of the first samples, as text."""
+        """(prompt, response, reward) of the first ``num_rows`` samples, decoded."""
         table = []
         for i in range(min(num_rows, len(rollouts))):
             start, end = int(rollouts.prompt_lengths[i]), int(rollouts.lengths[i])
@@ -131,12 +135,12 @@ class RolloutCollector:
 
 
 def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
-    """Wait for this rank's scores, put all ranks' in the order of the samples. Collective."""
+    """Wait for this rank's scores, then gather all ranks' in sample order. Collective."""
     where = device()
     rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
     is_missing = True
-    while is_missing:  # the service may take longer than a collective: nobody waits in one for it
-        activity.progress()  # this wait has a limit of its own
+    while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
+        activity.progress()  # for the watchdog: `are_scored` has a limit of its own
         with stop_signals.interruptible():
             is_missing = not responses.are_scored(PATIENCE_SECONDS)
         stop_points.check()

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_engine(cfg: DictConfig) -> str:
-    """The engine's name: ``trainer.ppo.generation.engine``, or trtllm where ``trt_llm.enable`` asks for it.
+    """The engine's name: ``trainer.ppo.generation.engine``, or trtllm instead of embedded with ``trt_llm.enable``.
 
-    Where TensorRT-LLM cannot be used, ``trt_llm.enable`` leaves its work to the embedded engine.
+    Where TensorRT-LLM cannot be used, ``trt_llm.enable`` falls back to the embedded engine.
 
     Raises:
         RuntimeError: TensorRT-LLM is asked for by name and missing, or installed in a version that does not fit.
@@ -51,10 +51,10 @@ def choose_engine(cfg: DictConfig) -> str:
 def build_engine(
     cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
 ) -> tuple[GenerationEngine, EngineGroup]:
-    """The generation engine of this rank, built, and the ranks that share it.
+    """Build this rank's generation engine; return it and the ranks that share it. Collective.
 
-    The embedded engine is shared by as many neighbouring ranks as its own tensor-parallel size says, one unless asked
-    for more, whatever the training layout. The megatron and trtllm engines are shared by a tensor-parallel group of it.
+    The embedded engine is shared by `engine_size` neighbouring ranks, independently of the training layout's groups;
+    the megatron and trtllm engines by a tensor-parallel group of that layout.
 
     Raises:
         ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
@@ -81,7 +81,7 @@ def build_embedded_engine(
     *,
     lender: MegatronModel | None = None,
 ) -> tuple[GenerationEngine, EngineGroup]:
-    """The embedded engine of this rank; see `build_engine`. It may compute with the weights of ``lender`` in place."""
+    """Build this rank's embedded engine; see `build_engine`. It may use the weights of ``lender`` in place."""
     group = _generation_ranks(cfg)
     ranks = group.tensor_parallel
     section = cfg.trainer.ppo.generation
@@ -115,7 +115,7 @@ def build_embedded_engine(
 def _engine_options(
     cfg: DictConfig, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
 ) -> dict[str, Any]:
-    """What every engine is told."""
+    """Options that every engine takes."""
     return {
         "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
         "max_sequence_length": max_sequence_length,
@@ -124,7 +124,7 @@ def _engine_options(
 
 
 def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What every engine is told of a model's vocabulary and its tokenizer; see `EngineLifecycle`."""
+    """Options of the vocabulary and the tokenizer that every engine takes; see `EngineLifecycle`."""
     return {
         "eos_id": tokenizer.eos_id,
         "more_eos_ids": tokenizer.stop_ids[1:],
@@ -151,8 +151,8 @@ def engine_size(asked: int | None, reshard: bool, tp_size: int, pp_size: int) ->
 
     Args:
         asked: ``trainer.ppo.generation.tensor_parallel_size``.
-        reshard: ``trainer.ppo.trt_llm.reshard``: generate with the training's tensor parallelism, without its stages.
-            Where there are none it changes nothing.
+        reshard: ``trainer.ppo.trt_llm.reshard``: generate with training's tensor parallelism, but without its pipeline
+            stages. No effect where training has no stages.
         tp_size, pp_size: of training.
     """
     return int(asked or (tp_size if reshard and pp_size > 1 else 1))
@@ -162,7 +162,7 @@ def _generation_ranks(cfg: DictConfig) -> EngineGroup:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
-        ValueError: the ranks of the job cannot be divided so.
+        ValueError: the ranks of the job cannot be divided into groups of that size.
     """
     ppo = cfg.trainer.ppo
     tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
@@ -183,7 +183,7 @@ def _generation_ranks(cfg: DictConfig) -> EngineGroup:
 
 
 def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
-    """Where the ranks of an engine wait for their leader, who waits for other engines or a sidecar. Collective."""
+    """The group in which an engine's ranks wait while their leader waits for other engines or a sidecar. Collective."""
     ppo = cfg.trainer.ppo
     seconds = max(ppo.batch_iterator.wait_seconds, *ppo.trt_llm.timeouts.values())
     return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))

@@ -22,7 +22,7 @@ class GenerationTotals:
         self._seconds = 0.0
 
     def add(self, engine: GenerationEngine, seconds: float) -> None:
-        """Count a call of ``engine.generate`` that has ended and took so long."""
+        """Add the counters of a finished ``engine.generate`` call that took ``seconds``."""
         statistics = dataclasses.asdict(engine.statistics)
         for name in _SUMMED:
             self._sums[name] += statistics[name]
@@ -31,11 +31,11 @@ class GenerationTotals:
         self._seconds += seconds
 
     def metrics(self, engine: GenerationEngine, is_leader: bool) -> dict[str, float]:
-        """Collective: the metrics over all engines, the same on every rank.
+        """The metrics over all engines, the same on every rank. Collective.
 
-        ``tokens_per_second`` counts new tokens over the time of the slowest engine; ``balance`` is the mean time over
-        the slowest's, 1 if all ended at once; ``active_slots`` is the mean per pass and engine; ``peak_kv_share`` the
-        mean over engines of the share of KV memory that was held at most; ``compilations`` counts since the start.
+        ``tokens_per_second`` is new tokens over the time of the slowest engine; ``balance`` is the engines' mean time
+        over the slowest's, 1 if all took equally long; ``active_slots`` is the mean over all engines' forward passes;
+        ``peak_kv_share`` is the mean of the engines' peak shares of KV memory; ``compilations`` counts since the start.
 
         Args:
             is_leader: whether this rank speaks for its engine (ranks may share one).

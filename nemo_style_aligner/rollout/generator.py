@@ -1,4 +1,4 @@
-"""Who makes the responses of a round: this rank's engine, or ranks set apart for it (`rollout_ranks`)."""
+"""What generates rounds of responses: the interface, and this rank's own engine (`remote` uses dedicated ranks)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_style_aligner.weights.stream import export_weights
 
 
 class Round(Protocol):
-    """One response for each of ``prompts``, on its way. Ranks call its methods together."""
+    """A round of generation: one response for each of ``prompts``. All ranks call its methods together."""
 
     prompts: Sequence[Prompt]
 
@@ -30,16 +30,16 @@ class Round(Protocol):
         """Give ``sink`` this rank's share of the responses as they finish, until there are no more.
 
         Raises:
-            StopEarlyError: a rank got a stop signal. What is missing is lost, unless `wait` can still get it.
+            StopEarlyError: a rank got a stop signal. Missing responses are lost, unless `wait` can still get them.
         """
         ...
 
     def wait(self) -> list[GenerationResult]:
-        """This rank's share, complete, without minding stop signals, so that it can be kept."""
+        """Wait for this rank's complete share, ignoring stop signals, so that it can be kept."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What `GenerationTotals.metrics` says of the round, once it is complete; the same on every rank."""
+        """Metrics of the complete round (see `GenerationTotals.metrics`), the same on every rank."""
         ...
 
 
@@ -60,7 +60,7 @@ class Generator(Protocol):
         ...
 
     def reload(self) -> None:
-        """Take it back; `refit` comes next."""
+        """Take the engine's memory back; `refit` must come next."""
         ...
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> Round:
@@ -68,20 +68,20 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up connections and servers."""
+        """Close connections and servers."""
         ...
 
 
 class LocalGenerator:
-    """This rank's engine, fed by a work source. Nothing of a round happens before its `run`.
+    """Generates with this rank's engine, fed by a work source. Nothing of a round happens before its `run`.
 
     Args:
         engine: may be shared by several ranks.
         work: where the ids of the samples to generate come from.
         sampling: sampling parameters.
         group: which ranks share the engine.
-        meeting: of all ranks, with a limit for how long one may wait there for the others' shares of a round; None
-            where ``work`` keeps them together.
+        meeting: group of all ranks whose timeout bounds the wait for other ranks' shares at the end of a round; None
+            if ``work`` makes the ranks wait for each other.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LocalGenerator:
         return self.engine.weight_version
 
     def refit(self, model: MegatronModel, version: int) -> None:
-        """See `Generator.refit`; what the engine views in the model is left out of the stream."""
+        """See `Generator.refit`; weights that the engine reads in the model's own memory are not streamed."""
         engine = self.engine
         weights = export_weights(model, without=engine.viewed_weights, transient=engine.takes_transient_weights)
         engine.refit(weights, version)
@@ -125,13 +125,13 @@ class LocalGenerator:
 
     def close(self) -> None:
         """See `Generator.close`. Collective."""
-        worlds.barrier()  # rank 0's queue stops with its work source: nobody may need it any more
+        worlds.barrier()  # closing rank 0's work source stops the queue: no rank may need it any more
         self.work.close()
         self.engine.close()
 
 
 class LocalRound:
-    """A `Round` that this rank's engine makes while `run` is under way."""
+    """A `Round` that this rank's engine generates within `run`."""
 
     def __init__(self, generator: LocalGenerator, number: int, prompts: Sequence[Prompt], seed: int) -> None:
         self.prompts = prompts
@@ -141,14 +141,14 @@ class LocalRound:
         self._totals = GenerationTotals()
 
     def run(self, sink: ResponseSink) -> None:
-        """See `Round.run`; what is missing when it is stopped is lost."""
+        """See `Round.run`; responses still missing when it is stopped are lost."""
         generator, prompts = self._generator, self.prompts
         engine, work, group = generator.engine, generator.work, generator.group
         work.start_round(self._number, range(len(prompts)), [prompt.expected_length for prompt in prompts])
         worlds.barrier()  # nobody asks for a round that rank 0 has not begun
         accepted = AcceptedResponses(work, sink)
         supply = RequestSupply(work, group, engine.num_slots, prompts, self._seed)
-        # Ranks that share an engine compute together: they can only take no more.
+        # Ranks that share an engine compute together, so a signal interrupts none of them: they only lease no more.
         with stop_signals.interruptible(group.control is None):
             while supply.wait():  # until the round is complete, ids of lost workers included
                 started = time.monotonic()
@@ -166,14 +166,14 @@ class LocalRound:
         stop_points.check()
 
     def _release_others(self) -> None:
-        """The round is abandoned: let no rank wait for this one's samples, or begin others."""
+        """Abandon the round: take and complete all ids, so that no rank waits for this one's or begins more."""
         work = self._generator.work
         while work.lease(len(self.prompts)):
             pass
         work.complete(range(len(self.prompts)))
 
     def wait(self) -> list[GenerationResult]:
-        """Raises RuntimeError: such a round is made in `run` alone."""
+        """Raise RuntimeError: such a round is generated in `run` alone."""
         raise RuntimeError("a round of this rank's own engine is made in `run`, and cannot be waited for")
 
     def metrics(self) -> dict[str, float]:
@@ -182,7 +182,7 @@ class LocalRound:
 
 
 class KeptRound:
-    """A `Round` whose responses were made before, by a run that was stopped.
+    """A `Round` restored from a checkpoint: an earlier run generated its responses.
 
     Args:
         results: this rank's share.
@@ -193,7 +193,7 @@ class KeptRound:
         self._results = results
 
     def run(self, sink: ResponseSink) -> None:
-        """See `Round.run`; never stopped."""
+        """See `Round.run`; ignores stop signals."""
         for result in self._results:
             sink.add(result)
         sink.flush()
@@ -203,5 +203,5 @@ class KeptRound:
         return self._results
 
     def metrics(self) -> dict[str, float]:
-        """Empty: this run has not made the round."""
+        """Empty: this run did not generate the round."""
         return {}

@@ -22,7 +22,7 @@ class ResponseSink(Protocol):
         ...
 
     def flush(self) -> None:
-        """Nothing more comes for now: do with what is there."""
+        """Process what was taken so far: no more responses come for now."""
         ...
 
 
@@ -41,13 +41,13 @@ class AcceptedResponses:
         )
 
     def add(self, result: GenerationResult) -> None:
-        """Report a response, and go on with earlier ones whose answers are there."""
+        """Report a response, and hand on earlier ones whose answers have come."""
         self._reported.append((result, self._work.complete_async([result.request_id])))
         while self._reported and self._reported[0][1].done():
             self._accept()
 
     def flush(self) -> None:
-        """Wait for all answers of the work source."""
+        """Wait for all answers of the work source, and flush the sink."""
         while self._reported:
             self._accept()
         self._sink.flush()
@@ -62,8 +62,8 @@ class ScoredResponses:
     """Sends responses to be scored, in batches as they come.
 
     Attributes:
-        results: the responses, in the order in which they were sent.
-        silence_limit: seconds without any scores after which waiting for them is given up.
+        results: the responses, in the order in which they were added.
+        silence_limit: seconds without any new scores after which `are_scored` gives up.
     """
 
     def __init__(self, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
@@ -71,9 +71,9 @@ class ScoredResponses:
         self._scorer = scorer
         self._batch_size = batch_size
         self.silence_limit = 2 * scoring_seconds
-        self._unsent = 0  # of `results`, at the end
+        self._unsent = 0  # how many of `results`, at its end
         self._requests: list[tuple[list[int], concurrent.futures.Future[Scores]]] = []
-        self._num_scored = 0  # of `_requests`
+        self._num_scored = 0  # how many of `_requests`
         self._last_heard = time.monotonic()
 
     def add(self, result: GenerationResult) -> None:
@@ -84,7 +84,7 @@ class ScoredResponses:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is there, full batch or not."""
+        """Send the unsent responses, a full batch or not."""
         if not self._unsent:
             return
         batch = self.results[-self._unsent :]
@@ -95,11 +95,11 @@ class ScoredResponses:
         self._last_heard = time.monotonic()
 
     def are_scored(self, seconds: float) -> bool:
-        """Wait for the scores of `results`, at most so long; whether they are all there.
+        """Wait for the scores of `results`, at most ``seconds``; return whether all have come.
 
         Raises:
-            TimeoutError: none has come, nor the critic nearer, for longer than the client's own limits allow.
-            Exception: what went wrong with a request.
+            TimeoutError: no scores have come, and no lost critic has got on with catching up, for `silence_limit`.
+            Exception: the error of a request that failed.
         """
         done, missing = concurrent.futures.wait(
             [scores for _, scores in self._requests], seconds, concurrent.futures.FIRST_EXCEPTION
@@ -108,8 +108,9 @@ class ScoredResponses:
             scores.result()
         if len(done) > self._num_scored:
             self._num_scored, self._last_heard = len(done), time.monotonic()
-        # The client gives up on a request in time, with more to say; before that it may wait for a connection.
-        # A critic that was lost gives no scores while it is brought level, however long: batch after batch is progress.
+        # Usually the client gives up on a request first, with a more telling error, but the request may have to wait
+        # for a connection before that. A lost critic gives no scores while it trains again on the batches that it lost,
+        # however long that takes; each batch counts as progress.
         if missing and time.monotonic() - max(self._last_heard, self._scorer.last_progress) > self.silence_limit:
             late = next(sample_ids for sample_ids, scores in self._requests if scores in missing)
             raise TimeoutError(

@@ -21,7 +21,7 @@ class Prompt:
 
     Attributes:
         prompt_id: its index in the dataset.
-        expected_length: of a response in tokens, as far as is known; 0 if nothing is. Orders the work, nothing else.
+        expected_length: expected tokens of a response; 0 if nothing is known. Only orders the work.
     """
 
     prompt_id: int
@@ -30,17 +30,17 @@ class Prompt:
 
 
 class PromptSource:
-    """Batches of prompts for rollouts, the same on every rank, addressed by the samples consumed before.
+    """Batches of prompts for rollouts, the same on every rank, addressed by the number of samples consumed before.
 
     Args:
         dataset: the prompts.
         batch_size: rollouts per step.
         seed: of the shuffling; each epoch has an order of its own.
-        shuffle: for training; validation takes the prompts as they lie.
-        bos_ids: put before every prompt: those of the BOS token, or none.
+        shuffle: for training; validation takes the prompts in the dataset's order.
+        bos_ids: prepended to every prompt: the BOS token's ids, or none.
 
     Attributes:
-        response_lengths: what is known of the responses; `observe` adds to it.
+        response_lengths: expected lengths of responses; `observe` updates them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PromptSource:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Tokens of the longest prompt, BOS included."""
         return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset))) + len(self._bos)
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
@@ -68,7 +68,7 @@ class PromptSource:
         return [self._prompt(index) for index in next(iter(self.sampler(consumed_samples)))]
 
     def sampler(self, consumed_samples: int) -> EpochSampler:
-        """The order of the prompts, after ``consumed_samples``."""
+        """A sampler of prompt indices that continues after ``consumed_samples``."""
         size = len(self._dataset)
         return EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
 
@@ -80,7 +80,7 @@ class PromptSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to work in the same order; the prompts themselves depend on no state."""
+        """What a resumed run needs to order its work the same way; which prompts it gets depends on no state."""
         return {"response_lengths": self.response_lengths.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
 
     Raises:
-        ValueError: no training prompts, or a BOS token is asked for that the tokenizer lacks.
+        ValueError: no training prompts, or a BOS token is asked for and the tokenizer has none.
     """
     ppo = cfg.model.ppo
     prefix = load_data_prefix(cfg.model.data.data_prefix)

@@ -1,4 +1,4 @@
-"""The training ranks' side of generation on ranks set apart for it; `rollout_ranks` is the other side."""
+"""Generation on dedicated rollout ranks: the training ranks' side. `rollout_ranks` is the other side."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from nemo_style_aligner.weights.stream import export_weights
 
 
 class RemoteGenerator:
-    """Has rounds made by the rollout ranks, side by side with whatever the training ranks do meanwhile.
+    """Has the rollout ranks generate rounds, concurrently with whatever the training ranks do.
 
-    The rollout ranks do one thing after the other. Each training rank takes over a share of the responses.
+    The rollout ranks carry out one command after the other. Each training rank receives a share of the responses.
 
     Args:
         link: to the rollout ranks.
-        architecture, dtype: of the weights that are pushed.
+        architecture, dtype: of the weights that `refit` sends.
         max_sequence_length: of prompt and response together.
-        wait_seconds: the longest wait for any response to come.
+        wait_seconds: the longest wait during which no response comes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RemoteGenerator:
 
     @property
     def weight_version(self) -> int:
-        """See `Generator.weight_version`; of what was sent last."""
+        """See `Generator.weight_version`; the version that was sent last."""
         return self._version
 
     def refit(self, model: MegatronModel, version: int) -> None:
@@ -65,16 +65,16 @@ class RemoteGenerator:
         if link.rank == 0:
             link.post({"kind": "refit", "version": version})
         if current_layout().dp_rank == 0:  # one replica's ranks export, the first of them sends
-            # The other side knows tensors by the table's order: none is left out, and nothing is transient.
+            # The receivers know tensors by the layout table's order: none is left out, none reordered (transient).
             weights = export_weights(model)
             send_weights(weights, self._architecture, self._dtype, link.broadcast if link.rank == 0 else None)
         self._version = version
 
     def unload(self) -> None:
-        """The rollout ranks' memory is nobody else's."""
+        """Do nothing: the rollout ranks share their memory with nobody."""
 
     def reload(self) -> None:
-        """See `unload`."""
+        """Do nothing; see `unload`."""
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> RemoteRound:
         """See `Generator.start`."""
@@ -87,13 +87,13 @@ class RemoteGenerator:
         return RemoteRound(self._link, name, prompts, self._wait_seconds)
 
     def close(self) -> None:
-        """The rollout ranks end with the job (`worlds.end`)."""
+        """Do nothing: the rollout ranks end with the job (`worlds.end`)."""
 
 
 class RemoteRound:
-    """A `Round` that the rollout ranks work at from the moment it is started.
+    """A `Round` that the rollout ranks generate from the moment it is started.
 
-    The response that finishes as number i goes to training rank i modulo their number.
+    The i-th response to finish goes to training rank i modulo the number of training ranks.
     """
 
     def __init__(self, link: Link, name: str, prompts: Sequence[Prompt], wait_seconds: float) -> None:
@@ -105,11 +105,13 @@ class RemoteRound:
         self._results: list[GenerationResult] = []
 
     def run(self, sink: ResponseSink) -> None:
-        """See `Round.run`; TimeoutError when no response comes for ``wait_seconds``."""
+        """See `Round.run`; raises TimeoutError if no response comes for ``wait_seconds``."""
         wait, num_given, is_missing = self._wait(), 0, True
-        while is_missing:  # on any rank: its last responses, or a stop, may be far off, and a collective has a limit
+        # Another rank's last responses, or a stop, may be further off than a collective's timeout: ranks meet every few
+        # seconds.
+        while is_missing:
             with stop_signals.interruptible():
-                if not stop_signals.received():  # a signal that came before interrupts nothing
+                if not stop_signals.received():  # one that came before the block does not interrupt it
                     deadline = time.monotonic() + PATIENCE_SECONDS
                     while True:
                         for result in self._results[num_given:]:
@@ -123,7 +125,7 @@ class RemoteRound:
             is_missing = self._is_missing_anywhere()
 
     def wait(self) -> list[GenerationResult]:
-        """See `Round.wait`; TimeoutError as in `run`."""
+        """See `Round.wait`; raises TimeoutError as `run` does."""
         wait, is_missing = self._wait(), True
         while is_missing:
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -133,14 +135,14 @@ class RemoteRound:
         return self._results
 
     def _is_missing_anywhere(self) -> bool:
-        activity.progress()  # these waits have a limit of their own
+        activity.progress()  # for the watchdog: these waits have a limit of their own
         return bool(all_reduce_max(int(len(self._results) < len(self._numbers))))
 
     def _take_next(self, wait: Wait, deadline: float) -> bool:
-        """Take over a response, if one comes in time and is missing."""
+        """Receive this rank's next response; return whether one was missing and came before ``deadline``."""
         if len(self._results) == len(self._numbers):
             return False
-        # Wherever a signal interrupts this, nothing is lost: what is taken over counts, what is not is still there.
+        # Wherever a signal interrupts this, no response is lost: it is in `_results`, or still in the store.
         name = f"{self._name}/{self._numbers[len(self._results)]}"
         if not wait.until_there(name, deadline):
             return False
@@ -154,12 +156,12 @@ class RemoteRound:
         return Wait(self._link, self._wait_seconds, self._progress, "waiting for responses")
 
     def _progress(self) -> int:
-        """How many responses there are; and a look at what else the rollout ranks have to say."""
+        """The number of responses so far; also passes on the rollout ranks' stop signals."""
         pass_on_signals(self._link)
         return self._link.add(f"{self._name}/count", 0)
 
     def metrics(self) -> dict[str, float]:
-        """See `Round.metrics`. Once: it clears away what is left of the round."""
+        """See `Round.metrics`; adds rollout rank 0's ``seconds`` and ``idle_seconds``. Once: it deletes the round."""
         metrics = None
         if self._link.rank == 0:
             self._wait().until_there(f"{self._name}/metrics")
@@ -172,7 +174,7 @@ class RemoteRound:
 
 
 def pass_on_signals(link: Link) -> None:
-    """A stop signal that only a rollout rank got becomes one of training rank 0."""
+    """Raise on training rank 0 a stop signal that a rollout rank got, if there is one."""
     if link.rank == 0 and link.has("signal"):
         number = int(link.read("signal"))
         link.drop("signal")

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 _NEWEST_WEIGHT = 0.5  # of a prompt's newest response against all before: the policy changes between epochs
-_MEMORY = 256  # responses that a mean over prompts reaches back, about
-_PRIOR = 8  # responses of a prompt length that weigh as much as the mean over all
+_MEMORY = 256  # about how many responses a mean over prompts reaches back
+_PRIOR = 8  # how many responses to prompts of a length weigh as much as the mean over all prompts
 
 
 @dataclasses.dataclass
 class _Mean:
-    """A running mean; over the last `_MEMORY` values or so, once there are more."""
+    """A running mean; exponentially weighted, over about the last `_MEMORY` values, once there are more."""
 
     count: int = 0
     value: float = 0.0
@@ -27,13 +27,13 @@ class _Mean:
 class ResponseLengths:
     """Expected response lengths in tokens.
 
-    A prompt that was answered before: what its responses were like, the newest one counting half. Any other: the
-    recent mean over prompts of about its length (the same power of two), drawn towards the mean over all prompts
-    while there are few. The same observations in the same order give the same numbers on every rank.
+    For a prompt that was answered before: a mean over its responses in which the newest counts half. For any other: the
+    recent mean over prompts of similar length (the same power of two), drawn towards the mean over all prompts while
+    there are few. The same observations in the same order give the same numbers on every rank.
     """
 
     def __init__(self, max_prompts: int = 100_000) -> None:
-        """Of ``max_prompts`` prompts their own lengths are remembered, those answered last."""
+        """Remember individual lengths of the ``max_prompts`` prompts that were answered last."""
         self._max_prompts = max_prompts
         self._by_prompt: collections.OrderedDict[int, float] = collections.OrderedDict()  # the oldest first
         self._by_prompt_length: dict[int, _Mean] = {}
@@ -49,7 +49,7 @@ class ResponseLengths:
     def observe(
         self, prompt_ids: Sequence[int], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
     ) -> None:
-        """Take in responses, in the order of the samples."""
+        """Learn from responses, given in sample order."""
         for prompt_id, prompt_length, length in zip(prompt_ids, prompt_lengths, response_lengths, strict=True):
             before = self._by_prompt.pop(prompt_id, float(length))
             self._by_prompt[prompt_id] = before + _NEWEST_WEIGHT * (length - before)
@@ -59,7 +59,7 @@ class ResponseLengths:
             self._by_prompt.popitem(last=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it exactly."""
+        """The whole state, in a form that JSON holds exactly."""
         return {
             "prompts": [list(item) for item in self._by_prompt.items()],
             "prompt_lengths": [[bits, mean.count, mean.value] for bits, mean in self._by_prompt_length.items()],

@@ -1,4 +1,4 @@
-"""What a rank does that only generates: what the training ranks say (`remote`), one thing after the other."""
+"""Ranks that only generate: they carry out the training ranks' commands (`remote`), one after the other."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RolloutRank:
     """Serves the training ranks until the job ends.
 
     Args:
-        link: to them.
-        architecture, dtype: of the weights that come.
-        build: makes the generator of this world for a greatest sequence length. Collective.
+        link: to the training ranks.
+        architecture, dtype: of the weights that they send.
+        build: makes this world's generator, given the maximum sequence length. Collective.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RolloutRank:
         self._idle_since = time.monotonic()
 
     def serve(self) -> int:
-        """Do as told. Returns the job's exit status."""
+        """Carry out commands until the job ends; return its exit status."""
         number = 0
         signals = _Signals(self._link)
         while True:
@@ -99,7 +99,7 @@ class RolloutRank:
 
 
 class _Publisher:
-    """Leaves responses where the training ranks find them, numbered as they come from all rollout ranks."""
+    """Leaves responses in the store for the training ranks, numbered as they finish over all rollout ranks."""
 
     def __init__(self, link: Link, name: str) -> None:
         self._link = link
@@ -110,14 +110,14 @@ class _Publisher:
         self._link.put(f"{self._name}/{number}", pack_results([result]))
 
     def flush(self) -> None:
-        """Everything is there already."""
+        """Do nothing: `add` has published every response."""
 
 
 class _Signals:
-    """Stop signals at a rollout rank: whether the job stops is decided by the training ranks.
+    """Stop signals at a rollout rank, where the training ranks decide whether the job stops.
 
-    They may still need what is being generated. So a signal is passed on to them; and when the job does end, that is
-    a stop signal for what is under way here.
+    They may still need what is being generated, so a signal is only passed on to them. When the job does end, the
+    process sends itself a stop signal, which interrupts what is under way.
     """
 
     def __init__(self, link: Link) -> None:
@@ -131,7 +131,7 @@ class _Signals:
         self._thread.start()
 
     def _take(self, number: signal.Signals) -> bool:
-        """In the signal handler: whether it is not for this process itself."""
+        """Called in the signal handler; return whether the signal is to have no effect on this process itself."""
         if not self._ending:
             self._unsent.append(int(number))
         return not self._ending
@@ -149,6 +149,6 @@ class _Signals:
                 return
 
     def close(self) -> None:
-        """The thread must not need the store any more."""
+        """End the thread, which uses the store: rank 0 may close that next."""
         self._closed.set()
         self._thread.join()

@@ -32,8 +32,8 @@ from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry import activity
 
-_WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on; to workers on other machines they mean their own machine
-_INTERNAL_ERRORS = 3  # a service that lost one of its ranks answers 500 and ends: it may be started again
+_WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere cannot connect to
+_INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
 def sampling_params(cfg: DictConfig) -> SamplingParams:
@@ -53,9 +53,10 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
 
 
 def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
-    """The Flask work queue (``trainer.ppo.batch_iterator.use_flask``), listening; None on all ranks but one.
+    """Start the Flask work queue (``trainer.ppo.batch_iterator.use_flask``) on the first rank that generates.
 
-    That is the first of those that generate. Open it before weights are read: a port that is taken is known at once.
+    Returns None on all other ranks, and without ``use_flask``. Call it before weights are read, so that a port that is
+    taken is reported at once.
 
     Raises:
         OSError: its address cannot be bound.
@@ -77,7 +78,7 @@ def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
 def build_work_source(
     cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
 ) -> WorkSource:
-    """The work queue that `open_work_queue` has opened on one rank, or a fixed partition without it. Collective."""
+    """A client of the queue that `open_work_queue` started; a fixed partition without ``use_flask``. Collective."""
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
         return StaticPartition(group.index, group.count)
@@ -98,8 +99,8 @@ def build_work_source(
         token=_token(cfg),
         server=queue,
         slots=engine.num_slots,
-        progress=lambda: activity.current().progress,  # what the watchdog goes by
-        poll_seconds=max(0.5, dist.get_world_size() / 100),  # all who wait together ask 100 times a second at most
+        progress=lambda: activity.current().progress,  # what the watchdog looks at, too
+        poll_seconds=max(0.5, dist.get_world_size() / 100),  # at most 100 polls a second from all ranks together
     )
 
 
@@ -141,7 +142,7 @@ def build_generator(
     max_sequence_length: int,
     queue: WorkQueueServer | None,
 ) -> Generator:
-    """What makes the responses: this rank's engine, or the ranks that the job has for it. Collective."""
+    """The generator of responses: this rank's engine, or the job's rollout ranks. Collective."""
     other_world = worlds.link()
     if other_world is not None:
         return RemoteGenerator(
@@ -157,7 +158,7 @@ def build_generator(
 def build_rollout_rank(
     cfg: DictConfig, link: Link, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
 ) -> RolloutRank:
-    """What a rank runs that only generates. Its engine is built when the training ranks say for what length."""
+    """What a rollout rank runs. Its engine is built when the training ranks send the maximum sequence length."""
     queue = open_work_queue(cfg)
 
     def build(max_sequence_length: int) -> LocalGenerator:
@@ -186,7 +187,7 @@ def build_collector(
     max_sequence_length: int,
     queue: WorkQueueServer | None,
 ) -> RolloutCollector:
-    """Everything of the rollout phase; ``queue`` is from `open_work_queue`. Collective."""
+    """Build the whole rollout phase; ``queue`` is what `open_work_queue` returned. Collective."""
     return RolloutCollector(
         build_generator(cfg, model, tokenizer, max_sequence_length, queue),
         scorer,

@@ -19,7 +19,7 @@ class RequestSupply:
     """Requests for an engine's `generate`, an iterable that can be iterated again after each `wait`.
 
     Attributes:
-        num_running: requests handed out whose results have not come; the caller counts it down.
+        num_running: requests handed out whose results have not come; the caller decrements it for each result.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class RequestSupply:
         self._ids: collections.deque[int] = collections.deque()
 
     def wait(self) -> bool:
-        """Wait until there is something to do; False: the round is complete. Call it when nothing is running."""
+        """Wait for work; False if the round is complete, or after a stop signal. Call it when nothing is running."""
         self._lease(wait=True)
         return bool(self._ids)
 
     def __iter__(self) -> Iterator[GenerationRequest]:
-        """For as long as there are ids to lease; the engine asks whenever a slot is free."""
+        """Yield requests as long as there are ids to lease; the engine pulls one whenever a slot is free."""
         while self._ids:
             sample_id = self._ids.popleft()
             self.num_running += 1
@@ -48,10 +48,10 @@ class RequestSupply:
                 self._lease()
 
     def _lease(self, wait: bool = False) -> None:
-        """As many ids as there are free slots, on all ranks of the group."""
+        """Lease as many ids as there are free slots, and share them with all ranks of the group."""
         n = max(1, self._num_slots - self.num_running)
-        # A stop signal interrupts a round, but not one that has yet to begin, nor an engine that ranks share: they take
-        # nothing more.
+        # A stop signal interrupts a round, but not if it came before the round, nor if several ranks share the engine:
+        # then nothing more is leased.
         is_asking = self._group.is_leader and not stop_signals.received()
         if wait and self._group.control is not None:
             self._ids.extend(self._wait_together(n, is_asking))
@@ -59,7 +59,7 @@ class RequestSupply:
             self._ids.extend(self._group.share(self._work.lease(n, wait=wait) if is_asking else []))
 
     def _wait_together(self, n: int, is_asking: bool) -> list[int]:
-        """The leader waits for ids, for as long as others complete some; the ranks with it hear every few seconds."""
+        """Have the leader wait for ids, as long as others complete some; its group hears from it every few seconds."""
         group, lease = self._group, None
         thread = concurrent.futures.ThreadPoolExecutor(1, "lease")
         try:
@@ -67,4 +67,4 @@ class RequestSupply:
                 lease = thread.submit(self._work.lease, n, wait=True) if is_asking else thread.submit(list)
             return result_on_every_rank(lease, group.control, group.leader)
         finally:
-            thread.shutdown(wait=False)  # an error must not have to wait for what others complete
+            thread.shutdown(wait=False)  # an error must not wait for other workers' completions

@@ -14,14 +14,14 @@ from nemo_style_aligner.rollout.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class RoundRequest:
-    """What a round of generation is asked for: one response for each prompt, random streams from ``seed``."""
+    """A request for a round of generation: one response per prompt, random streams derived from ``seed``."""
 
     prompts: list[Prompt]
     seed: int
 
 
 def pack_results(results: Sequence[GenerationResult]) -> bytes:
-    """Any number of responses; log-probs keep fp32, which is what engines compute."""
+    """Pack any number of responses. Log-probs are stored in fp32, in which engines compute them."""
     facts = [
         [r.request_id, int(r.finish_reason == "stop"), r.weight_version, len(r.prompt_token_ids), len(r.token_ids)]
         for r in results
@@ -36,7 +36,7 @@ def pack_results(results: Sequence[GenerationResult]) -> bytes:
 
 
 def unpack_results(content: bytes) -> list[GenerationResult]:
-    """What `pack_results` made into bytes."""
+    """Inverse of `pack_results`."""
     tensors = safetensors.torch.load(content)
     tokens, logprobs = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
     results = []
@@ -58,7 +58,7 @@ def unpack_results(content: bytes) -> list[GenerationResult]:
 
 
 def pack_request(request: RoundRequest) -> bytes:
-    """A round's prompts, in the samples' order, and its seed."""
+    """Pack a round's prompts, in sample order, and its seed."""
     prompts = request.prompts
     return safetensors.torch.save(
         {
@@ -72,7 +72,7 @@ def pack_request(request: RoundRequest) -> bytes:
 
 
 def unpack_request(content: bytes) -> RoundRequest:
-    """What `pack_request` made into bytes."""
+    """Inverse of `pack_request`."""
     tensors = safetensors.torch.load(content)
     tokens = tensors["tokens"].split(tensors["lengths"].tolist())
     columns = zip(tensors["ids"].tolist(), tokens, tensors["expected_lengths"].tolist(), strict=True)

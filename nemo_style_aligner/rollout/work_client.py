@@ -44,11 +44,11 @@ _POLL_GROWTH = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
-    """What a worker is given time for, in seconds.
+    """Time limits of a worker, in seconds.
 
     Attributes:
-        lease_seconds: the queue's: without a sign of life for so long, a worker loses its ids.
-        stall_seconds: without progress of its engine for so long, a worker gives no sign of life any more.
+        lease_seconds: the queue's: a worker that gives no sign of life for this long loses its ids.
+        stall_seconds: a worker whose engine makes no progress for this long gives no sign of life any more.
         wait_seconds: the longest wait for other workers while not one of them completes anything.
     """
 
@@ -59,7 +59,7 @@ class WorkerLimits:
 
 @dataclasses.dataclass(eq=False)
 class _Completion:
-    """Ids that are done, and which of them the queue accepted; None before it was asked."""
+    """Ids that are done, and which of them the queue ``accepted``; None until it has answered."""
 
     round_number: int | None
     ids: list[int]
@@ -67,19 +67,19 @@ class _Completion:
 
 
 class WorkQueueClient:
-    """A worker's side of the queue (a `WorkSource`), for one thread of the caller's.
+    """A worker's side of the queue (a `WorkSource`); call it from a single thread.
 
-    Leases and completions go out one after the other on a thread and a connection of their own; a lease takes the
-    completions that wait along. While ids are held, a second thread tells the queue every quarter of ``lease_seconds``
-    that the worker lives, as long as it gets on: it leases, completes, or ``progress()`` changes.
+    Leases and completions go out one after the other on a thread and a connection of their own; a lease request carries
+    waiting completions along. While ids are held, a second thread renews the worker's lease every quarter of
+    ``lease_seconds``, as long as the worker makes progress: it leases, completes, or ``progress()`` changes.
 
-    A worker that was silent for longer than its lease may be served ids again that its caller is still at: they are its
-    own once more, and the caller does not get them a second time.
+    A worker that was silent for longer than its lease may be served again ids that its caller is still working on. The
+    worker then holds them once more, and the caller does not get them a second time.
 
-    ``slots``: ids that the worker works on at the same time. A quarter as many are leased ahead, while others will
-    find enough to fill their slots all the same. 0: nothing ahead.
+    ``slots``: ids that the worker works on at the same time. A quarter as many are leased ahead, as long as enough ids
+    are left to fill the slots of all workers. 0: no look-ahead.
     ``server``: on rank 0, the server itself, for `start_round`; `close` stops it. All ranks call
-    `start_round`; put a barrier behind it, so that no rank asks for a round that rank 0 has not begun.
+    `start_round`; put a barrier after it, so that no rank asks for a round that rank 0 has not begun.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WorkQueueClient:
         self._round: int | None = None
         self._request_number = 0
         self._drained = False
-        self._share = self._unfinished = 0  # as the queue said last
+        self._share = self._unfinished = 0  # as of the queue's last answer
         self._backlog: collections.deque[int] = collections.deque()
         self._ahead: concurrent.futures.Future[list[int]] | None = None
         self._completed: collections.deque[_Completion] = collections.deque()  # to be reported
@@ -117,7 +117,7 @@ class WorkQueueClient:
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
     ) -> None:
-        """See `WorkSource.start_round`, and for the barrier behind it `WorkQueueClient`."""
+        """See `WorkSource.start_round`, and `WorkQueueClient` for the barrier after it."""
         if self._server is not None:
             self._server.queue.start_round(round_number, ids, expected_lengths)
         self._round = round_number
@@ -128,11 +128,11 @@ class WorkQueueClient:
         self._heartbeat.forget()
 
     def lease(self, n: int, wait: bool = False) -> list[int]:
-        """Up to ``n`` ids; never waits for others unless ``wait``.
+        """Lease up to ``n`` ids; waits for other workers only with ``wait``.
 
-        With ``wait``, which is for a worker that holds no ids itself, it returns empty only when the
-        round is complete: until then ids of a lost worker may come. Raises TimeoutError, which names the ids and
-        their holders, when nobody completes anything for ``wait_seconds``.
+        With ``wait``, which is for a worker that holds no ids itself, the list is empty only if the round is complete:
+        until then the ids of a lost worker may be served again. Raises TimeoutError, which names the ids and their
+        holders, if nobody completes anything for ``wait_seconds``.
         """
         if self._ahead is not None and not self._backlog:
             self._backlog.extend(self._ahead.result())
@@ -161,7 +161,7 @@ class WorkQueueClient:
     def close(self) -> None:
         """Close the connections, and on rank 0 the server."""
         self._heartbeat.request_stop()
-        self._http.close()  # ends what the sender and a beat wait for
+        self._http.close()  # breaks off requests of the sender and the heartbeat
         self._heartbeat.join()
         self._sender.shutdown(cancel_futures=True)
         if self._server is not None:
@@ -171,7 +171,7 @@ class WorkQueueClient:
         return self._sender.submit(self._ask, self._round, n).result()
 
     def _wait_for_ids(self, n: int) -> list[int]:
-        """Ask until there are ids, or the round is complete; less and less often."""
+        """Poll, less and less often, until there are ids or the round is complete."""
         pause = 0.02
         waiting_since, unfinished = time.monotonic(), self._unfinished
         while True:
@@ -222,7 +222,7 @@ class WorkQueueClient:
         return ids
 
     def _complete(self, completion: _Completion) -> list[int]:
-        """Report it, and all others that wait: the slower the queue, the fewer requests it gets."""
+        """Report a completion and all others that wait: the slower the queue, the fewer requests it gets."""
         if completion.accepted is None:
             done = self._waiting(completion.round_number, MAX_IDS_PER_REQUEST)
             ids = [item_id for other in done for item_id in other.ids]
@@ -230,7 +230,7 @@ class WorkQueueClient:
         return completion.accepted or []
 
     def _waiting(self, round_number: int | None, limit: int) -> list[_Completion]:
-        """The round's completions that were not reported yet, as many as have ``limit`` ids together."""
+        """The round's unreported completions, as many as fit into ``limit`` ids together."""
         waiting: list[_Completion] = []
         for completion in tuple(self._completed):
             if completion.round_number == round_number and len(completion.ids) <= limit:
@@ -244,7 +244,7 @@ class WorkQueueClient:
             completion.accepted = [item_id for item_id in completion.ids if item_id not in refused]
             held = self._heartbeat.let_go(completion.round_number, completion.ids)
             self._completed.remove(completion)
-            # What it never had it only reports so that an abandoned round ends.
+            # No warning about ids that the worker never held: it reports those only to end an abandoned round.
             if late := held & refused:
                 logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(late))
 
@@ -257,7 +257,7 @@ class WorkQueueClient:
 
 
 class _Heartbeat:
-    """Calls ``renew`` while ids are held and the worker gets on, from a daemon thread."""
+    """Calls ``renew`` from a daemon thread while ids are held and the worker makes progress."""
 
     def __init__(self, renew: Callable[[], None], progress: Callable[[], object], limits: WorkerLimits) -> None:
         self._renew = renew
@@ -271,7 +271,7 @@ class _Heartbeat:
         self._thread.start()
 
     def hold(self, round_number: int | None, ids: Sequence[int]) -> list[int]:
-        """The worker has got ``ids``; those of them that it did not hold already."""
+        """Note that the worker holds ``ids``; return those that it did not hold already."""
         with self._lock:
             new = [item_id for item_id in ids if (round_number, item_id) not in self._held]
             self._held.update((round_number, item_id) for item_id in new)
@@ -279,7 +279,7 @@ class _Heartbeat:
         return new
 
     def let_go(self, round_number: int | None, ids: Sequence[int]) -> set[int]:
-        """The worker is done with ``ids``; those of them that it held."""
+        """Note that the worker is done with ``ids``; return those that it held."""
         with self._lock:
             held = {item_id for item_id in ids if (round_number, item_id) in self._held}
             self._held.difference_update((round_number, item_id) for item_id in held)
@@ -287,16 +287,16 @@ class _Heartbeat:
         return held
 
     def forget(self) -> None:
-        """A new round: nothing is held."""
+        """Hold nothing any more: a new round begins."""
         with self._lock:
             self._held.clear()
 
     def request_stop(self) -> None:
-        """End the thread, after the beat that is on its way."""
+        """Have the thread end, after a beat that is under way."""
         self._stopping.set()
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the thread to end."""
         self._thread.join(self._limits.lease_seconds)
 
     def _run(self) -> None:
@@ -322,5 +322,5 @@ class _Heartbeat:
         try:
             self._renew()
         except (ServerUnavailableError, RequestRefusedError) as error:
-            if not self._stopping.is_set():  # the next lease or completion meets the same, and raises
+            if not self._stopping.is_set():  # the next lease or completion fails likewise, and raises
                 logger.warning("heartbeat failed: %s", error)

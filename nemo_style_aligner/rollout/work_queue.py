@@ -1,12 +1,12 @@
 """The rollout work queue in memory: sample ids handed to whichever data-parallel rank has room for them.
 
-An id is *leased* to a worker. A worker that is not heard of for ``lease_seconds`` loses its ids: they are
-served again, and its late answers are refused, so that each id is completed exactly once. Time in which nobody at
-all was heard of does not count: then it was the queue's process that stood still (SIGSTOP, gang scheduling), and signs
-of life wait to be read. A *round* (one
-rollout phase, with a number of its own) keeps a straggler of the last round off the ids of the next.
+An id is *leased* to a worker. A worker that gives no sign of life for ``lease_seconds`` loses its ids: they are
+served again, and its late answers are refused, so that each id is completed exactly once. Time in which no worker at
+all was heard of does not count: then the queue's own process stood still (SIGSTOP, gang scheduling), and signs of life
+are waiting to be read. A *round* is one rollout phase, with a number of its own, which keeps a straggler of the last
+round off the ids of the next.
 
-`work_server` puts the queue behind HTTP on rank 0, `work_client` is the other side of it.
+`work_server` serves the queue over HTTP on rank 0; `work_client` is a worker's side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_LOSSES = 5  # of one id in a round: a sixth worker would lose it as well
 
 
 class RoundMismatchError(RuntimeError):
-    """A request for a round that has not begun, or for one that is over."""
+    """A request for a round that has not begun."""
 
 
 class SampleLostError(RuntimeError):
@@ -43,7 +43,7 @@ class Lease(NamedTuple):
     Attributes:
         ids: to work on.
         state: `SERVING`, `WAITING` or `DRAINED`.
-        share: ids that nobody has yet, per worker, rounded down.
+        share: ids that are not leased yet, per worker, rounded down.
         unfinished: ids that are not completed.
     """
 
@@ -60,7 +60,7 @@ class _Item:
     key: tuple[float, int]
     worker: str | None = None
     done: bool = False
-    losses: int = 0  # workers that held it and were not heard of
+    losses: int = 0  # how often a worker was lost that held it
 
 
 @dataclasses.dataclass
@@ -74,12 +74,12 @@ class _Worker:
 class WorkQueue:
     """The ids of one round at a time. Thread-safe; ``clock`` gives seconds.
 
-    With ``workers``, the number of those who will ask, a lease is at most half a worker's share of what is left
+    With ``workers``, the number of workers that will ask, a lease is at most half a worker's share of what is left
     (guided self-scheduling): large at first, single ids at the end of a round, so that nobody sits on a backlog
     while others have nothing to do.
 
     Attributes:
-        workers: may be set before the first round, where it is not known earlier.
+        workers: may still be set before the first round, if it is not known earlier.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WorkQueue:
         self._nothing_expires_before = 0.0  # by the clock
         self._last_asked = clock()
         self._unfinished = 0
-        self._lost: int | None = None  # an id that is not served any more
+        self._lost: int | None = None  # an id that was lost too often to complete the round
         self._counts = {"served": 0, "expired": 0, "completed": 0, "refused": 0}
 
     @property
@@ -142,11 +142,10 @@ class WorkQueue:
     ) -> Lease:
         """Hand out up to ``n`` ids.
 
-        Without ``worker`` they are exactly ``n``, as long as there are so many, and count as completed at once
-        (NeMo-Aligner's protocol). A repeat of the
-        worker's last ``request_number`` gets the same ids again, so that a lost answer loses none. A
-        worker of an earlier round gets nothing; a later round raises `RoundMismatchError`. Raises `SampleLostError`
-        when an id of the round was lost too often.
+        Without ``worker`` they are exactly ``n``, if that many are left, and count as completed at once (NeMo-Aligner's
+        protocol). A repeat of the worker's last ``request_number`` gets the same ids again, as far as they are still
+        held, so that a lost answer loses none. A request for an earlier round gets nothing; one for a later round
+        raises `RoundMismatchError`. Raises `SampleLostError` if an id of the round was lost too often.
         """
         with self._lock:
             if round_number is not None and round_number < self._round:
@@ -180,7 +179,8 @@ class WorkQueue:
     ) -> tuple[list[int], list[int]]:
         """Mark ids as done. Returns (accepted, refused); refused are those this worker does not hold.
 
-        Repeating a completion that was accepted is accepted again. In another round all are refused.
+        A completion that was accepted is accepted again. For an earlier round all ids are refused; a later round raises
+        `RoundMismatchError`.
         """
         ids = list(ids)
         with self._lock:
@@ -257,7 +257,7 @@ class WorkQueue:
         return Lease(ids, self._state(), share, self._unfinished)
 
     def _guided_size(self) -> int:
-        """Ids that one lease may have."""
+        """The most ids that one lease may have."""
         if self.workers in (None, 1):
             return len(self._pending)
         return -(-len(self._pending) // (2 * max(self.workers, len(self._workers))))
@@ -279,7 +279,7 @@ class WorkQueue:
         return entry
 
     def _expire(self) -> None:
-        """Take their ids from workers not heard of for too long."""
+        """Take the ids away from workers that were silent for too long."""
         now = self._clock()
         self._forgive_standstill(now)
         if now < self._nothing_expires_before:
@@ -301,15 +301,15 @@ class WorkQueue:
                 len(held),
                 self._round,
             )
-        # A sign of life only moves a worker's time back, and a new worker's is a whole lease away.
+        # No lease can run out before that: a sign of life only prolongs one, and a new one has its whole time left.
         self._nothing_expires_before = min(
             (entry.expires for entry in self._workers.values() if entry.held), default=now + self.lease_seconds
         )
 
     def _forgive_standstill(self, now: float) -> None:
-        """Prolong all leases by the time since anybody was heard of, where that is too long for living workers.
+        """Prolong all leases by the time since any worker was heard of, if that is too long for living workers.
 
-        They say several times per lease that they live, and those without ids ask all the time for some.
+        Workers with ids give several signs of life per lease, and workers without ids keep asking for some.
         """
         gap, self._last_asked = now - self._last_asked, now
         if gap <= self.lease_seconds / 2:

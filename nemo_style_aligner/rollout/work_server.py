@@ -17,11 +17,11 @@ from nemo_style_aligner.servers.protocol import JSON_TYPE, LIVE_PATH, is_int
 logger = logging.getLogger(__name__)
 
 STATE_HEADER = "X-Work-Queue-State"
-SHARE_HEADER = "X-Work-Queue-Share"  # ids that nobody has yet, per worker
+SHARE_HEADER = "X-Work-Queue-Share"  # ids that are not leased yet, per worker
 UNFINISHED_HEADER = "X-Work-Queue-Unfinished"  # ids not completed
-REFUSED_HEADER = "X-Work-Queue-Refused"  # of "completed", ids that somebody else holds by now
+REFUSED_HEADER = "X-Work-Queue-Refused"  # those of "completed" that the worker does not hold
 MAX_IDS_PER_REQUEST = 65536
-MAX_IDS_WITH_LEASE = 512  # in "completed": should all of them be refused, they fit into a header
+MAX_IDS_WITH_LEASE = 512  # in "completed": if all of them are refused, they still fit into a header
 MAX_BODY_BYTES = 2**22
 _OPEN_PATHS = ("/health", LIVE_PATH)
 
@@ -33,13 +33,13 @@ class _BadRequestError(Exception):
 def create_app(queue: WorkQueue, token: str | None) -> Flask:
     """The queue's routes.
 
-    ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as
-    NeMo-Aligner); optional ``worker``, ``round`` and ``request`` make it a lease. The headers are the other
+    ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as in
+    NeMo-Aligner); the optional ``worker``, ``round`` and ``request`` make it a lease. Headers hold the other
     fields of `Lease`: ``X-Work-Queue-State``, ``-Share`` and ``-Unfinished``. ``completed``, a list of ids, saves a
-    worker the request to ``/complete``; those refused are in ``X-Work-Queue-Refused``, with commas between them.
-    ``PUT /complete {"ids": [...], "worker": w}`` answers ``{"accepted": [...], "refused": [...]}``.
-    ``PUT /renew {"worker": w}``; ``GET /status``; ``GET /health``, which needs no token, nor does the route at which
-    clients have the server prove that it knows it.
+    worker the request to ``/complete``; ``X-Work-Queue-Refused`` lists the refused ones, separated by commas.
+    ``PUT /complete {"ids": [...], "worker": w}`` answers ``{"accepted": [...], "refused": [...]}``,
+    ``PUT /renew {"worker": w}`` answers ``{"held": [...]}``, and ``GET /status`` answers `WorkQueue.status`.
+    ``GET /health`` and `LIVE_PATH`, at which clients have the server prove that it knows the token, need none.
     """
     app = Flask("nemo_style_aligner.work_queue")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
@@ -140,8 +140,8 @@ def _worker(body: dict[str, Any], required: bool) -> str | None:
 class WorkQueueServer:
     """Serves a `WorkQueue` over HTTP from a daemon thread of rank 0. ``port`` 0 takes a free one.
 
-    ``host``: loopback unless workers run on other nodes; then an address of rank 0's machine, and a token.
-    ``section``: of the config, whose keys host and port are.
+    ``host``: loopback unless workers run on other nodes; then an address of rank 0's machine, with a token.
+    ``section``: the config section that has the keys host and port, for errors.
 
     Raises:
         OSError: the address cannot be bound.
@@ -161,7 +161,7 @@ class WorkQueueServer:
             create_app(queue, token),
             host,
             port,
-            threads=0,  # no request waits for anything
+            threads=0,  # no request waits for anything, so the server's own thread answers it
             max_body_bytes=2 * MAX_BODY_BYTES,
             name="rollout work queue",
             section=section,

@@ -17,7 +17,7 @@ class WorkSource(Protocol):
         ...
 
     def lease(self, n: int, wait: bool = False) -> list[int]:
-        """Up to ``n`` ids to work on. Empty: there are none now (``wait`` False), or none any more (True)."""
+        """Lease up to ``n`` ids. An empty list: there are none now, or, with ``wait``, none any more in this round."""
         ...
 
     def complete(self, ids: Sequence[int]) -> list[int]:
@@ -25,19 +25,19 @@ class WorkSource(Protocol):
         ...
 
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
-        """The same without waiting for the answer."""
+        """`complete`, without waiting for the answer."""
         ...
 
     def close(self) -> None:
-        """Give up connections and servers."""
+        """Close connections and servers."""
         ...
 
 
 class StaticPartition:
-    """Every ``count``-th id, from place ``index`` on (a `WorkSource` without a server).
+    """A `WorkSource` without a server: a fixed share for each of ``count`` engines, of which this is number ``index``.
 
-    The places are those given, or by expected length, longest first: all of the ``count`` engines, of which this one
-    is number ``index``, get a like mixture then.
+    It is every ``count``-th id from position ``index`` on, in the given order, or, with expected lengths, longest
+    first, so that all engines get a similar mix.
     """
 
     def __init__(self, index: int, count: int) -> None:

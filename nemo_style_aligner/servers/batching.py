@@ -25,11 +25,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def merge(jobs: Sequence[InferJob], *, length_multiple: int, max_length: int | None = None) -> MergedBatch:
-    """Put the rows of all jobs into one batch, no longer than the longest true length needs.
+    """Put the rows of all jobs into one batch, no wider than the longest row needs.
 
-    Columns are cut, or zeros appended, to the longest true length rounded up to ``length_multiple``
-    (at least 2, so that there is a value to compute), but not beyond ``max_length``. Tokens behind a row's true
-    length are set to 0: they cannot reach the answer, and the batch must not depend on what a caller left there.
+    The width is the longest true length (at least 2, so that there is a value to compute), rounded up to
+    ``length_multiple`` but not beyond ``max_length``. Tokens beyond a row's true length are set to 0: they cannot
+    affect the answer, and the batch must not depend on what a caller left there.
     """
     lengths = np.concatenate([job.lengths for job in jobs])
     width = round_up(max(2, int(lengths.max())), length_multiple)
@@ -48,7 +48,7 @@ def merge(jobs: Sequence[InferJob], *, length_multiple: int, max_length: int | N
 def split(
     jobs: Sequence[InferJob], batch: MergedBatch, outputs: Mapping[str, torch.Tensor]
 ) -> list[dict[str, np.ndarray]]:
-    """Cut the batch's outputs into each job's, as float32.
+    """Split the batch's outputs into those of each job, as float32.
 
     ``values`` [rows, length-1] come back as [b, s-1] for the caller's own s, zero from position
     (true length - 1) on: column t belongs to the step that chooses token t+1, and the last true token

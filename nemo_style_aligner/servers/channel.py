@@ -27,7 +27,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32)}
 class OpCode(enum.IntEnum):
     """What all ranks are to do next."""
 
-    NOOP = 0  # heartbeat: no collective on the waiting ranks grows old
+    NOOP = 0  # heartbeat: the collective in which idle ranks wait must not time out
     INFER = 1
     TRAIN = 2
     SAVE = 3
@@ -47,17 +47,17 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """How all ranks stand after a command. ``failed``: on which it failed. ``stop``: one of them was asked to stop."""
+    """All ranks' state after a command: which ``failed``, and whether any was asked to ``stop`` the service."""
 
     failed: list[int]
     stop: bool
 
 
 class CommandChannel:
-    """Broadcasts from rank 0 of the default group, and the exchange of success after each command.
+    """Broadcasts commands from rank 0 of the default group; afterwards the ranks exchange whether they succeeded.
 
-    Where torch.distributed is not initialised it is a world of one. The group's timeout must exceed the time by which
-    ranks may differ in finishing one command (a long save).
+    Without an initialised torch.distributed there is one rank. The group's timeout must exceed the time by which ranks
+    may differ in finishing one command (a long save).
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -88,7 +88,7 @@ class CommandChannel:
         return Command(OpCode(op), head["metadata"], tensors)
 
     def compare(self, *, stop: bool = False) -> Standing:
-        """Collective, after each command that went well here: how it went on the other ranks.
+        """Learn how a command that succeeded on this rank went on the others. Collective, after each command.
 
         ``stop``: this rank was asked to stop the service.
         """
@@ -101,10 +101,10 @@ class CommandChannel:
         return Standing(torch.nonzero(flags == _FAILED).flatten().tolist(), bool((flags == _STOP).any()))
 
     def report_failure(self) -> None:
-        """Take part in `compare` of the others, to tell them that the command failed here.
+        """Join the other ranks' `compare`, to tell them that the command failed here.
 
-        Waits a few seconds only: the others may be held up inside the command itself, and then learn of
-        the failure when this process ends.
+        Waits a few seconds only: the others may be stuck in the command itself, and then learn of the failure when
+        this process ends.
         """
         if self.world_size == 1:
             return

@@ -1,7 +1,7 @@
 """The actor job's client of the critic and reward service.
 
 It knows nothing of process groups: call it on the ranks that own the data (model-parallel sources for
-inference, rank 0 for training and saving) and hand the results round there.
+inference, rank 0 for training and saving) and distribute the results from there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpClient,
@@ -50,10 +51,10 @@ from nemo_style_aligner.servers.training_session import (
 logger = logging.getLogger(__name__)
 
 _TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
-# Every rank asks, and a service that loads its model has other things to do.
+# Polling is slow: every rank asks, and a service that is loading its model has other things to do.
 _READY_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0, first_backoff_s=1.0, max_backoff_s=2.0)
-_REFUSED_POLL_SECONDS = 1.0  # between questions whether a server is ready that says no (other servers' 400 or 500)
-_LEVEL_POLL_SECONDS = 0.5  # between tries of a request that waits for the critic to be brought level
+_REFUSED_POLL_SECONDS = 1.0  # between readiness probes that a third-party server refuses, with 400 or 500
+_LEVEL_POLL_SECONDS = 0.5  # between tries of a scoring request while the critic is being brought level
 
 __all__ = ["CriticClient", "Scores", "SequenceConflictError", "SequencesToScore"]
 
@@ -63,10 +64,10 @@ class SequencesToScore:
     """What a job will send, to be compared with what a server can take.
 
     Attributes:
-        max_length: tokens of the longest, prompt and response.
+        max_length: tokens of the longest possible sequence, prompt and response.
         vocab_size: one more than the largest token id.
         tokenizer: fingerprint of the tokenizer that they are made with.
-        training_tokens: of one training request, padded, at most.
+        training_tokens: upper bound of the tokens in one training request, padding included.
     """
 
     max_length: int
@@ -83,19 +84,25 @@ class Scores:
     values: torch.Tensor
 
 
+class UnfitServiceError(UserError, ValueError):
+    """A server is no service of this kind, or does not fit this job; the message says why, and what to change."""
+
+    exit_status = 1
+
+
 class CriticClient:
-    """Built from the config section ``remote_critic_rm`` (its keys are NeMo-Aligner's).
+    """Client of both services, built from the config section ``remote_critic_rm`` (with NeMo-Aligner's keys).
 
-    A client is a run of its own to the critic, until `begin` or `follow` says which: keep its `position` in the actor's
-    checkpoint. Training requests and saves go out one after the other, in the order of the calls; inference requests up
-    to ``max_parallel`` at once.
+    To the critic, a client is a new run until `begin` or `follow` says which run it is: keep its `position` in the
+    actor's checkpoint. Training requests and saves are sent one at a time, in the order of the calls; inference
+    requests up to ``max_parallel`` at once to each server.
 
-    On its own, a client makes sure that nothing is trained twice, and raises an error when the critic loses training.
+    By itself, a client makes sure that nothing is trained twice, and raises an error if the critic has lost training.
     After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
-    takes scores from none that is not. ``on_lost`` is called if that is impossible, see `CriticWatch`.
+    accepts scores only from a critic that is level. ``on_lost`` is called if that is impossible, see `CriticWatch`.
 
     Attributes:
-        last_progress: when a critic that is being brought level was last seen at another place, by `time.monotonic()`.
+        last_progress: when a critic that is being brought level was last seen to have moved, by `time.monotonic()`.
     """
 
     def __init__(
@@ -144,17 +151,18 @@ class CriticClient:
     # -------------------------------------------------------------- the run
 
     def begin(self, journal: CriticJournal, position: CriticPosition) -> None:
-        """Go on as the run that ``position`` is of, and bring the critic there, now and whenever it is lost.
+        """Continue the run of ``position``, and bring the critic to that position, now and whenever it is lost.
 
-        ``journal`` holds the batches it may need for that. Raises `SequenceConflictError` when it cannot go there.
+        ``journal`` holds the batches that the critic may need for that. Raises `SequenceConflictError` when the critic
+        cannot be brought there.
         """
         self._session.begin(journal, position)
         self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0, self._on_lost)
 
     def follow(self, position: CriticPosition) -> None:
-        """Take the run that ``position`` is of for this client's, without bringing the critic there.
+        """Join the run of ``position`` without bringing the critic there, on a rank that does not train.
 
-        On a rank that does not train: scores are taken from a critic at ``position`` only.
+        From now on scores are accepted only from a critic at ``position``.
         """
         self._session.position = position
 
@@ -164,7 +172,7 @@ class CriticClient:
         """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
         ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on. The future
-        raises `ProtocolError` when an answer is malformed, or is not one reward and s-1 values for each sequence.
+        raises `ProtocolError` when an answer is malformed, or does not have one reward and s-1 values per sequence.
         """
         rows, width = tokens.shape
         if self._pad_to_length is not None:  # longer ones go as they are: nobody here needs the padding
@@ -203,7 +211,7 @@ class CriticClient:
     def save_async(self, keep_history: str | None = None) -> concurrent.futures.Future[None]:
         """Have the critic write a checkpoint, after all training asked for before.
 
-        ``keep_history``: of the checkpoint that the critic must not prune meanwhile.
+        ``keep_history``: history of the checkpoint that this save must not prune.
         """
         return self._command_thread.submit(self._save, keep_history)
 
@@ -217,9 +225,12 @@ class CriticClient:
     ) -> None:
         """Wait until every server is ready, and check that it is the one the config describes.
 
-        ``progress`` gets a line every ten seconds (default: the log). Raises `ServerUnavailableError`
-        after ``timeout_s``, and ValueError when a server is no service of this kind, does not have the models and
-        outputs needed, or says that it cannot take the ``sequences``.
+        ``progress`` gets a line every ten seconds (default: the log).
+
+        Raises:
+            ServerUnavailableError: after ``timeout_s``.
+            UnfitServiceError: a server is no service of this kind, does not have the models and outputs needed, or says
+                that it cannot take the ``sequences``.
         """
         say = progress or logger.info
         deadline = time.monotonic() + timeout_s
@@ -238,7 +249,7 @@ class CriticClient:
                         _warn_of_large_batches(limits, sequences)
 
     def close(self) -> None:
-        """Give up what waits, and close the connections."""
+        """Abandon pending requests and close the connections."""
         if self._watch is not None:
             self._watch.stop()
         for http in (self._critic, self._reward):
@@ -263,13 +274,13 @@ class CriticClient:
         _, num_values = needed["values"]
         return Scores(
             torch.tensor(answer["rewards"][:, 0], dtype=torch.float32),
-            torch.tensor(answer["values"][:, :num_values], dtype=torch.float32),  # the server knows of the padding only
+            torch.tensor(answer["values"][:, :num_values], dtype=torch.float32),  # without the padding
         )
 
     def _values(
         self, inputs: dict[str, np.ndarray], needed: Mapping[str, tuple[int, int]], position: CriticPosition
     ) -> dict[str, np.ndarray]:
-        """The answer of a critic at ``position``; waits while it is being brought there, as long as it gets on."""
+        """The answer of a critic at ``position``; waits while it is being brought there, as long as it progresses."""
         if position.history is None:
             return self._call(self._critic, self._infer_model, inputs, self._infer_limits, needed=needed)
         expected, since = None, time.monotonic()
@@ -332,7 +343,7 @@ class CriticClient:
         parameters: Mapping[str, Any] | None = None,
         needed: Mapping[str, tuple[int, int]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """The outputs by name. ``needed``: the rows, and the columns at least, of outputs that must be there."""
+        """Send a request; returns its outputs by name. ``needed``: outputs that must be there; see `_check_shape`."""
         body, headers = encode_infer_request(inputs, parameters=parameters)
         response = server.request("POST", f"/v2/models/{model}/infer", limits=limits, body=body, headers=headers)
         try:
@@ -354,8 +365,8 @@ def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _check_shape(name: str, array: np.ndarray, rows: int, columns: int) -> None:
-    """Raises `ProtocolError`: rows of another number would be taken for other sequences' scores."""
-    # A server may give values of the padding, too. NaN and infinity are trainer.ppo.on_nonfinite's.
+    """Raise `ProtocolError` if an output does not fit: scores would go to the wrong sequences."""
+    # Values may have more columns: those of the padding. NaN and infinity are left to trainer.ppo.on_nonfinite.
     is_fitting = array.ndim == 2 and len(array) == rows and array.shape[1] >= columns
     if name == "rewards":
         is_fitting = is_fitting and array.shape[1] == columns
@@ -377,7 +388,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
             if isinstance(error, RequestRefusedError) and error.status == 401:
                 raise _other_secret(server, error) from error
             if isinstance(error, RequestRefusedError) and error.status == 404:
-                raise ValueError(
+                raise UnfitServiceError(
                     f"something else than a critic or reward service listens at {server.base_url}: give its port "
                     f"(remote_critic_rm.critic.port, remote_critic_rm.reward_model.port). {error}"
                 ) from error
@@ -389,7 +400,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
             if now - last_line >= PROGRESS_SECONDS:
                 say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
                 last_line = now
-            if isinstance(error, RequestRefusedError):  # it was not waited for: the answer came at once
+            if isinstance(error, RequestRefusedError):  # it came at once, without a wait
                 time.sleep(min(_REFUSED_POLL_SECONDS, deadline - now))
         else:
             say(f"the server at {server.base_url} is ready after {time.monotonic() - started:.1f} s")
@@ -397,44 +408,49 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
 
 
 def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: float) -> dict[str, Any]:
-    """A model's metadata; ValueError if the server does not have it with these outputs."""
+    """A model's metadata; UnfitServiceError if the server does not have it with these outputs."""
     limits = ClientLimits(read_s=10.0, total_s=total_s)
     try:
         answer = server.request("GET", f"/v2/models/{model}", limits=limits)
     except RequestRefusedError as error:
         if error.status == 401:
             raise _other_secret(server, error) from error
-        raise ValueError(f"the server at {server.base_url} has no model '{model}': {error}") from error
+        raise UnfitServiceError(f"the server at {server.base_url} has no model '{model}': {error}") from error
     try:
         metadata: dict[str, Any] = answer.json()
         shapes = {str(described["name"]): list(described["shape"]) for described in metadata["outputs"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UnfitServiceError(
             f"the answer to {answer.request} is no model's metadata, an object with 'name' and 'shape' of each of its "
             f"'outputs': {answer.content[:200].decode('utf-8', 'replace')}"
         ) from error
     missing = outputs - shapes.keys()
     if missing:
-        raise ValueError(
+        raise UnfitServiceError(
             f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
             "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
         )
     if "rewards" in outputs and shapes["rewards"][-1:] not in ([1], [-1]):
-        raise ValueError(
+        raise UnfitServiceError(
             f"model '{model}' at {server.base_url} gives rewards of shape {shapes['rewards']}, and this job needs one "
             "for each sequence: start that service with model.regression.merge_attributes=True"
         )
     return metadata
 
 
-def _other_secret(server: HttpClient, error: RequestRefusedError) -> ValueError:
-    if isinstance(error.__cause__, UnprovenServerError):  # it says itself what to do
-        return ValueError(str(error))
-    return ValueError(f"the server at {server.base_url} does not accept this run's token ({error}). {HOW_TO_SHARE}")
+def _other_secret(server: HttpClient, error: RequestRefusedError) -> UnfitServiceError:
+    if isinstance(error.__cause__, UnprovenServerError):  # its message says what to do
+        return UnfitServiceError(str(error))
+    return UnfitServiceError(
+        f"the server at {server.base_url} does not accept this run's token ({error}). {HOW_TO_SHARE}"
+    )
 
 
 def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
-    """It would be refused only once all rollouts of a step are made. They may well be shorter than they may be."""
+    """Warn of training batches that the critic might refuse, which else shows only after a step's rollouts.
+
+    It is no error: rollouts may well be shorter than allowed.
+    """
     largest, allowed = sequences.training_tokens * _TRAINING_BYTES, limits.get("max_body_bytes")
     if allowed is not None and largest > allowed:
         logger.warning(
@@ -446,7 +462,7 @@ def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScor
 
 
 def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
-    """ValueError if the server's limits, as far as it tells them, do not admit the sequences."""
+    """Raise UnfitServiceError if the sequences do not fit the server's limits, as far as it announces them."""
     length, vocab_size = limits.get("max_sequence_length"), limits.get("vocab_size")
     problems = []
     if length is not None and sequences.max_length > length:
@@ -465,4 +481,4 @@ def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], seq
             "its tokenizer gives other token ids than this job's: policy and reward model must have the same tokenizer"
         )
     if problems:
-        raise ValueError(f"model '{model}' at {server.base_url} does not fit this job: {'; '.join(problems)}")
+        raise UnfitServiceError(f"model '{model}' at {server.base_url} does not fit this job: {'; '.join(problems)}")

@@ -1,8 +1,8 @@
-"""What a connection may cost a WSGI server before its request reaches the application.
+"""Limits on what a connection may cost a WSGI server before its request reaches the application.
 
-waitress reads requests whole before a thread works on them, which protects the threads; what is left is
-here: a client that sends too slowly, that never says anything, that opens more connections than there are
-file descriptors, or that has the server buffer a large body though it has no token.
+waitress receives a whole request before a thread works on it, which protects the threads. This module deals with the
+rest: clients that send too slowly, that never send anything, that open more connections than there are file
+descriptors, or that make the server buffer a large body without having the token.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """How long and how many. Times in seconds."""
+    """Limits of a server's connections. Times in seconds."""
 
-    receive_seconds: float = 30.0  # for a request to arrive, and in addition the time its size takes at the rate below
+    # For a request to arrive, plus the time that its size takes at the rate below. Also the longest time in which a
+    # client reads nothing of its answer.
+    receive_seconds: float = 30.0
     min_bytes_per_second: float = 65536.0
-    first_request_seconds: float = 30.0  # for a new connection to say anything at all
+    first_request_seconds: float = 30.0  # for a new connection to send anything at all
     idle_seconds: float = 600.0  # between two requests
     max_connections: int = 4096  # at most; fewer where the process may open fewer files
     max_body_without_token: int = 65536  # bytes
 
     def connections(self) -> int:
-        """Connections that can be open at once; `ConnectionWatch` makes room before they are."""
+        """How many connections can be open at once; `ConnectionWatch` makes room before they are that many."""
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if allowed == resource.RLIM_INFINITY:
             return self.max_connections
@@ -44,7 +46,7 @@ class ConnectionLimits:
 
 
 class RefusedRequest(Error):
-    """An answer that waitress gives by itself, in the form of our own errors."""
+    """An error that waitress answers without the application, in the form of the application's errors."""
 
     def __init__(self, code: int, reason: str, message: str, headers: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
@@ -57,12 +59,12 @@ class RefusedRequest(Error):
         return f"{self.code} {self.reason}", [*headers, *self._headers], body
 
 
-# From the header fields of a request (names as in WSGI, without HTTP_) to whether it may send a large body.
+# Takes a request's header fields (names as in WSGI, without HTTP_); returns whether it may send a large body.
 HeaderCheck = Callable[[Mapping[str, str]], bool]
 
 
 def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -> type[HTTPChannel]:
-    """A waitress channel that answers in JSON, and looks at the token before it takes a large body."""
+    """A waitress channel class with errors in JSON, which checks the token before it accepts a large body."""
 
     class Parser(HTTPRequestParser):
         error: Error | None
@@ -86,7 +88,7 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
                 if not isinstance(self.error, RefusedRequest):
                     self.error = RefusedRequest(self.error.code, self.error.reason, str(self.error.body))
                 self.completed = True
-                self.expect_continue = False  # else waitress says "go on", and reads the body of a refused request
+                self.expect_continue = False  # else waitress sends "100 Continue", and reads the body
             return consumed
 
     class Channel(HTTPChannel):
@@ -96,7 +98,7 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
 
 
 def is_busy(channel: HTTPChannel) -> bool:
-    """Whether a request is being received or answered; a connection that is new is about to send one."""
+    """Whether a request is being received or answered, or the connection is so new that one is likely to come."""
     if channel.requests or channel.total_outbufs_len or channel.request is not None:
         return True
     silent = channel.last_activity <= channel.creation_time
@@ -104,25 +106,25 @@ def is_busy(channel: HTTPChannel) -> bool:
 
 
 class ConnectionWatch:
-    """Closes connections that overstep the limits. Called from the server's own thread.
+    """Closes connections that exceed the limits. Called from the server's own thread.
 
-    As the places run out, it makes room for new ones: those idle for longest are closed, then those that have long been
-    sending a request without showing the token (without one: a request's header).
+    When most connections are in use, it makes room for new ones: it closes those idle for longest, then those that
+    have been sending a request for longest without showing the token (on a server without a token: without a complete
+    header).
 
-    How long something takes is measured by the monotonic clock: setting the wall clock must not cut off an upload.
-    waitress's channels note by the wall clock when they were last active, which counts for idle connections alone:
-    closing one of these loses nothing.
+    Durations are measured by the monotonic clock, so that setting the wall clock cuts off no upload. Only for idle
+    connections, which lose nothing when they are closed, does waitress's ``last_activity`` count, a wall-clock time.
     """
 
     def __init__(self, limits: ConnectionLimits, max_connections: int, may_send_body: HeaderCheck | None) -> None:
         self._limits = limits
         self._max_connections = max_connections
         self._may_send_body = may_send_body
-        self._receiving: dict[int, tuple[Any, float]] = {}  # by channel: the unfinished request, since when
-        self._unsent: dict[int, tuple[int, float]] = {}  # by channel: bytes of its answers, since when as many
+        self._receiving: dict[int, tuple[Any, float]] = {}  # by channel id: the unfinished request, since when
+        self._unsent: dict[int, tuple[int, float]] = {}  # by channel id: unsent bytes, since when unchanged
 
     def sweep(self, channels: Iterable[Any]) -> None:
-        """Close whom the limits say. ``channels``: waitress's `HTTPChannel`s."""
+        """Close those of waitress's ``channels`` that exceed the limits, and make room if many are open."""
         now, wall_clock = time.monotonic(), time.time()
         channels = list(channels)
         is_crowded = len(channels) > self._max_connections * 3 // 4
@@ -136,10 +138,10 @@ class ConnectionWatch:
                 known, since = self._unsent.get(id(channel), (size, now))
                 unsent[id(channel)] = (size, since if known == size else now)
                 if known == size and now - since > self._limits.receive_seconds:
-                    channel.handle_close()  # the client takes nothing: what is left can never be sent
+                    channel.handle_close()  # the client reads nothing: the rest can never be sent
                 continue
             if channel.requests:
-                continue  # at work on its answer
+                continue  # its answer is being computed
             if request is not None:
                 known, since = self._receiving.get(id(channel), (None, now))
                 since = since if known is request else now

@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 
 
 class ModelBackend(Protocol):
-    """What the service serves. Collective: called on every rank, in the same order, with equal arguments."""
+    """The models behind a service. Collective: called on every rank, in the same order, with equal arguments."""
 
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Score a batch.
@@ -56,24 +56,24 @@ class ModelBackend(Protocol):
         ...
 
     def save(self, keep_history: str | None = None) -> Future[Any] | None:
-        """Write a checkpoint of the present state. The newest one with ``keep_history`` is not pruned.
+        """Write a checkpoint of the present state. The newest checkpoint with history ``keep_history`` is not pruned.
 
-        What it returns is done when the checkpoint is whole, and may be so later; None: it is whole. A save waits for
-        the one before it, and so does `restore`.
+        Returns a future that is done when the checkpoint is complete, or None if it already is. A save waits for the
+        previous one, and so does `restore`.
         """
         ...
 
     def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
-        """Go to one of ``histories`` (see `endpoints.RestoreEndpoint`), ledger included; its index, None: impossible.
+        """Go to one of ``histories``, ledger included; `endpoints.RestoreEndpoint` says which.
 
-        The answer must be the same on every rank.
+        Returns its index, the same on every rank, or None if none can be reached.
         """
         ...
 
 
 @runtime_checkable
 class SwapsWeights(Protocol):
-    """A backend that computes with two sets of weights and counts how often it exchanged them."""
+    """A backend that switches between two sets of weights, and counts how often."""
 
     @property
     def weight_swaps(self) -> int:
@@ -82,19 +82,19 @@ class SwapsWeights(Protocol):
 
 
 class RankFailedError(RuntimeError):
-    """Another rank failed in a command that went well on this one."""
+    """Another rank failed: in a command that succeeded on this one, or rank 0 outside of any command."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchSettings:
-    """How inference requests are merged. Sizes in rows are over all data-parallel ranks together."""
+    """How inference requests are merged, and the dispatcher's times. Rows are those of all data-parallel ranks."""
 
     preferred_batch_rows: tuple[int, ...]
     max_queue_delay_microseconds: int = 2000
     strip_sequence_length_to_multiple: int | None = None
-    max_sequence_length: int | None = None  # rounding up does not go beyond it
+    max_sequence_length: int | None = None  # lengths are not rounded up beyond it
     heartbeat_seconds: float = 5.0
-    drain_seconds: float = 60.0  # on SIGTERM: what has not begun by then is refused
+    drain_seconds: float = 60.0  # after a stop request; jobs not begun by then are refused
 
     def __post_init__(self) -> None:
         if not self.preferred_batch_rows or min(self.preferred_batch_rows) < 1:
@@ -119,9 +119,10 @@ class _Save:
     """A checkpoint that is being written.
 
     Attributes:
-        written: done when it is whole.
-        asked: on rank 0: where the critic is, and what must be kept, of a request that says where it believes it to be.
-        jobs: on rank 0: who waits for it. Who was given no answer in time asks again.
+        written: done when it is complete.
+        asked: on rank 0: the critic's history and ``keep_history``, by which a repeat of the request is recognised;
+            None if the request has no position.
+        jobs: on rank 0: the requests that wait for it; a client that got no answer in time sends its request again.
     """
 
     written: Future[Any]
@@ -130,7 +131,7 @@ class _Save:
 
 
 class Dispatcher:
-    """Runs a service's backend. Made on every rank; `run` returns on every rank after a graceful stop."""
+    """Runs a service's backend. Created on every rank; `run` returns on every rank after a graceful stop."""
 
     def __init__(
         self,
@@ -149,14 +150,17 @@ class Dispatcher:
         self._ledger = ledger
         self._metrics = metrics
         self._last_contact = time.monotonic()
-        self._weight_swaps = 0  # counted in the metrics already
+        self._weight_swaps = 0  # those that the metrics have counted already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
         self._saves: list[_Save] = []  # being written
-        self._last_saved: tuple[str, str | None] | None = None  # what was `asked` for the newest that is whole
+        self._last_saved: tuple[str, str | None] | None = None  # `asked` of the newest complete checkpoint
 
     def request_stop(self) -> None:
-        """Finish what was taken, then return from `run` on all ranks. On any rank, from any thread or a handler."""
+        """Have `run` finish the accepted jobs and return, on all ranks.
+
+        May be called on any rank, from any thread or a signal handler.
+        """
         self._stop_requested = True
 
     def run(self) -> None:
@@ -189,7 +193,7 @@ class Dispatcher:
 
     def _serve_until_stopped(self) -> None:
         while not self._stop_requested:
-            activity.progress()  # waiting for requests is no standstill
+            activity.progress()  # an idle service is not stuck
             self._note_saves()
             self._work()
             self._heartbeat()
@@ -203,7 +207,7 @@ class Dispatcher:
         self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
 
     def _work(self) -> None:
-        """Take and do the next jobs, if some come soon."""
+        """Wait briefly for the next jobs, and do them."""
         settings = self._settings
         jobs = self._queue.take(
             _POLL_SECONDS,
@@ -252,7 +256,7 @@ class Dispatcher:
         return True
 
     def _save_or_join(self, job: SaveJob) -> None:
-        """A request that is sent again waits for the checkpoint that it asked for: another one would take longer."""
+        """Start a save, or join the one that the same request, sent earlier, has started: another would take longer."""
         asked = None if job.position is None else (self._ledger.history, job.keep_history)
         being_written = next((save for save in self._saves if save.asked == asked), None)
         if asked is not None and being_written is not None:
@@ -378,7 +382,7 @@ class Dispatcher:
         self._saves.append(_Save(written))
 
     def _note_saves(self) -> None:
-        """Answer the requests whose checkpoints are whole. Raises what went wrong in writing one."""
+        """Answer the requests whose checkpoints are complete. Raises the error if one could not be written."""
         while self._saves and self._saves[0].written.done():
             save = self._saves[0]
             save.written.result()
@@ -388,7 +392,7 @@ class Dispatcher:
                 _answer_save(job)
 
     def _finish_saves(self) -> None:
-        """Wait until every checkpoint is whole. Ranks that wait for a command hear from rank 0 meanwhile."""
+        """Wait until every checkpoint is complete. Rank 0 sends heartbeats to ranks that wait for a command."""
         while pending := [save.written for save in self._saves if not save.written.done()]:
             if self._channel.rank > 0:
                 concurrent.futures.wait(pending)
@@ -408,7 +412,7 @@ class Dispatcher:
         return loss
 
     def _together(self, op: OpCode, act: Callable[[], Result]) -> Result:
-        """Act, and learn whether every other rank succeeded too."""
+        """Call ``act`` and exchange with the other ranks whether it succeeded; `RankFailedError` if not on all."""
         self._peers_listen = False
         try:
             with activity.phase(f"service/{op.name.lower()}"):
@@ -424,7 +428,7 @@ class Dispatcher:
         return result
 
     def _compare(self) -> list[int]:
-        """Collective: the ranks that failed. A stop signal counts whichever rank it reached."""
+        """The ranks that failed. Collective. A stop signal that has reached any rank counts on all."""
         standing = self._channel.compare(stop=self._stop_requested)
         if standing.stop:
             self.request_stop()

@@ -37,9 +37,10 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelLimits:
-    """What the model behind an endpoint can take; None: not checked.
+    """What the model behind an endpoint can take; None: neither checked nor announced.
 
-    ``tokenizer``: the fingerprint of the model's, for clients that have one, too. ``max_body_bytes``: of requests.
+    ``tokenizer``: fingerprint of the model's tokenizer, which clients can compare with that of their own.
+    ``max_body_bytes``: the largest request body.
     """
 
     max_sequence_length: int | None = None
@@ -48,7 +49,7 @@ class ModelLimits:
     max_body_bytes: int | None = None
 
     def parameters(self) -> dict[str, Any]:
-        """What model metadata say of it."""
+        """The limits as the model metadata announce them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -108,7 +109,7 @@ class Endpoint(abc.ABC):
         }
 
     def full_shape(self, spec: TensorSpec) -> list[int]:
-        """One of its tensors' shape with the batch dimension, if there is one; -1 for any size."""
+        """The shape of one of the endpoint's tensors, with the batch dimension if there is one; -1 for any size."""
         return [-1, *spec.dims] if self.batched else list(spec.dims)
 
     def _arrays(self, request: InferRequest) -> dict[str, np.ndarray]:
@@ -143,8 +144,8 @@ class Endpoint(abc.ABC):
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (self.limits.vocab_size is not None and high >= self.limits.vocab_size):
             raise self._refuse(
-                f"input 'tokens' has a token id outside the vocabulary: ids from {low} to {high}, "
-                f"{self.limits.vocab_size} are known"
+                f"input 'tokens' has a token id outside the vocabulary: ids from {low} to {high}; they begin with 0"
+                + (f" and end with {self.limits.vocab_size - 1}" if self.limits.vocab_size is not None else "")
             )
 
     def _check_length(self, longest: int) -> None:
@@ -153,7 +154,7 @@ class Endpoint(abc.ABC):
             raise self._refuse(f"a sequence of {longest} tokens is longer than the model's {limit}")
 
     def _position(self, parameters: Mapping[str, Any]) -> CriticPosition | None:
-        """Parameters ``run_id``, ``sequence_number`` and ``history``: where the client believes the critic to be."""
+        """Where ``run_id``, ``sequence_number`` and ``history`` say that the critic is; None if none is given."""
         if not {"run_id", "sequence_number", "history"} & parameters.keys():
             return None
         number = parameters.get("sequence_number")
@@ -254,7 +255,7 @@ class TrainEndpoint(Endpoint):
                 )
             if not np.isfinite(arrays[name]).all():
                 raise self._refuse(f"'{name}' holds NaN or infinity")
-        # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender thinks of.
+        # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender expects.
         if not np.isin(arrays["mask"], (0.0, 1.0)).all():
             raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, and holds other numbers")
         return TrainJob(
@@ -270,7 +271,7 @@ class TrainEndpoint(Endpoint):
 class SaveEndpoint(Endpoint):
     """Writes a checkpoint; answers status 0 when it is on disk.
 
-    Parameter ``keep_history``: the checkpoint that the actor's newest one belongs to, which must not be pruned.
+    Parameter ``keep_history``: history of the checkpoint that belongs to the actor's newest one: it is not pruned.
     """
 
     def __init__(self, name: str) -> None:
@@ -285,11 +286,12 @@ class SaveEndpoint(Endpoint):
 
 
 class RestoreEndpoint(Endpoint):
-    """Brings the critic to one of several points of a run's past that the client can go on from.
+    """Brings the critic to one of several points of a run's past from which the client can continue.
 
-    ``histories``: theirs, oldest first. A critic that is at one of them stays; any other goes to the latest one that
-    it has a checkpoint of, or to its initial weights. ``position``: the index of the one where it is now. 409 if it
-    has none of them, or would have to take back what another run trained.
+    Input ``histories``: the critic's history at each point, oldest first. A critic that is at one of the points stays;
+    any other goes to the latest one of which it has a checkpoint, or to its initial weights if these are among them.
+    Output ``position``: the index of the point where it is now. 409 if it can go to none of them, or would have to undo
+    what another run trained.
     """
 
     def __init__(self, name: str) -> None:

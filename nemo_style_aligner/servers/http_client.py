@@ -1,7 +1,8 @@
 """An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries.
 
-Each request has an id, the same in all its tries, which the errors here and the server's log name: ``X-Request-Id``.
-A client that has a secret sends it, and anything else, only to a server that has proven that it knows it: see `proof`.
+Each request has an id (``X-Request-Id``), the same in all its tries, which the errors here and the server's log name.
+A client with a secret sends the secret, and anything else, only to a server that has proven that it knows the secret:
+see `proof`.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
 
-# Answers that say "not now": too many requests, gateway trouble, not ready, outwaited its limit.
+# Answers that say "not now": too many requests, gateway trouble, not ready, timed out.
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
-# Of these the ones of a server that is starting or shutting down.
+# Those of a server that is starting or shutting down.
 AWAY_STATUSES = frozenset({502, 503})
-# And of one that is at work.
+# Those of a server that is busy.
 _BUSY_STATUSES = frozenset({429, 504})
-_FULL_STATUS = 429  # of these, of one that many clients ask at once: nobody need hear of it as long as it gets on
+_FULL_STATUS = 429  # many clients at once: not worth a line in the log as long as the server makes progress
 _CHUNK_BYTES = 2**16
-# Of tries, before the log hears of them; and between two lines about the same server.
+# How long a request is tried before the log mentions it; time between two such lines about the same server.
 _SILENT_SECONDS, _LINE_SECONDS = 10.0, 30.0
-_MAX_PROOF_BYTES = 2**14  # of the answer that has the proof in its head
-# A machine that lost power closes no connection: the kernel asks after a minute of silence and gives up a minute later,
-# or when what was sent is not taken for two minutes.
+_MAX_PROOF_BYTES = 2**14  # of the answer whose header holds the proof
+# A machine that lost power closes no connection: the kernel probes after a minute of silence and gives up a minute
+# later, or when sent data stay unacknowledged for two minutes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
 
 
@@ -57,7 +58,7 @@ def server_url(host: str, port: int) -> str:
 
 
 class ServerUnavailableError(UserError, RuntimeError):
-    """The server gave no usable answer within the total limit. The message names server, request and time."""
+    """The server gave no usable answer within the limits. The message names server, request and time."""
 
     exit_status = 1
 
@@ -78,15 +79,16 @@ class ClientLimits:
     """How long a request may take, in seconds."""
 
     connect_s: float = 5.0
-    # Silence of the server in one try, while it takes the request or before it answers: more than answering may take.
+    # Longest silence of the server in one try, while it receives the request or before it answers: more than answering
+    # may take.
     read_s: float = 1260.0
-    # Over all tries, and since the server last answered a request of the same path: it may be slow, and getting on.
+    # Over all tries, but counted from the server's last answer to any request of the same path: slow is not stuck.
     total_s: float = 1800.0
     # How long the server may be away meanwhile (no connection, or one that breaks; starting; shutting down). This time
-    # is not counted in total_s. None: it is, and has no limit of its own.
+    # does not count towards total_s. None: it does, and has no limit of its own.
     away_s: float | None = None
-    internal_errors: int = 0  # answers with status 500 that are borne before the request counts as refused
-    too_slow: str = (  # what to do about a server that is there, and takes longer
+    internal_errors: int = 0  # retries after status 500, before the request counts as refused
+    too_slow: str = (  # advice in errors, for a server that is up but takes longer
         "give it more ranks, or both sides more time (its infer_timeout_seconds, and timeouts.read_seconds and "
         "total_seconds here)"
     )
@@ -96,7 +98,7 @@ class ClientLimits:
 
 @dataclasses.dataclass(frozen=True)
 class HttpAnswer:
-    """A whole response. Names of ``headers`` in any case; ``request``: how errors name what it answers."""
+    """A complete response. Names of ``headers`` are case-insensitive; ``request``: how errors name its request."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -113,7 +115,7 @@ class _Clock:
     """The time that a request has taken, and how much of it the server was away."""
 
     limits: ClientLimits
-    last_answer: Callable[[], float]  # by the monotonic clock, to another request of this path
+    last_answer: Callable[[], float]  # monotonic time of the last answer to a request of this path
     started: float = dataclasses.field(default_factory=time.monotonic)
     _away_since: float | None = None
     _away_before: float = 0.0
@@ -132,7 +134,7 @@ class _Clock:
         return self._away_before + now
 
     def note(self, *, is_away: bool) -> None:
-        """Say whether the last try found the server away."""
+        """Record whether the last try found the server away."""
         if is_away and self._away_since is None:
             self._away_since = time.monotonic()
         elif not is_away and self._away_since is not None:
@@ -142,17 +144,17 @@ class _Clock:
     def remaining(self) -> float:
         """Seconds for the next try."""
         left = self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
-        return min(left, self.limits.total_s)  # it may have been away before that answer
+        return min(left, self.limits.total_s)  # `away` may be from before the last answer
 
     @property
     def patience(self) -> float:
-        """Seconds until it is given up, if nothing changes."""
+        """Seconds until the request is given up, if nothing changes."""
         if self.limits.away_s is None or self._away_since is None:
             return max(0.0, self.remaining)
         return max(0.0, self.limits.away_s - self.away)
 
     def exceeded(self, wait: float) -> str | None:
-        """Which limit waiting for another ``wait`` seconds would exceed."""
+        """Which limit waiting for another ``wait`` seconds would exceed, in words; None if none."""
         if self.limits.away_s is None or self._away_since is None:
             return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 else None
         if self.away + wait >= self.limits.away_s:
@@ -163,9 +165,10 @@ class _Clock:
 class HttpClient:
     """Sends requests to one server, safe to use from many threads (each has its own keep-alive session).
 
-    With a ``token`` the server must prove on each connection that it knows it, see `proof`. Who gives no proof counts
-    as a server that is away: the real one may be about to start. Another secret is an error at once, until the server
-    has proven itself for the first time: from then on the secret is known to be right.
+    With a ``token`` the server must prove on each connection that it knows the token, see `proof`. A server that gives
+    no proof counts as away: the real one may be about to start. A proof with another secret is an error at once, until
+    the server has proven itself for the first time: from then on the client's secret is known to be right, and such a
+    server counts as away, too.
 
     Only for requests that may be repeated: a try whose connection broke is sent again, though the server
     may have seen it.
@@ -177,8 +180,8 @@ class HttpClient:
         self._peer = _Peer(token)
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
-        self._answered: dict[str, float] = {}  # when the last request of each path was
-        self._next_line = -math.inf  # when the log may hear of requests that are tried again and again
+        self._answered: dict[str, float] = {}  # when a request of each path was last answered
+        self._next_line = -math.inf  # time from which the next line about retries may be logged
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -191,7 +194,7 @@ class HttpClient:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpAnswer:
-        """Send until there is an answer; returns one with status 200. The log hears of long waits.
+        """Send until the answer has status 200, and return it. Long waits are logged.
 
         Raises `RequestRefusedError` for an error answer that is not worth repeating and
         `ServerUnavailableError` when ``limits`` are used up or the client was closed.
@@ -208,7 +211,7 @@ class HttpClient:
             retry_after, is_full = 0.0, False
             try:
                 answer = self._try(what, method, path, body, headers, limits, max(clock.remaining, 0.1))
-            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            except (requests.ConnectionError, requests.Timeout) as error:
                 trouble = _reason(error)
                 is_away = not isinstance(error, requests.ReadTimeout)
                 clock.note(is_away=is_away)
@@ -259,7 +262,7 @@ class HttpClient:
             backoff = min(2 * backoff, limits.max_backoff_s)
 
     def _may_say(self) -> bool:
-        """Whether this request's line is the one that the log gets: many threads wait for one server."""
+        """Whether this request may log its retries now: many threads wait for one server, and one line is enough."""
         with self._lock:
             is_time = time.monotonic() >= self._next_line
             if is_time:
@@ -276,7 +279,7 @@ class HttpClient:
         limits: ClientLimits,
         remaining: float,
     ) -> HttpAnswer:
-        """One try, which ends within ``remaining`` seconds however slowly the request or the answer drips."""
+        """Make one try, which ends within ``remaining`` seconds however slowly request or answer trickle."""
         deadline = time.monotonic() + remaining
         session, sending = self._session()
         sending.silence_s, sending.deadline = limits.read_s, deadline
@@ -291,11 +294,11 @@ class HttpClient:
         ) as response:
             length, encoding = (response.headers.get(name, "") for name in ("Content-Length", "Transfer-Encoding"))
             if not length.isdecimal() and encoding.lower() != "chunked":
-                # Python reads a head that ends early as a whole one, and an answer without a length to the end.
+                # Else a lost connection would look like the end of the header, or of an answer without a length.
                 raise requests.ConnectionError("the answer's head is cut off: it does not say how long the answer is")
             chunks = []
             try:
-                while chunk := response.raw.read1(_CHUNK_BYTES):  # whatever has come; `read` would wait for all of them
+                while chunk := response.raw.read1(_CHUNK_BYTES):  # what has arrived; `read` would wait for more
                     chunks.append(chunk)
                     if time.monotonic() > deadline:
                         raise requests.ReadTimeout("the answer came too slowly")
@@ -306,7 +309,7 @@ class HttpClient:
             return HttpAnswer(response.status_code, response.headers, b"".join(chunks), what)
 
     def close(self) -> None:
-        """End all requests, those that wait for an answer as well, and close all connections."""
+        """End all requests, including those that wait for an answer, and close all connections."""
         self._closed.set()
         self._peer.disconnect()
         with self._lock:
@@ -315,7 +318,7 @@ class HttpClient:
             session.close()
 
     def _session(self) -> tuple[requests.Session, _SendLimits]:
-        """This thread's own, and the limits that hold for what it sends next."""
+        """This thread's session, and the limits that hold for what it sends next."""
         if not hasattr(self._local, "session"):
             self._local.sending = _SendLimits()
             self._local.session = session = requests.Session()
@@ -329,13 +332,13 @@ class HttpClient:
 
 @dataclasses.dataclass
 class _SendLimits:
-    """For a request being sent: the server's longest silence in seconds, and the end by the monotonic clock."""
+    """Limits while a request is sent: seconds in which the server takes nothing, and the end (monotonic clock)."""
 
     silence_s: float = math.inf
     deadline: float = math.inf
 
     def wait_seconds(self) -> float:
-        """How long the server may be silent now. Raises TimeoutError when the end is there."""
+        """How long the server may be silent now. Raises TimeoutError once the deadline has passed."""
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -343,7 +346,7 @@ class _SendLimits:
 
 
 class _Peer:
-    """The server, to all connections of a client. ``has_proven``: that it knows the ``secret``, once at least."""
+    """The server, for all connections of a client. ``has_proven``: it once proved that it knows the ``secret``."""
 
     def __init__(self, secret: str | None) -> None:
         self.secret = secret
@@ -353,26 +356,23 @@ class _Peer:
         self._lock = threading.Lock()
 
     def connected(self, connection: socket.socket) -> None:
-        """A new connection, which `disconnect` shall end; at once if that was before."""
+        """Register a new connection for `disconnect`; if that was called before, the connection ends at once."""
         with self._lock:
             self._sockets.add(connection)
         if self._is_disconnected:
             self.disconnect()
 
     def disconnect(self) -> None:
-        """End all connections, now and from now on: who waits for an answer learns of it."""
+        """End all connections, present and future ones: threads that wait for an answer get an error."""
         with self._lock:
             self._is_disconnected = True
             for connection in self._sockets:
-                with contextlib.suppress(OSError):  # it is closed
+                with contextlib.suppress(OSError):  # already closed
                     connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
-    """Connections whose dead peer is noticed, which send within limits of their own, and to nobody else than the peer.
-
-    The peer proves on each that it is the one.
-    """
+    """Makes connections that notice a dead peer, send within `_SendLimits`, and have the peer prove itself first."""
 
     def __init__(self, peer: _Peer, sending: _SendLimits) -> None:
         self._peer = peer
@@ -406,12 +406,12 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
             try:
                 _challenge(self.sock, self.host, self.port, peer.secret, limits)
             except BaseException:
-                self.close()  # urllib3 reads on after some errors: nothing from here may be taken for an answer
+                self.close()  # after some errors urllib3 reads on, and would take what comes for the answer
                 raise
             peer.has_proven = True
 
         def send(self, data: Any) -> None:
-            """urllib3 would send all of ``data`` within the time limit for connecting."""
+            """Send in chunks, each with a timeout: urllib3 would allow the connect timeout for all of ``data``."""
             if self.sock is None:
                 self.connect()
             view = memoryview(data)
@@ -430,10 +430,10 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
 
 
 def _ipv4_of(host: str) -> str:
-    """An IPv4 address that ``host`` has as well, else ``host``.
+    """An IPv4 address of ``host`` if it has one, else ``host``.
 
-    Services listen at IPv4's unless told otherwise: at IPv6's of the same machine and port (localhost has both)
-    somebody else may listen, and pass the service's proof on.
+    Services listen on IPv4 unless told otherwise. On the IPv6 address of the same machine and port (localhost has both)
+    somebody else may listen, and relay the service's proof.
     """
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
@@ -442,7 +442,7 @@ def _ipv4_of(host: str) -> str:
 
 
 def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _SendLimits) -> None:
-    """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or for silence urllib3's error."""
+    """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or urllib3's error for silence."""
     address, challenge, head = server_url(host, port).removeprefix("http://"), secrets.token_hex(16), b""
     try:
         connection.settimeout(limits.wait_seconds())
@@ -475,4 +475,4 @@ def _reason(error: requests.RequestException) -> str:
 
 def _seconds(text: str | None) -> float:
     """A Retry-After header in seconds (dates, which our servers do not send, count as 0)."""
-    return min(float(text), 60.0) if text and text.isdigit() else 0.0
+    return min(float(text), 60.0) if text and text.isascii() and text.isdecimal() else 0.0

@@ -38,14 +38,14 @@ logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 _TOKEN_FIELDS = ("AUTHORIZATION", "TRITON_ACCESS_TOKEN")
 _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
-_ANSWER_BYTES = 2**24  # of a connection, made and not sent: a thread that makes more waits for the client
-# Bodies and answers are whole in memory anyway. Written to a temporary file as well, they could not be received where
-# the disk is full, and the client would be left without a word.
+_ANSWER_BYTES = 2**24  # unsent, per connection: a thread that produces more waits for the client
+# No temporary files: bodies and answers are held in memory anyway, and on a full disk a request could not be received,
+# which would leave the client without an answer.
 _TEMPORARY_FILE_BYTES = 2**62
-_TOGETHER_BYTES = 2**16  # of an answer that the server's own thread makes: head and body leave in one packet
+_TOGETHER_BYTES = 2**16  # collected before the server's own thread sends: header and body leave in one packet
 _NEVER_SECONDS = 2**31
-_QUIET_SECONDS = 0.1  # without a request, before the port closes: who just got an answer may come again at once
-_LINGER_SECONDS = 1.0  # that this may take, where requests come all the time
+_QUIET_SECONDS = 0.1  # since the last answer, before the port closes: its client may send a request again at once
+_LINGER_SECONDS = 1.0  # limit of that wait, if requests keep coming
 _EXHAUSTED = {
     errno.EMFILE: "let its process open more files: `ulimit -n` before the start, now {limit}",
     errno.ENFILE: "all processes of this machine together have as many files open as it allows: `sysctl fs.file-max`",
@@ -58,10 +58,10 @@ _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed; sockets wake the l
 
 
 def token_check(token: str | None) -> HeaderCheck:
-    """Whether a request's header fields (names as in WSGI, without ``HTTP_``) carry the token; always without one.
+    """A check whether a request's header fields (names as in WSGI, without ``HTTP_``) carry ``token``; None: always.
 
-    It comes as ``Authorization: Bearer <token>``, or as ``triton-access-token: <token>`` from Triton's clients. The
-    comparison takes the same time whatever is wrong.
+    The token comes as ``Authorization: Bearer <token>``, or as ``triton-access-token: <token>`` from Triton's clients.
+    The comparison takes the same time whatever is wrong.
     """
     if token is None:
         return lambda fields: True
@@ -81,7 +81,7 @@ def token_check(token: str | None) -> HeaderCheck:
 def require_token(app: Flask, token: str | None, is_open: Callable[[str], bool]) -> None:
     """Refuse requests without the token (see `token_check`) with 401.
 
-    ``is_open(path)`` names the routes that need none (health). Without a token everything is open.
+    ``is_open(path)`` says which routes need none (health). Without a token everything is open.
     """
     if token is None:
         return
@@ -103,13 +103,13 @@ def require_token(app: Flask, token: str | None, is_open: Callable[[str], bool])
 
 
 class WsgiServer:
-    """A waitress server in a daemon thread, started by the constructor, bound before it returns.
+    """A waitress server in a daemon thread. The constructor binds the port and starts the thread.
 
-    ``port`` 0 takes a free one; `port` then tells which. Raises OSError, naming host and port, when the
-    address cannot be bound, and their keys where they are from a ``section`` of the config. Large bodies are read of
-    those only who send the ``token`` (the application looks at all other requests itself, see `require_token`); to who
-    asks, the server proves that it knows it, see `proof`. ``threads`` work on requests; 0, for an application that
-    never waits: the server's own thread does, which saves handing requests over.
+    ``port`` 0 takes a free one; `port` then tells which. Raises OSError if the address cannot be bound, naming host and
+    port, and their config keys if they are from a ``section`` of the config. Large bodies are read only from clients
+    that send the ``token`` (the application checks all other requests itself, see `require_token`). To clients that
+    ask, the server proves that it knows the token, see `proof`. ``threads`` work on requests; 0, for an application
+    that never waits: the server's own thread does, which saves handing requests over.
     """
 
     def __init__(
@@ -149,12 +149,13 @@ class WsgiServer:
             threads=threads or 1,
             max_request_body_size=max_body_bytes,
             connection_limit=connections,
-            # waitress's own limit goes by the wall clock, and counts connections that send a request; ours does not.
+            # waitress's own timeout goes by the wall clock and also ends connections that are sending a request: see
+            # `ConnectionWatch`.
             channel_timeout=_NEVER_SECONDS,
             recv_bytes=_RECEIVE_BYTES,
             inbuf_overflow=_TEMPORARY_FILE_BYTES,
             outbuf_overflow=_TEMPORARY_FILE_BYTES,
-            # Where an application's thread would wait for a client that does not read. The server's own must not.
+            # A thread with more to send waits for its client to read. The server's own thread must not.
             outbuf_high_watermark=_ANSWER_BYTES if threads else 2**40,
             asyncore_use_poll=True,
             ident=None,
@@ -172,13 +173,13 @@ class WsgiServer:
         self._thread.start()
 
     def stop(self, flush_seconds: float = 5.0) -> None:
-        """Let requests in progress be answered for ``flush_seconds``, stop accepting, close everything."""
+        """Wait up to ``flush_seconds`` for requests in progress to be answered, stop accepting, close everything."""
         self._flush_deadline = time.monotonic() + flush_seconds
         self._stopping.set()
         self._thread.join(flush_seconds + 10.0)
 
     def _serve(self) -> None:
-        """The thread. Should it fail, so does the job: it would go on with a port on which nobody is answered."""
+        """The thread's body. If it fails, so does the job, whose port would be open without anybody answering."""
         try:
             self._run()
         except Exception as error:
@@ -192,9 +193,9 @@ class WsgiServer:
             if time.monotonic() >= self._next_sweep:
                 self._watch.sweep(self._server.active_channels.values())
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
-        # Who comes while open answers are sent, and for a moment after the last, is still let in, and told by the
-        # application that it is too late: a connection that waits to be accepted when the socket is closed would be
-        # cut off without a word.
+        # Clients that connect while open answers are sent, or just after the last, are still accepted, and told by
+        # the application that it is too late: a connection that waits to be accepted when the socket is closed would
+        # be cut off without an answer.
         self._flush(self._flush_deadline)
         self._flush(time.monotonic() + _LINGER_SECONDS, _QUIET_SECONDS)
         self._accept_waiting()
@@ -206,12 +207,12 @@ class WsgiServer:
         waitress.wasyncore.close_all(self._map)
 
     def _flush(self, deadline: float, quiet_seconds: float = 0.0) -> None:
-        """Let requests be answered, until none is open and the last answer is some time ago or the deadline comes."""
+        """Answer requests until none is open and the last answer is ``quiet_seconds`` ago, or the deadline passes."""
         while (now := time.monotonic()) < deadline and (self._busy() or now - self._last_answer < quiet_seconds):
             self._turn(0.05)
 
     def _turn(self, timeout: float) -> None:
-        """Wait for sockets, at most ``timeout`` seconds, and do what they bring."""
+        """Wait for events of the sockets, at most ``timeout`` seconds, and handle them."""
         waitress.wasyncore.loop(timeout=timeout, map=self._map, use_poll=True, count=1)
         if self._own_thread is not None:
             self._own_thread.work()
@@ -227,10 +228,10 @@ class WsgiServer:
 
 
 class _PatientAccept:
-    """Has a waitress server try again after a while where a connection cannot be accepted for want of descriptors.
+    """Makes a waitress server pause when it cannot accept a connection for lack of descriptors or memory.
 
-    waitress itself tries again at once, with a traceback each time, for as long as somebody waits to be let in: a
-    core would be lost, and megabytes be logged in a second. Who is connected is served meanwhile.
+    waitress itself tries again at once, with a traceback each time, for as long as a connection waits to be accepted:
+    it would occupy a core and log megabytes per second. Open connections are served meanwhile.
     """
 
     def __init__(self, server: Any, name: str) -> None:
@@ -243,7 +244,7 @@ class _PatientAccept:
         server.accept, server.readable = self._accept, self._readable
 
     def _readable(self) -> bool:
-        """Asked by the loop: whether to look for connections that wait to be accepted."""
+        """Whether the loop is to poll for connections that wait to be accepted."""
         return self._plain_readable() and time.monotonic() >= self._next_try
 
     def _accept(self) -> Any:
@@ -268,30 +269,30 @@ class _PatientAccept:
 
 
 class _OwnThread:
-    """In the place of waitress's pool of threads: requests wait here until the server's thread works on them."""
+    """Replaces waitress's thread pool: requests wait here until the server's own thread works on them."""
 
     def __init__(self) -> None:
         self._tasks: collections.deque[Any] = collections.deque()
 
     def add_task(self, task: Any) -> None:
-        """A channel has a whole request. It holds a lock of its own meanwhile, so nothing is done here."""
+        """Queue a channel with a complete request. It holds a lock of its own here, so it cannot be served yet."""
         self._tasks.append(task)
 
     def work(self) -> None:
-        """Answer all requests that are there."""
+        """Answer all queued requests."""
         while self._tasks:
             channel = self._tasks.popleft()
             channel.service()
             channel.handle_write()
 
     def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> None:
-        """waitress's pool has one, too."""
+        """Cancel the queued requests. The signature is that of waitress's pool."""
         while self._tasks:
             self._tasks.popleft().cancel()
 
 
 def _proving(environ: Mapping[str, Any], start_response: Any, token: str | None, port: int) -> Any:
-    """A ``start_response`` that gives the answer its proof, if the request asks for one; whatever the answer is."""
+    """A ``start_response`` that adds the proof, if the request asks for one, whatever the answer is."""
     challenge = environ.get(f"HTTP_{CHALLENGE_HEADER.upper().replace('-', '_')}")
     proof = None if challenge is None else prove(token, challenge, port)
     if proof is None:
@@ -311,7 +312,7 @@ class PlaceTakenError(UserError, OSError):
 
 
 def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
-    if host == "localhost":  # by that name, clients look for it at IPv4's address: see `http_client`
+    if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_client`
         host = "127.0.0.1"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

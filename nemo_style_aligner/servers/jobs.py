@@ -37,7 +37,7 @@ class Job:
 class InferJob(Job):
     """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s.
 
-    ``position``: answered only by a critic that is there; None: by any.
+    ``position``: where the critic must be to answer; None: anywhere.
     """
 
     tokens: np.ndarray
@@ -54,7 +54,7 @@ class InferJob(Job):
 class TrainJob(Job):
     """tokens: int64 [b, s]; returns, prev_values, mask: float32 [b, s-1]. ``digest``: the batch's, see `ledger`.
 
-    ``position``: where the critic must be, None: anywhere, and the request is not numbered.
+    ``position``: where the critic must be; None: anywhere, for a request without a number.
     """
 
     tokens: np.ndarray
@@ -78,14 +78,14 @@ class SaveJob(Job):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RestoreJob(Job):
-    """Bring the critic to one of ``histories``, of which it last trained for ``run_id``; the latest one is the best."""
+    """Bring the critic to one of ``histories`` of run ``run_id``, oldest first: see `endpoints.RestoreEndpoint`."""
 
     run_id: str
     histories: list[str]
 
 
 class QueueState(enum.Enum):
-    """What the queue does with a new job."""
+    """The service's state, which decides whether jobs are accepted; its value tells clients why not."""
 
     STARTING = "the models are still being loaded"
     SERVING = "serving"
@@ -111,7 +111,7 @@ class JobQueue:
 
     @property
     def state(self) -> QueueState:
-        """What becomes of a new job; see `set_state`."""
+        """The service's state; see `set_state`."""
         return self._state
 
     @property
@@ -125,7 +125,7 @@ class JobQueue:
         return len(self._jobs)
 
     def set_state(self, state: QueueState) -> None:
-        """Change it, and wake the dispatcher, which may wait for a job."""
+        """Change `state`, and wake the dispatcher, which may be waiting for a job."""
         with self._changed:
             self._state = state
             self._changed.notify_all()
@@ -144,17 +144,17 @@ class JobQueue:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Say that one accepted job has been answered or given up by its HTTP thread."""
+        """Note that one accepted job has been answered or given up by its HTTP thread."""
         with self._changed:
             self._outstanding -= 1
 
     def take(self, timeout_s: float, max_rows: int, preferred_rows: Collection[int], max_delay_s: float) -> list[Job]:
         """Take the next job, merged with the inference jobs right behind it; empty after ``timeout_s`` without any.
 
-        Inference jobs are merged up to ``max_rows`` rows, and no further than the next training or save
-        job, so that these keep their place. While there are fewer rows, and not one of the
-        ``preferred_rows`` either, it waits for more until the first job is ``max_delay_s`` old. A job
-        with more than ``max_rows`` rows is taken alone.
+        Inference jobs are merged up to ``max_rows`` rows, and no further than the next job of another kind, so that
+        this keeps its place. While the rows are fewer, and their number is not one of ``preferred_rows`` either, `take`
+        waits for more until the first job is ``max_delay_s`` old. A job with more than ``max_rows`` rows is taken
+        alone.
         """
         with self._changed:
             first = self._pop(timeout_s)
@@ -181,7 +181,7 @@ class JobQueue:
             return taken
 
     def _pop(self, timeout_s: float) -> Job | None:
-        """The first job that its caller has not given up, marked as running."""
+        """The first job that its caller has not given up, marked as running; None if none comes in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             while self._jobs:

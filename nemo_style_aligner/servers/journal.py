@@ -1,4 +1,4 @@
-"""The training batches that a critic may need again, on disk before they are sent, until saves confirm them.
+"""The training batches that a critic may need again, on disk from before they are sent until saves confirm them.
 
 One file per batch in ``<log_dir>/critic_journal/``, named by its sequence number. ``run.json`` beside them holds the
 run's id and where the critic was when it began, so that an actor job that dies before its first checkpoint is the same
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save
 from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.checkpoints.manifest import read_patiently
+from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,15 @@ _SUFFIX = ".safetensors"
 _RUN = "run.json"
 
 
-class JournalError(RuntimeError):
-    """A batch that is needed again is missing or damaged. Says which, and where."""
+class JournalError(UserError, RuntimeError):
+    """A file of the journal that is needed is missing, damaged or unreadable. The message names it."""
+
+    exit_status = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """``position``: where the critic is before it trains on the batch."""
+    """A batch on disk. ``position``: where the critic is before it trains on the batch."""
 
     path: Path
     position: CriticPosition
@@ -47,8 +50,8 @@ class CriticJournal:
     """The journal of one run, on rank 0. Not thread-safe.
 
     Args:
-        directory: made when it is first written to.
-        max_bytes: what it may occupy; the oldest batches go, with a warning, when it is full.
+        directory: created at the first write.
+        max_bytes: what the batches may occupy; beyond it the oldest are deleted, with a warning.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -77,10 +80,10 @@ class CriticJournal:
     # ---- batches ----------------------------------------------------------------------------
 
     def write(self, position: CriticPosition, arrays: Mapping[str, np.ndarray], digest: str) -> None:
-        """Put a batch on disk, for good. ``position``: where the critic is before it; ``digest``: `batch_digest`.
+        """Write a batch, synced to disk. ``position``: the critic's before the batch; ``digest``: its `batch_digest`.
 
         Raises:
-            OSError: it could not be written; the disk is full, say.
+            OSError: it could not be written, for example because the disk is full.
         """
         path = self.directory / f"{position.next_number:08d}{_SUFFIX}"
         metadata = {
@@ -98,7 +101,7 @@ class CriticJournal:
         """The batch with this number.
 
         Raises:
-            JournalError: it is not there, or not what was written.
+            JournalError: it is missing, or not what was written.
         """
         entry = self._entries.get(number)
         if entry is None:
@@ -113,10 +116,7 @@ class CriticJournal:
         raise JournalError(f"the training batch {entry.path} is damaged ({reason}): the critic cannot be brought level")
 
     def positions(self, position: CriticPosition) -> list[CriticPosition]:
-        """From where ``position`` can be reached: oldest first, ``position`` itself last.
-
-        The batches in between are here, one after the other.
-        """
+        """Positions from which the batches here lead to ``position`` without a gap: oldest first, itself included."""
         found = [position]
         while (entry := self._entries.get(found[0].next_number - 1)) is not None:
             if entry.position.after(entry.digest) != found[0]:
@@ -125,10 +125,10 @@ class CriticJournal:
         return found
 
     def rewind(self, position: CriticPosition) -> None:
-        """Open the directory for a run that goes on at ``position``: what does not lead there is deleted.
+        """Read the directory for a run that continues at ``position``, and delete the batches that do not lead there.
 
         Raises:
-            JournalError: a batch cannot be read now. It may be needed, so nothing is deleted.
+            JournalError: a batch cannot be read now. It may be needed, so no batch is deleted.
         """
         self._entries = {}
         if not self.directory.is_dir():
@@ -177,7 +177,7 @@ class CriticJournal:
     def _write_file(self, path: Path, content: bytes) -> None:
         staging = path.with_name(path.name + UNFINISHED)
         try:
-            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # prompts and responses are nobody else's
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # nobody else may read the samples
             with staging.open("wb") as file:
                 file.write(content)
                 file.flush()
@@ -186,7 +186,7 @@ class CriticJournal:
         except OSError as error:
             if staging.exists():
                 staging.unlink()  # give a full disk its room back
-            raise OSError(
+            raise NotWrittenError(
                 error.errno,
                 f"{path} of {len(content) / 2**20:.1f} MiB cannot be written ({error.strerror}); it must be on disk "
                 "before the critic is trained. Make room and start the job again: it goes on from its last checkpoint",
@@ -194,14 +194,14 @@ class CriticJournal:
 
 
 def _read_entry(path: Path) -> _Entry | None:
-    """What is known of a batch without reading it; None if the file is not a whole one, which is put aside then.
+    """A batch's entry, from the header of its file; None if the file is damaged, which is then renamed.
 
     Raises:
-        JournalError: it cannot be read now: no descriptors are left, or a file server does not answer.
+        JournalError: the file cannot be read now: no descriptors are left, or a file server does not answer.
     """
 
     def read() -> tuple[dict[str, str], int]:
-        with path.open("rb"):  # safetensors says of whatever cannot be opened that it is not there
+        with path.open("rb"):  # safetensors reports every file that it cannot open as missing
             pass
         with safe_open(path, framework="np") as file:
             return file.metadata(), path.stat().st_size

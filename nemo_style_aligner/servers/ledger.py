@@ -24,8 +24,8 @@ from nemo_style_aligner.servers.protocol import ProtocolError
 
 EXPECTED_SEQUENCE_HEADER = "X-Expected-Sequence-Number"
 HISTORY_HEADER = "X-Critic-History"
-OTHER_RUN_HEADER = "X-Other-Run-Seconds"  # of a refusal: how long ago another run trained the critic, if one did last
-INSTANCE_HEADER = "X-Instance-Id"  # of the health routes: names the process that serves
+OTHER_RUN_HEADER = "X-Other-Run-Seconds"  # in a refusal: since another run trained, if it was the last to do so
+INSTANCE_HEADER = "X-Instance-Id"  # in answers of the readiness routes: names the process that serves
 INITIAL_HISTORY = "initial"
 MAX_RUNS = 64
 BATCH_ARRAYS = ("tokens", "returns", "prev_values", "mask")
@@ -37,7 +37,7 @@ class CriticPosition:
     """Where in its training a run believes the critic to be.
 
     Attributes:
-        run_id: whose numbers.
+        run_id: the run that counts the requests.
         next_number: the sequence number of the run's next training request.
         history: the critic's history, None if the client does not follow it.
     """
@@ -47,7 +47,7 @@ class CriticPosition:
     history: str | None = None
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters by which a request names it."""
+        """The request parameters that state this position."""
         named: dict[str, Any] = {"run_id": self.run_id, "sequence_number": self.next_number}
         return named if self.history is None else named | {"history": self.history}
 
@@ -87,14 +87,14 @@ class TrainingLedger:
 
     Attributes:
         steps: training requests applied in all, numbered or not.
-        history: of all of them.
+        history: hash over all of them, in order.
     """
 
     def __init__(self) -> None:
         self._applied: dict[str, _Applied] = {}
         self.steps = 0
         self.history = INITIAL_HISTORY
-        self._last_training: tuple[str | None, float] | None = None  # of this process: whose, and when (monotonic)
+        self._last_training: tuple[str | None, float] | None = None  # in this process: run, monotonic time
 
     def where(self, run_id: str) -> dict[str, str]:
         """The headers of a refusal: where the critic is, as run ``run_id`` sees it."""
@@ -108,7 +108,7 @@ class TrainingLedger:
         return self._applied[run_id].sequence_number + 1 if run_id in self._applied else 1
 
     def check(self, position: CriticPosition, what: str) -> None:
-        """Raises `ProtocolError` (409, saying where the critic is) unless it is at ``position``."""
+        """Raise `ProtocolError` (409, saying where the critic is) unless it is at ``position``."""
         expected = self.expected(position.run_id)
         if position.next_number != expected:
             kind = "stale" if position.next_number < expected else "ahead of its predecessors"
@@ -131,8 +131,8 @@ class TrainingLedger:
         """The loss to answer a repeat with; None when the request is the next one and has to be applied.
 
         Args:
-            position: where the request wants the critic to be, its own number included.
-            digest: of its batch.
+            position: where the request needs the critic to be; ``next_number`` is the request's own number.
+            digest: the `batch_digest` of its batch.
 
         Raises:
             ProtocolError: (409) a gap, a stale number, the last one with another batch, or another history; says what
@@ -162,7 +162,7 @@ class TrainingLedger:
             del self._applied[next(iter(self._applied))]
 
     def is_ahead_by_run_alone(self, state: Mapping[str, Any], run_id: str) -> bool:
-        """Whether everything applied since ``state`` (a `state_dict`) was of ``run_id``: it may take it back."""
+        """Whether all requests applied since ``state`` (a `state_dict`) were of ``run_id``, which may undo its own."""
         before = state["runs"].get(run_id)
         number = int(before["sequence_number"]) if before else 0
         return self.steps - int(state["steps"]) == self.expected(run_id) - 1 - number

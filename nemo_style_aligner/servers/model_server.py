@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelServer:
-    """A service on all ranks. Made on every rank, early: rank 0 listens from here on, not ready yet.
+    """A service on all ranks. Create it on every rank, early: rank 0 listens at once, and is ready in `run`.
 
     Attributes:
         ledger: what was trained; the backend keeps it in its checkpoints.
@@ -51,7 +51,7 @@ class ModelServer:
         return self._http.port if self._http is not None else 0
 
     def request_stop(self) -> None:
-        """End `run` on all ranks as SIGTERM does. On any rank, from any thread or a handler."""
+        """End `run` on all ranks as SIGTERM does. May be called on any rank, from any thread or a signal handler."""
         self._stop_requested = True
         if self._dispatcher is not None:
             self._dispatcher.request_stop()
@@ -59,7 +59,7 @@ class ModelServer:
     def run(self, backend: ModelBackend) -> None:
         """Serve ``backend`` until SIGTERM, SIGINT or `request_stop`; returns after a graceful end.
 
-        Raises when a rank fails, on all ranks, after the waiting clients were answered.
+        Raises on all ranks if one of them fails, after the waiting clients were answered.
         """
         self._dispatcher = Dispatcher(
             backend,

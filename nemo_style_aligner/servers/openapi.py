@@ -44,7 +44,8 @@ _ERRORS = {
     400: "The request is malformed; the message says what is wrong",
     401: "The token is missing or wrong",
     404: "No such model, version or route",
-    409: "The training request's number is not the one expected (X-Expected-Sequence-Number)",
+    409: "The critic is not where the request says: another number is expected (X-Expected-Sequence-Number), "
+    "or its history is another (X-Critic-History)",
     413: "The body is larger than the limit",
     415: "Unknown Content-Encoding",
     429: "Too many requests wait: come back after Retry-After seconds",
@@ -246,7 +247,7 @@ def _response_schema(endpoint: Endpoint) -> Schema:
 
 
 def _example(endpoint: Endpoint) -> dict[str, Any] | None:
-    """A request that is answered 200, by a new service."""
+    """A request that a new service answers with 200."""
 
     def tensor(name: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
         return {"name": name, "datatype": endpoint.inputs[name].datatype, "shape": shape, "data": data}

@@ -1,8 +1,8 @@
 """How a server proves that it knows the shared secret, before a client sends the secret to it.
 
 While a service is down, anybody on its machine may listen on its port. A client that has a secret therefore begins each
-connection with a random challenge, and goes on only with who answers with the secret's HMAC of it. The port is in the
-proof, too: who listens elsewhere cannot have it made by another service that has the same secret.
+connection with a random challenge, and goes on only if the answer has the challenge's HMAC, keyed with the secret. The
+port is in the proof, too: who has taken it cannot relay the proof of a service with the same secret on another port.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from nemo_style_aligner.servers.secret import HOW_TO_SHARE
 
 CHALLENGE_HEADER = "X-Challenge"
 PROOF_HEADER = "X-Proof"
-_PURPOSE = "nemo-style-aligner"  # so that no proof is of use where else the secret may be
+_PURPOSE = "nemo-style-aligner"  # so that a proof is of no use wherever else the secret may be used
 _CHALLENGE = re.compile(r"[\w-]{1,128}", re.ASCII)
 _NO_SECRET = "none"
-_STATUS_CHARACTERS = 60  # of the answer's first line, in messages
+_STATUS_CHARACTERS = 60  # of the answer's status line, in messages
 _PROOF = re.compile(rf"(\d{{1,5}}) ([0-9a-f]{{64}}|{_NO_SECRET})", re.ASCII)
 
 
 class UnprovenServerError(Exception):
-    """Who listens has not proven that it knows the secret.
+    """The program that listens has not proven that it knows the secret.
 
-    ``is_final``: it says that it is a service of this project, but with another secret or port. Waiting is no cure.
+    ``is_final``: it says that it is a service of this project, but with another secret, with none, or on another port.
+    Waiting does not help then.
     """
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
@@ -35,7 +36,7 @@ class UnprovenServerError(Exception):
 
 
 def prove(secret: str | None, challenge: str, port: int) -> str | None:
-    """The proof of a server that listens on ``port``; None where ``challenge`` is not one that a client would send."""
+    """The proof of a server that listens on ``port``; None if ``challenge`` is malformed: no client would send it."""
     if not _CHALLENGE.fullmatch(challenge):
         return None
     return f"{port} {_NO_SECRET if secret is None else _code(secret, challenge, port)}"
@@ -47,7 +48,7 @@ def challenge_request(address: str, challenge: str) -> bytes:
 
 
 def check_proof(head: bytes, secret: str, challenge: str, address: str, port: int) -> None:
-    """Raises `UnprovenServerError` unless ``head``, of the answer to `challenge_request`, holds the proof."""
+    """Raise `UnprovenServerError` unless ``head``, of the answer to `challenge_request`, holds the proof."""
     given = _PROOF.fullmatch(_field(head, PROOF_HEADER))
     if given is None:
         status = head.decode("latin-1").split("\r\n")[0][:_STATUS_CHARACTERS]
@@ -75,7 +76,7 @@ def check_proof(head: bytes, secret: str, challenge: str, address: str, port: in
 
 
 def unproven(address: str, reason: str) -> str:
-    """What to say of somebody who gives no proof at all."""
+    """The error message about a server that gives no proof at all."""
     return f"what listens at {address} does not prove that it knows the secret, which is not sent to it: {reason}"
 
 
@@ -84,7 +85,7 @@ def _code(secret: str, challenge: str, port: int) -> str:
 
 
 def _field(head: bytes, name: str) -> str:
-    """A header field of an answer; nothing where it has none, or is no answer."""
+    """A header field of an answer; empty if it is missing, or ``head`` is not an HTTP/1.1 answer's."""
     status, *lines = head.decode("latin-1").split("\r\n")
     if status.startswith("HTTP/1.1 "):
         for line in lines:

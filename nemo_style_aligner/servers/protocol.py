@@ -90,7 +90,7 @@ class InferRequest:
     id: str = ""
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: tuple[RequestedOutput, ...] | None = None
-    binary_outputs: bool = False  # what holds for outputs that the caller did not choose
+    binary_outputs: bool = False  # whether outputs come as raw bytes if the caller did not choose any
 
 
 def datatype_of(array: np.ndarray) -> str:
@@ -112,7 +112,7 @@ def encode_infer_request(
     parameters: Mapping[str, Any] | None = None,
     binary: bool = True,
 ) -> tuple[bytes, dict[str, str]]:
-    """Build the body and the HTTP headers of an infer request; all outputs are asked for in the same form."""
+    """Build the body and the HTTP headers of an infer request. ``binary``: inputs and outputs as raw bytes."""
     head: dict[str, Any] = {"inputs": [], "parameters": {**(parameters or {}), "binary_data_output": binary}}
     tensors = [Tensor(name, datatype_of(array), array) for name, array in inputs.items()]
     return _encode(head, "inputs", tensors, [binary] * len(tensors))
@@ -279,7 +279,7 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
             is_int(size) and 0 <= size <= MAX_DIMENSION_SIZE,
             f"tensor '{name}': each size in 'shape' must be a whole number up to {MAX_DIMENSION_SIZE}",
         )
-    elements = math.prod(size for size in shape if size)  # zeros left out: numpy multiplies the rest too
+    elements = math.prod(size for size in shape if size)  # zeros left out, as in numpy's own check
     _require(elements <= MAX_ELEMENTS, f"tensor '{name}': 'shape' has too many elements")
     return tuple(shape)
 
@@ -403,7 +403,7 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value out of JSON is a whole number, which True and False are not."""
+    """Whether a value from JSON is an integer, which True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

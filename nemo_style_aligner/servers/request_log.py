@@ -1,13 +1,15 @@
 """One log line per request, as ``key=value`` pairs, and the id that names the request in every line about it.
 
 The id is the caller's ``X-Request-Id``, else the protocol's ``id``, else one made here; the answer carries
-it in ``X-Request-Id``. Commands (training, saving) and refusals are logged at INFO, answers that say the
-service is in trouble (5xx) at WARNING, inference and everything else at DEBUG. So are all answers to probes (health,
-readiness): while a model loads, every rank of a job asks again and again; and 429, which clients wait out and metrics
-count. A 503 only says that the service starts or ends, of which it tells by itself: a refusal like others.
+it in ``X-Request-Id``.
 
-Requests that do not show the token are at DEBUG whatever the answer, and a line at INFO counts those that were refused,
-once a minute at most: whoever reaches the port could fill the disk with lines.
+Commands (training, saving, restoring) and refusals are logged at INFO, answers that say the service is in trouble (5xx)
+at WARNING, inference and everything else at DEBUG. A 503 counts as a refusal: it only says that the service starts or
+ends, which the service logs itself. Also at DEBUG are all answers to probes (health, readiness), because every rank of
+a job asks again and again while a model loads, and 429, which clients wait out and metrics count.
+
+Requests without the token are logged at DEBUG whatever the answer; a line at INFO, at most once a minute, counts those
+that were refused. Otherwise whoever reaches the port could fill the disk with lines.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class _Strangers:
         self._next_line = -math.inf
 
     def refused(self, line: str) -> None:
-        """One more. ``line``: what the log says of it."""
+        """Count one more. ``line``: its log line."""
         with self._lock:
             self._count += 1
             now = time.monotonic()
@@ -59,8 +61,8 @@ def log_requests(app: Flask) -> None:
     def begin() -> None:
         g.started = time.monotonic()
         g.details = {}
-        g.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, "")) or uuid.uuid4().hex[:16]
-        g.is_own_id = REQUEST_ID_HEADER not in request.headers
+        given = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
+        g.request_id, g.is_own_id = given or uuid.uuid4().hex[:16], not given
         g.level = logging.DEBUG
         g.is_probe = False
         g.is_stranger = False
@@ -93,7 +95,7 @@ def log_requests(app: Flask) -> None:
 
 
 def adopt_id(protocol_id: str) -> str:
-    """Take the protocol's id as the request's, unless its header gave one; returns the id that holds."""
+    """Use the protocol's id as the request's, unless the request has an id header; returns the id in use."""
     if g.is_own_id and usable_id(protocol_id):
         g.request_id = protocol_id
     return str(g.request_id)
@@ -105,12 +107,12 @@ def note(**details: Any) -> None:
 
 
 def mark_probe() -> None:
-    """The current request only asks how the service is: it is logged at DEBUG, whatever the answer."""
+    """Mark the current request as a health probe: it is logged at DEBUG, whatever the answer."""
     g.is_probe = True
 
 
 def mark_stranger() -> None:
-    """The current request does not show the token."""
+    """Mark the current request as one without the token."""
     g.is_stranger = True
 
 
@@ -132,12 +134,12 @@ def raise_level(level: int) -> None:
 
 
 def usable_id(text: str) -> str:
-    """``text`` when it can stand in a log line and a header as it is, else nothing."""
+    """``text`` if it can stand in a log line and a header unchanged, else an empty string."""
     return text if _PLAIN.fullmatch(text) else ""
 
 
 def key_values(fields: dict[str, Any]) -> str:
-    """``key=value`` pairs on one line; values with other characters than names have are quoted as in JSON."""
+    """``key=value`` pairs on one line; values that do not match `_PLAIN` are quoted as in JSON."""
 
     def quoted(value: Any) -> str:
         text = str(value)

@@ -1,7 +1,7 @@
 """The HTTP half of a service: Open Inference Protocol v2 routes that queue work and wait for the answer.
 
-`create_app` builds the Flask app, `start_http_server` serves it with waitress in threads of rank 0. What
-does the work is `dispatcher.Dispatcher`; the two share a `jobs.JobQueue`.
+`create_app` builds the Flask app, `start_http_server` serves it with waitress in threads of rank 0. The work
+is done by `dispatcher.Dispatcher`, which gets it through a shared `jobs.JobQueue`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERVER_NAME = "nemo_style_aligner"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
 _WSGI_BODY_MARGIN = 2**20
-# PyTriton's clients ask for these two without their token; they tell names of tensors, and nothing of what is computed.
+# PyTriton's clients request these two without their token; they show names of tensors, and nothing that is computed.
 _OPEN_MODEL_ROUTE = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/(ready|config)")
 
 
@@ -61,13 +61,13 @@ class HttpSettings:
 
     port: int
     host: str = "127.0.0.1"
-    section: str | None = None  # of the config, whose keys these are: for errors
+    section: str | None = None  # of the config that these keys are from, for errors
     # Shared secret for `Authorization: Bearer`; None: no authentication.
     token: str | None = dataclasses.field(default=None, repr=False)
     max_body_bytes: int = 2**30
     max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
-    infer_timeout_s: float = 600.0  # an inference request that outwaits it is answered 504
-    command_timeout_s: float = 3600.0  # the same for training and saving
+    infer_timeout_s: float = 600.0  # until an inference request is answered 504; twice that if being computed
+    command_timeout_s: float = 3600.0  # until training, saving or restoring is answered 504
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
 
 
@@ -201,7 +201,7 @@ class _Routes:
         return _json({"model_stats": [self._statistics[model].describe(model, MODEL_VERSION)]})
 
     def repository_index(self) -> Response:
-        """Triton's list of models; the body may say ``{"ready": true}``: only those that answer."""
+        """Triton's list of models; with the body ``{"ready": true}`` only those that are ready."""
         asked: Any = {}
         if body := self._body():
             try:
@@ -294,7 +294,7 @@ class _Routes:
         return _decompress(body, self._settings.max_body_bytes)
 
     def _wait(self, job: Job, endpoint: Endpoint, decoded: InferRequest) -> dict[str, np.ndarray]:
-        """Queue the job and wait for its outputs, no longer than its limit."""
+        """Queue the job and wait for its outputs. Inference under way may take twice the service's time limit."""
         limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
         if asked is not None:
@@ -305,11 +305,11 @@ class _Routes:
         try:
             done, _ = concurrent.futures.wait([job.future], limit)
             if not done and not job.future.cancel() and isinstance(job, InferJob) and not asked:
-                # It is being computed. The same request, sent again, would be computed again.
+                # It is being computed; after a 504 the client would send it again, to be computed again.
                 done, _ = concurrent.futures.wait([job.future], limit)
             if done:
                 return job.future.result()
-            self._queue.discard(job)  # with its tensors: only jobs that are outstanding take memory
+            self._queue.discard(job)  # frees its tensors: only outstanding jobs may take memory
             raise ProtocolError(
                 504, f"{endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
             )

@@ -1,13 +1,13 @@
 """The secret that the jobs of one run share: whoever does not send it is answered 401.
 
-It comes from the first of these that is there:
+It is taken from the first of these that exists:
 
 1. the config's ``token``, when that is neither ``auto`` nor ``none``;
 2. the environment variable ``NEMO_STYLE_ALIGNER_TOKEN``;
 3. the file that ``NEMO_STYLE_ALIGNER_TOKEN_FILE`` names;
 4. ``~/.nemo_style_aligner/token``, made by whichever job of this user comes first.
 
-A secret file belongs to the user (or root) and is readable by nobody else; any other is refused.
+A secret file must belong to the user or root, and be closed to everybody else; any other is refused.
 ``python -m nemo_style_aligner.servers.secret PATH`` makes one for a single run and prints its path.
 """
 
@@ -34,12 +34,12 @@ HOW_TO_SHARE = (
     "The logs of both jobs say where their secret is from; where they share no home directory, set "
     f"{TOKEN_VARIABLE} for both"
 )
-"""What to do where two jobs have two secrets."""
+"""Advice for errors about two jobs with different secrets."""
 _MAX_BYTES = 4096
 
 
 class SecretError(UserError, RuntimeError):
-    """The secret cannot be used or made; the message says where it is and how to mend it."""
+    """The secret cannot be used or made; the message says where it is and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Secret:
     source: str
 
 
-_told_sources: set[str] = set()  # a job with the work queue and the critic asks three times
+_told_sources: set[str] = set()  # logged already: a job with work queue and critic asks three times
 
 
 def resolve_token(configured: str | None, key: str) -> str | None:
     """The secret for the config value ``configured`` of the key ``key``; None when authentication is off.
 
-    Logs where it came from, once for each place, and a warning when there is none. Raises `SecretError`.
+    Logs each source once, and a warning when authentication is off. Raises `SecretError`.
     """
     if configured is None or str(configured).lower() == NONE:
         logger.warning("%s=none: no authentication, whoever reaches the port can read, train and save", key)
@@ -85,7 +85,7 @@ def user_secret_path() -> Path:
     """Where the secret of this user's jobs is when nothing else was configured."""
     try:
         return Path.home() / ".nemo_style_aligner" / "token"
-    except RuntimeError as error:  # no HOME, and the user is not in the system's list
+    except RuntimeError as error:  # no HOME, and the user is not in the password database
         raise SecretError(f"there is no home directory for the shared secret: set {TOKEN_VARIABLE}") from error
 
 
@@ -101,7 +101,7 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
             f"it with `python -m nemo_style_aligner.servers.secret {path}`"
         ) from error
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)  # of the open file: nobody can exchange it behind the check
+        status = os.fstat(descriptor)  # of the open file: it cannot be replaced after the check
         if not stat.S_ISREG(status.st_mode):
             raise SecretError(f"the secret file {path} is not a regular file: remove it")
         if status.st_uid not in (os.geteuid(), 0):
@@ -126,7 +126,7 @@ def make_secret(path: str | os.PathLike[str]) -> Secret:
     It appears with its content or not at all, so any number of jobs may do this at once: all get the same.
     """
     path = Path(path)
-    if not os.path.exists(path):  # nor does one in a folder that cannot be entered, of which Path.exists complains
+    if not os.path.exists(path):  # False also in a folder that cannot be entered, for which Path.exists raises
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _create(path)
@@ -136,7 +136,7 @@ def make_secret(path: str | os.PathLike[str]) -> Secret:
 
 
 def cannot_be_made(path: Path, reason: str) -> str:
-    """What to do where the secret file ``path`` is not there, and cannot be made."""
+    """The error message for a secret file ``path`` that does not exist and cannot be made."""
     return (
         f"the secret file {path} cannot be made ({reason}): put the secret into {TOKEN_VARIABLE}, or name a file in "
         f"another folder, or on another file system, in {TOKEN_FILE_VARIABLE}"
@@ -144,7 +144,7 @@ def cannot_be_made(path: Path, reason: str) -> str:
 
 
 def _create(path: Path) -> None:
-    """Write a new secret beside its place and link it there, unless somebody else was faster."""
+    """Write a new secret to a file beside ``path`` and link it there, unless another process was faster."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

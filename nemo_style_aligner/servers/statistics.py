@@ -24,7 +24,7 @@ class _Total:
 
 
 class ModelStatistics:
-    """What one model has done. Used by many threads."""
+    """What one model has done. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,12 +34,12 @@ class ModelStatistics:
         self._last_ms = 0
 
     def failed(self, seconds: float) -> None:
-        """A request was refused or could not be answered."""
+        """Count a request that was refused or could not be answered."""
         with self._lock:
             self._fail.add(seconds)
 
     def answered(self, job: Job, rows: int, seconds: float) -> None:
-        """A request of ``rows`` rows was answered; ``job`` says when the model had it."""
+        """Count an answered request of ``rows`` rows; ``job`` has the times of its computation."""
         compute = job.finished - job.taken
         with self._lock:
             self._last_ms = int(time.time() * 1000)

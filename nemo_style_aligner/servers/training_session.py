@@ -1,8 +1,8 @@
-"""A run's training of the critic, exactly once over restarts of either side. The actor job's rank 0 has it.
+"""A run's training of the critic, exactly once across restarts of either side. On rank 0 of the actor job.
 
-The run knows at which `CriticPosition` the critic must be. Whenever the critic turns out to be elsewhere (it was
-killed and is back from a checkpoint; or the actor job was, and goes back) it is *brought level*: it goes to a point of
-the run's past that it still has, if it is not at one, and is sent the batches from there on out of the journal.
+The run knows at which `CriticPosition` the critic must be. Whenever the critic turns out to be elsewhere (because it or
+the actor job was killed and has resumed from a checkpoint), it is *brought level*: unless it is at a point of the run's
+past, it goes back to one that it still has; then it is sent the journal's batches from there on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ Call = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], dict[str, np
 
 RESTORE_MODEL = "critic_restore"
 MAX_ATTEMPTS = 10
-PROGRESS_SECONDS = 10.0  # between lines that say what is waited for
+PROGRESS_SECONDS = 10.0  # between log lines about the same wait
 _WATCH_SECONDS = 1.0
-_GIVE_UP_SECONDS = (
-    65.0  # for the main thread to fail of itself, which leaves a checkpoint under way a minute to be whole
-)
+# For the main thread to fail by itself, which gives a checkpoint that is being written a minute to complete.
+_GIVE_UP_SECONDS = 65.0
 _WATCH_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0)
 
 
@@ -67,7 +66,7 @@ class SequenceConflictError(UserError, RuntimeError):
         self.other_run_s = other_run_s
 
     def actions(self, actions: Sequence[str]) -> str:
-        """What to do, one of ``actions``, as lines; and a line before them where another actor may be at work."""
+        """Advice for the error: ``actions`` as a list, after a warning if another actor may be at work."""
         lines = ["Do one of these:", *(f"  - {action}" for action in actions)]
         if self.other_run_s is not None:
             lines[0] = "Otherwise do one of these:"
@@ -81,7 +80,7 @@ class SequenceConflictError(UserError, RuntimeError):
 
 
 def as_conflict(error: RequestRefusedError) -> SequenceConflictError | None:
-    """The conflict that a refusal tells of, None if it tells of something else."""
+    """The conflict that a refusal reports, None if it reports something else."""
     expected = error.headers.get(EXPECTED_SEQUENCE_HEADER)
     if error.status != 409 or expected is None:
         return None
@@ -116,10 +115,11 @@ class TrainingSession:
         return self._journal is not None
 
     def begin(self, journal: CriticJournal, position: CriticPosition) -> None:
-        """Go on at ``position``, and bring the critic there.
+        """Continue at ``position``, and bring the critic there.
 
         Raises:
-            SequenceConflictError: the critic cannot go there.
+            SequenceConflictError: the critic cannot be brought there.
+            JournalError: a batch of the journal cannot be read.
         """
         with self._lock:
             journal.rewind(position)
@@ -127,7 +127,7 @@ class TrainingSession:
             self._bring_level(position)
 
     def train(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """Train the critic on the next batch; its mean loss."""
+        """Train the critic on the next batch; returns the mean loss."""
         with self._lock:
             position, digest = self.position, batch_digest(arrays)
             if self._journal is not None:
@@ -137,7 +137,7 @@ class TrainingSession:
             return loss
 
     def save(self, keep_history: str | None) -> int:
-        """Have the critic, level with this run, write a checkpoint; its status."""
+        """Have the critic write a checkpoint, brought level before if need be; returns the status."""
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
         with self._lock:
             parameters = self.position.parameters() if self.recovers else {}
@@ -147,7 +147,7 @@ class TrainingSession:
             return int(output(answer, "status", self._save_model)[0])
 
     def try_bring_level(self) -> bool:
-        """Bring the critic level, unless a request is under way: that one does it itself. Whether it was done."""
+        """Bring the critic level, unless a request is under way, which does so itself. Returns whether it was done."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -165,7 +165,7 @@ class TrainingSession:
     def _level_call(
         self, position: CriticPosition, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """A request that a critic at ``position`` takes, bringing it there as often as it is lost."""
+        """Send a request that needs the critic at ``position``, bringing it there whenever it turns out not to be."""
         while True:
             try:
                 answer = self._call(model, inputs, parameters)
@@ -238,14 +238,14 @@ class TrainingSession:
 
 
 class CriticWatch:
-    """A thread that notices a critic that is away or was started again, says so, and has it brought level.
+    """A thread that notices when the critic is away or was started again, logs it, and has the critic brought level.
 
     Args:
-        http: the critic.
+        http: client of the critic.
         session: of this run.
-        away_s: how long requests wait for a critic that is away; so long the job is not stuck.
-        on_lost: called with the error when the critic can never be brought level, if that has not ended the job before.
-            The main thread may be waiting for other ranks, which wait for scores: it would not learn of it.
+        away_s: how long requests wait for a critic that is away; for so long the watchdog sees progress.
+        on_lost: called with the error when the critic can never be brought level and the job has not ended by itself:
+            the main thread may be waiting for other ranks, which wait for scores, and would not learn of the error.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class CriticWatch:
         self._thread.start()
 
     def wake(self) -> None:
-        """Say that the critic is not level."""
+        """Tell the thread that the critic is not level."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -276,7 +276,7 @@ class CriticWatch:
         self._wake.set()
 
     def _ask(self) -> str | None:
-        """Which process serves; None when none does."""
+        """The id of the process that serves; None if none does, and ``_reason`` says why."""
         try:
             return self._http.request("GET", READY_PATH, limits=_WATCH_LIMITS).headers.get(INSTANCE_HEADER, "")
         except (ServerUnavailableError, RequestRefusedError) as error:
@@ -306,7 +306,7 @@ class CriticWatch:
                 away_since, last_line = None, 0.0
             if (instance != self._instance or is_woken) and self._is_brought_level():
                 self._instance = instance
-            if isinstance(self.failure, SequenceConflictError | JournalError) and self._on_lost is not None:
+            if self.failure is not None and self._on_lost is not None:
                 if not self._stopped.wait(_GIVE_UP_SECONDS):
                     self._on_lost(self.failure)
                 return
@@ -318,7 +318,7 @@ class CriticWatch:
             return is_level
         except ServerUnavailableError as error:  # away again
             logger.warning("the critic was lost while it was brought level: %s", error)
-        except (ProtocolError, OSError) as error:  # an answer that says nothing, no descriptors: not for ever
+        except (ProtocolError, OSError) as error:  # a malformed answer, no descriptors: may pass
             logger.warning("the critic could not be brought level, it is tried again: %s", error)
         except (SequenceConflictError, RequestRefusedError, JournalError) as error:
             if not self._stopped.is_set():

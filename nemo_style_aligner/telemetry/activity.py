@@ -1,7 +1,8 @@
-"""What this process is doing right now, for the watchdog: the phase it is in, and when it last got on.
+"""What this process is doing, for the watchdog: the phase it is in, and when it last made progress.
 
-`ScopedTimer` scopes are phases, and every number logged is progress, so that loops need not think of it. A wait that
-has a limit of its own says so (`bounded`). Only the main thread reports: what other threads do helps it or not.
+`ScopedTimer` scopes are phases, and every call that logs metrics is progress, so that most loops need not report any.
+A wait that has a limit of its own announces it (`bounded`). Phases and such waits are the main thread's; any thread may
+report progress.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """A reading of the state. Times are `time.monotonic()`, which nobody sets.
+    """A snapshot. Times are of `time.monotonic()`, which is never set.
 
     Attributes:
         phase: names of the open phases, joined by ``/``.
         since: when the innermost one began.
         progress: when something last began, ended or was counted.
-        bound: the longest wait in seconds that an open phase has announced; 0 for none.
+        bound: the longest wait in seconds that is announced (`bounded`) at the moment; 0 for none.
     """
 
     phase: str
@@ -31,7 +32,7 @@ class Activity:
 
 
 STARTING = "starting"
-"""The phase before the first."""
+"""Name of the phase while none is open."""
 
 _phases: list[tuple[str, float]] = []
 _bounds: list[float] = []
@@ -40,7 +41,7 @@ _listener: Callable[[], None] | None = None
 
 
 def progress() -> None:
-    """Something was done: the process is not stuck. Cheap; any thread."""
+    """Report that something was done: the process is not stuck. Cheap; for any thread."""
     global _progress
     _progress = time.monotonic()
     if _listener is not None:
@@ -48,20 +49,20 @@ def progress() -> None:
 
 
 def listen(listener: Callable[[], None] | None) -> None:
-    """From now on ``listener`` is called at each `progress`, in its thread; None: nobody is. It must be cheap."""
+    """Have ``listener`` called at each `progress`, in the reporting thread; None: nothing is. It must be cheap."""
     global _listener
     _listener = listener
 
 
 def enter(name: str) -> None:
-    """The main thread begins a phase; calls of other threads do nothing."""
+    """Begin a phase of the main thread; calls from other threads do nothing."""
     if threading.current_thread() is threading.main_thread():
         _phases.append((name, time.monotonic()))
         progress()
 
 
 def leave() -> None:
-    """The main thread ends its innermost phase."""
+    """End the main thread's innermost phase; calls from other threads do nothing."""
     if threading.current_thread() is threading.main_thread():
         progress()
         if _phases:
@@ -80,7 +81,7 @@ def phase(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """The body may wait this long in silence and ends by itself then; main thread."""
+    """Announce that the body may make no progress for ``seconds``, and then ends by itself; for the main thread."""
     progress()
     _bounds.append(seconds)
     try:
@@ -91,7 +92,7 @@ def bounded(seconds: float) -> Iterator[None]:
 
 
 def current() -> Activity:
-    """The state now; any thread."""
+    """The state now; for any thread."""
     phases = list(_phases)
     return Activity(
         phase="/".join(name for name, _ in phases) or STARTING,

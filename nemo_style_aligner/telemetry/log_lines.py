@@ -15,7 +15,7 @@ LOG_LEVELS = ("debug", "info", "warning")
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
-_FIELDS = "fields"  # attribute of a record
+_FIELDS = "fields"  # attribute of a record, see `with_fields`
 
 _rank = 0  # this process's, once `configure_logging` has been told
 
@@ -23,8 +23,8 @@ _rank = 0  # this process's, once `configure_logging` has been told
 def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
     """Send log records to standard error, one line each: text that starts with time and rank, or a JSON object.
 
-    Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks have to say alike is
-    said once. Other packages are left out below INFO. Calling it again replaces the earlier set-up.
+    Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks would say alike is
+    said once. Below INFO only this package logs. Calling it again replaces the earlier set-up.
     """
     global _rank
     _rank = rank
@@ -44,18 +44,18 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
 
 
 def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> None:
-    """Warn of what every rank has come to, once: rank 0 does."""
+    """Log a warning that every rank would log alike: rank 0 does, once."""
     if _rank == 0:
         logger.warning(message, *args)
 
 
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``extra`` of a logging call whose record has ``fields``: keys of its JSON line. Text does not show them."""
+    """The ``extra`` argument that adds ``fields`` to a record's JSON line. Text lines do not show them."""
     return {_FIELDS: dict(fields)}
 
 
 class TextFormatter(logging.Formatter):
-    """Records as text, in which this package's loggers go without its name: every line would begin with it."""
+    """Records as text, without the package in its loggers' names: nearly every line would repeat it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line's first part, as `logging.Formatter`'s."""
@@ -66,8 +66,8 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """Records as JSON objects, one per line.
 
-    Keys: ``time`` (ISO 8601, UTC), ``rank``, ``level``, ``logger``, ``message``; ``exception`` with its traceback, and
-    the record's own (`with_fields`).
+    Keys: ``time`` (ISO 8601, UTC), ``rank``, ``level``, ``logger``, ``message``; ``exception``, with the traceback, if
+    there is one; and the record's own fields (`with_fields`).
     """
 
     def __init__(self, rank: int) -> None:
@@ -75,7 +75,7 @@ class JsonFormatter(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without its newline."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
         line: dict[str, Any] = {
             "time": time.isoformat("T", "milliseconds"),

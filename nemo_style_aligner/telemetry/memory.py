@@ -1,4 +1,4 @@
-"""The most memory that this process held at once, between two moments."""
+"""Peak memory of this process, interval by interval."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class PeakMeter(Protocol):
     """Measures peaks, one interval after the other."""
 
     def take(self) -> int:
-        """The most bytes held since the last call, which ends here; a new interval begins."""
+        """Return the most bytes held at once since the last call, and begin a new interval."""
         ...
 
 
 class DevicePeak:
-    """Of this rank's GPU, in tensors, as torch's allocator counts."""
+    """Peak memory of tensors on this rank's GPU, as torch's allocator counts it."""
 
     def take(self) -> int:
         """See `PeakMeter.take`."""
@@ -30,7 +30,7 @@ class DevicePeak:
 
 
 class ResidentPeak:
-    """Of the process's resident set, as Linux counts: exact, and free of charge between the calls."""
+    """Peak of the process's resident set, as Linux counts it: exact, and without cost between calls."""
 
     _STATUS = Path("/proc/self/status")
     _RESET = Path("/proc/self/clear_refs")
@@ -51,7 +51,7 @@ class ResidentPeak:
 
 
 class SampledPeak:
-    """Of the resident set, looked at 50 times a second: where the system does not keep the peak."""
+    """Peak of the resident set, sampled 50 times a second, for systems that do not keep it."""
 
     _SECONDS = 0.02
 
@@ -72,7 +72,7 @@ class SampledPeak:
 
 
 def peak_meter() -> PeakMeter:
-    """What fits this rank: its GPU's memory, or the resident set of a process without one."""
+    """The meter for this rank: of its GPU's memory or, without a GPU, of its resident set."""
     if torch.cuda.is_available():
         return DevicePeak()
     try:

@@ -5,11 +5,11 @@
     {"step": 12, "time": 1760000000.5, "train/loss": 0.25}
 
 and ``tables.jsonl`` one per table. Both are only ever appended to. A run that resumes from a checkpoint
-repeats the steps since then: readers take the last line of a step (`read_metrics` does). In Weights & Biases it goes on
-in its run, whose id is in ``wandb_run_id``.
+repeats the steps since then: readers take the last line of a step (`read_metrics` does). In Weights & Biases it
+continues the same run, whose id is in ``wandb_run_id``.
 
 ``timeline.json`` has when each phase began and how long it took, in Chrome's trace event format, which Perfetto
-(ui.perfetto.dev) and chrome://tracing show. The format lets the closing bracket be left out.
+(ui.perfetto.dev) and chrome://tracing show. The format allows the closing bracket to be missing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class MetricsLogger:
 
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
-        # After 10 seconds on the disk, not 120: the last steps of a run that ends by a crash are those of interest.
+        # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
         self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
@@ -125,13 +126,13 @@ class MetricsLogger:
             self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
     def log_scope(self, path: str, seconds: float) -> None:
-        """Put a phase that ends now into the timeline; `ScopedTimer` calls this. Of any thread.
+        """Add a phase that ends now to the timeline. Called by `ScopedTimer`, from any thread.
 
-        Never fails: the phase may be ending by an exception, in whose place nobody wants to learn of a full disk.
+        Never raises: the phase may be ending by an exception, which a full disk's must not replace.
         """
         if self._enabled:
             name, begin = path.rpartition("/")[2], time.time() - seconds
-            # Microseconds, by the clock that the jobs of a run have in common.
+            # Microseconds of wall-clock time, which the jobs of a run have in common.
             self._write_event(name, cat=path, ph="X", ts=round(begin * 1e6), dur=round(seconds * 1e6))
 
     def _write_event(self, name: str, **fields: Any) -> None:
@@ -151,7 +152,7 @@ class MetricsLogger:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
 
         Raises:
-            OSError: it cannot be written; what an earlier start has written is still there.
+            OSError: it cannot be written; the file of an earlier start is left as it was.
         """
         if not self._enabled:
             return
@@ -166,7 +167,7 @@ class MetricsLogger:
         """Write out what is left. Calling it twice does nothing; logging afterwards does nothing.
 
         Args:
-            wandb_seconds: for Weights & Biases: a job does not fail, or miss its end, because its server is out of
+            wandb_seconds: limit for Weights & Biases: a job must neither fail nor hang because its server is out of
                 reach.
         """
         if not self._enabled:
@@ -237,7 +238,7 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _finish_wandb(run: Any, seconds: float) -> None:
-    """Send what is left, within a limit. wandb has none of its own."""
+    """Send what is left, for at most ``seconds``: wandb has no limit of its own."""
     folder = Path(run.dir).parent
     errors: list[Exception] = []
 
@@ -256,10 +257,10 @@ def _finish_wandb(run: Any, seconds: float) -> None:
 
 
 def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``wandb.init``, from these or from those of Lightning's ``WandbLogger``, which NeMo's configs have.
+    """Arguments of ``wandb.init``, from such or from those of Lightning's ``WandbLogger``, which NeMo's configs have.
 
     Raises:
-        ValueError: one that has no counterpart.
+        ValueError: an argument has no counterpart.
     """
     settings = {key: value for key, value in kwargs.items() if value is not None}
     if settings.pop("offline", False):
@@ -274,7 +275,7 @@ def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_for_append(path: Path) -> TextIO:
-    """Open for whole lines: flushed line by line; a half line that a killed run left is cut off first."""
+    """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
     if path.exists():
         content = path.read_bytes()
         if content and not content.endswith(b"\n"):
@@ -292,7 +293,7 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: whoever is killed, or meets a full disk, in between leaves the old one."""
+    """Replace a file in one step: a process that is killed, or finds the disk full, leaves the old one."""
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -301,10 +302,10 @@ def _write_whole(path: Path, text: str) -> None:
         raise _write_error(error, str(path)) from error
 
 
-def _write_error(error: OSError, path: str) -> OSError:
-    """What ``error``, which may not say of which file it is, means for the file at ``path``."""
+def _write_error(error: OSError, path: str) -> NotWrittenError:
+    """``error`` with the name of its file, which it may lack, and with a remedy if the disk is full."""
     remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
-    return OSError(error.errno, f"{error.strerror}{remedy}", path)
+    return NotWrittenError(error.errno, f"{error.strerror}{remedy}", path)
 
 
 def _to_float(name: str, value: Any) -> float:

@@ -18,8 +18,8 @@ class ProgressBar:
     """Shows how far a loop is. Rank 0 only; silent on the other ranks.
 
     On a terminal this is a tqdm bar. Elsewhere (a batch job's log) it is one plain line per ``interval``
-    seconds, and one at the end. Inside of the ``with`` statement that also holds for units that take longer: the line
-    then names the phase (`activity`)::
+    seconds, and one at the end. Within a ``with`` statement lines also appear in the course of a unit that takes
+    longer; they then name the phase (`activity`)::
 
         with ProgressBar(total=100, description="PPO", rank=rank) as progress:
             for step in range(100):
@@ -31,7 +31,8 @@ class ProgressBar:
         rank: this process's rank.
         initial: units done before this run (after resuming).
         interval: seconds between plain lines.
-        stream: where it is shown; standard error unless told.
+        stream: where it is shown; None: standard error.
+        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def _spread(items: list[Any], count: int) -> list[Any]:
 
 
 def _thin_out(points: Sequence[Point]) -> Sequence[Point]:
-    """A drawing of this size shows no more than some hundred points."""
+    """At most `_MAX_POINTS` of ``points``: a drawing of this size does not show more."""
     return _spread(list(points), _MAX_POINTS)
 
 

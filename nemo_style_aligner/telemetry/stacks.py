@@ -1,4 +1,4 @@
-"""Where a thread is: the line of ours that it is in, and the collective that it waits for."""
+"""Where a thread is: the line of this project's code it executes, and the collective it waits for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Location:
 def main_thread_location() -> Location:
     """Where the main thread is now; to be called from another thread."""
     identifier = threading.main_thread().ident
-    # CPython 3.11 waits for itself for ever if the collector runs in this call and frees a threading.local (gh-106883).
+    # CPython 3.11 deadlocks if the garbage collector runs in this call and frees a threading.local (gh-106883).
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -42,7 +42,7 @@ def main_thread_location() -> Location:
 
 
 def locate(frame: FrameType | None) -> Location:
-    """Where the code of ``frame`` is, seen from its caller's side."""
+    """Where a thread is whose innermost frame is ``frame``."""
     collective: FrameType | None = None
     ours: FrameType | None = None
     innermost = frame

@@ -1,4 +1,4 @@
-"""Nested timers for the phases of a step, and the most memory in each."""
+"""Nested timers for the phases of a step, and the peak memory of each."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ScopedTimer:
                 ...
         timer.consume_durations()   # {"rollout": 3.1, "rollout/generate": 2.8}
 
-    Where there is a GPU, the clock is read when it has done its work: what was queued counts where it was queued.
+    A GPU is synchronised before the clock is read: its work counts in the scope that queued it.
     Scopes nest per thread, so that work that overlaps in another thread has its own names. All methods
     may be called from any thread. The main thread's scopes are the phases that the watchdog reports.
 
     Args:
         clock: seconds, monotonic.
-        memory: measures the peak of each of the main thread's scopes; None: nobody asks for it.
+        memory: measures the peak of each of the main thread's scopes; None: peaks are not measured.
         on_close: called with the path and the seconds of each scope, in its thread, when it closes.
     """
 
@@ -53,7 +53,7 @@ class ScopedTimer:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body of a ``with`` statement, also when it raises."""
+        """Time the body of a ``with`` statement, even if it raises."""
         scopes: list[str] = self._open_scopes.__dict__.setdefault("names", [])
         scopes.append(name)
         activity.enter(name)
@@ -78,7 +78,7 @@ class ScopedTimer:
                 self._on_close(path, elapsed)
 
     def record(self, name: str, seconds: float) -> None:
-        """Add what was measured elsewhere, under a name of its own."""
+        """Add a duration that was measured elsewhere."""
         with self._lock:
             self._durations[name] = self._durations.get(name, 0.0) + seconds
 
@@ -94,7 +94,7 @@ class ScopedTimer:
         return {f"{path}_peak_gib": size / 2**30 for path, size in peaks.items()}
 
     def _note_peak(self) -> None:
-        """What was held since the last time counts for every scope that was open."""
+        """Count the peak since the last call for every scope that is open."""
         if self._memory is not None:
             peak = self._memory.take()
             self._open_peaks = [max(size, peak) for size in self._open_peaks]

@@ -5,11 +5,11 @@ has made progress for longer than the limit, the rank that notices first raises 
 writes the stacks of all its threads beside it, and the job ends with status `EXIT_STUCK`. Files, because they need
 nobody to answer: a rank that is stopped or gone is known by what it wrote last.
 
-Clocks that are set, and those of other machines, decide nothing: a rank writes how long it has been without progress,
-and who reads that counts on from there for as long as it stays what it is.
+Wall clocks, which may be set and differ between machines, decide nothing: a rank writes for how long it has made no
+progress, and a reader adds the time for which it has seen this state unchanged.
 
-A rank that holds Python's lock in C code cannot run the thread: then a timer of `faulthandler`, which needs no
-lock, writes the stacks and ends it.
+While C code holds the GIL, the thread cannot run: then a timer of `faulthandler`, which does not need the GIL, writes
+the stacks and ends the process.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.stacks import main_thread_location
 
 EXIT_STUCK = 124
-"""Exit status of a job that the watchdog ended, the one of `timeout`."""
+"""Exit status of a job that the watchdog ended, as that of the command ``timeout``."""
 
 FAILED_FILE = "failed"
-"""File in the log directory in which ranks that fail say so: the SIGTERM that others then get asks for no stop.
+"""File in the log directory in which failing ranks leave a line: a SIGTERM to the others is then no request to stop.
 
-Of whatever job has worked, or tried to work, in the directory; ranks follow the one of their own run, `failed_file_of`.
+Every job that works, or tries to work, in the directory writes it; ranks heed that of their own run, `failed_file_of`.
 """
 
 _logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 5.0  # for the other ranks to notice the alarm and to write their stacks
 _SILENT_BEATS = 3.0  # a rank that has missed so many beats is stopped, starved or gone
-# Ranks that stand still read what the others write. Not all of them all the time: that would be files by the million.
-_QUIET_SHARE = 0.1  # of the limit, from which on some ranks do
+# Only ranks without progress read the others' states, and at first only some of them: N ranks have N * N files to read.
+_QUIET_SHARE = 0.1  # of the limit: a few ranks begin to read
 _NUM_READERS = 8  # how many, about
-_LATE_SHARE = 0.9  # of the limit, from which on every rank does
-_KEPT_RUNS = 10  # of those before, whose files stay: ranks of the last ones may still be on their way out
+_LATE_SHARE = 0.9  # of the limit: all ranks begin to read
+_KEPT_RUNS = 10  # newest runs whose files are kept: ranks of the last ones may still be on their way out
 
 
 def failed_file_of(log_dir: Path, run: str) -> Path:
-    """File in which the ranks of one run alone say that they failed."""
+    """File in which only the ranks of ``run`` say that they failed."""
     return log_dir / "watchdog" / f"{FAILED_FILE}_{run}"
 
 
 def remove_old_runs(log_dir: Path) -> None:
-    """Delete the files that earlier runs of the job had for their ranks to read, but for those of the newest runs."""
+    """Delete the failure and alarm files of earlier runs, but for the newest `_KEPT_RUNS` of each."""
     for pattern in (f"{FAILED_FILE}_*", "alarm_*.json"):
         with _tolerated():
             by_age = sorted((log_dir / "watchdog").glob(pattern), key=lambda path: path.stat().st_mtime)
@@ -71,12 +71,12 @@ class RankState:
     """What a rank last wrote about itself.
 
     Attributes:
-        rank, host, pid: who.
-        job: the same on all ranks of a job and of nobody else.
+        rank, host, pid: which process wrote it.
+        job: names the run: the same on all of its ranks, and on no other.
         time: when this was written, by `time.time()`.
         phase, bound: see `activity.Activity`.
         since: when the innermost phase began, by `time.time()`.
-        idle: seconds without progress until then.
+        idle: seconds without progress until ``time``.
         line, collective: see `stacks.Location`.
     """
 
@@ -93,23 +93,23 @@ class RankState:
     collective: str | None
 
     def is_stuck(self, limit: float, silence: float) -> bool:
-        """Whether this rank, silent for so many seconds since, has got nowhere for longer than it may."""
+        """Whether the rank, after ``silence`` more seconds in this state, has been without progress for too long."""
         return self.idle + silence > max(limit, self.bound)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sighting:
-    """What a rank has written, and `time.monotonic()` when this rank first read it."""
+    """A state that some rank has written, and `time.monotonic()` when this process first read it."""
 
     state: RankState
     at: float
 
 
 class Watchdog:
-    """Watches over this rank, and with the others over the job. Started by `start`.
+    """Watches over this rank and, with the other ranks' watchdogs, over the job. Started by `start`.
 
     Args:
-        log_dir: of the job, seen by all ranks.
+        log_dir: the job's log directory, which all ranks see.
         rank, world_size: this rank's place.
         limit: seconds without progress that end the job.
         job: names this job's run, the same on all ranks.
@@ -144,7 +144,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """The job is done: watch no longer."""
+        """Stop watching: the job is done."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(10.0)
@@ -156,7 +156,7 @@ class Watchdog:
         while not self._stop.wait(self._beat):
             try:
                 self._tick()
-            except Exception:  # the watch must not end with it
+            except Exception:  # whatever it is, the watch goes on
                 _logger.exception("watchdog")
 
     def _tick(self) -> None:
@@ -168,10 +168,10 @@ class Watchdog:
         if _exists(self._alarm):
             self._put_off_backstop(6 * _GATHER_SECONDS)
             self._write_stacks()
-            if not self._stop.wait(4 * _GATHER_SECONDS):  # who raised it ends the job; if not:
+            if not self._stop.wait(4 * _GATHER_SECONDS):  # time for the rank that raised it to end the job
                 self._end(EXIT_STUCK)
         elif _exists(self._failed):
-            # A launcher that does not end the other ranks: srun of itself, without scancel in its container.
+            # Some launchers do not end the other ranks: srun by default, if the failed rank's container has no scancel.
             if not self._stop.wait(_GATHER_SECONDS):
                 _logger.error("another rank has failed, as %s says: ending this one", self._failed)
                 self._end(1)
@@ -181,7 +181,7 @@ class Watchdog:
                 self._raise_alarm()
 
     def _put_off_backstop(self, seconds: float) -> None:
-        """At every beat: it goes off only if this thread cannot run."""
+        """Restart `faulthandler`'s timer; done at every beat, so that it goes off only if this thread cannot run."""
         if self._backstop is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._backstop)
 
@@ -209,7 +209,7 @@ class Watchdog:
             unfinished.replace(path)
 
     def _read_states(self) -> None:
-        """Take note of what all ranks have written in this run, and of when it changed."""
+        """Read what all ranks have written in this run, and note when it changed."""
         for rank in range(self._world_size):
             with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or left by another version
                 state = RankState(**json.loads((self._folder / f"rank_{rank}.json").read_text(encoding="utf-8")))
@@ -218,7 +218,7 @@ class Watchdog:
                     self._sightings[rank] = Sighting(state, time.monotonic())
 
     def _others_are_stuck(self) -> bool:
-        """As far as is known: one that cannot write its state, and one that never did, count as if they were."""
+        """Whether all other ranks are stuck, as those count that cannot write their state or never did."""
         now = time.monotonic()
         others = [seen for rank, seen in self._sightings.items() if rank != self._rank]
         return all(seen.state.is_stuck(self._limit, now - seen.at) for seen in others)
@@ -262,7 +262,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def _tolerated() -> Iterator[None]:
-    """The body writes for people and for other ranks: where it cannot (a full disk), the watch goes on all the same."""
+    """Turn an OSError of the body, such as a full disk, into a warning: the watch goes on all the same."""
     try:
         yield
     except OSError as error:
@@ -270,7 +270,7 @@ def _tolerated() -> Iterator[None]:
 
 
 def _exists(path: Path) -> bool:
-    """Whether it does, as far as can be seen."""
+    """Whether ``path`` exists; False where that cannot be found out."""
     try:
         return path.exists()
     except OSError:
@@ -288,7 +288,7 @@ def describe(sightings: Sequence[Sighting | None], limit: float, now: float, sil
     Args:
         sightings: of the ranks in order, None for one that has never been seen.
         now: `time.monotonic()`.
-        silent_after: seconds after which a state is too old for a rank that runs.
+        silent_after: seconds after which an unchanged state means that its rank no longer runs.
     """
     silences = {seen.state.rank: now - seen.at for seen in sightings if seen is not None}
     states = [seen.state for seen in sightings if seen is not None]

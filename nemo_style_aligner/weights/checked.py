@@ -1,4 +1,4 @@
-"""A weight stream held against what its receiver must get."""
+"""Check a weight stream against the tensors that its receiver expects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def checked(
     shapes: Mapping[str, tuple[int, ...]],
     why_unexpected: Callable[[str], str] = lambda name: "the model does not have it",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass a stream of (Hugging Face name, full tensor) through.
+    """Pass a stream of (Hugging Face name, full tensor) through, and check it.
 
     Args:
         weights: the stream.
-        shapes: of every tensor that must come.
-        why_unexpected: says why a name is not among them.
+        shapes: of every tensor that is expected.
+        why_unexpected: says, for the error, why a name is not among them.
 
     Raises:
         ValueError: a tensor is unknown, given twice or misshapen, or, at the end, missing; the message names it.

@@ -62,7 +62,7 @@ class GGUFCheckpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's Hugging Face name and shape."""
-        # GGUF lists dimensions from the fastest varying on.
+        # GGUF lists the fastest-varying dimension first.
         return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
@@ -89,9 +89,9 @@ class GGUFCheckpoint:
         save_made(tokenizer, directory)
 
     def check_splitting(self) -> None:
-        """Raise if nobody here knows how texts are split before the vocabulary's merges apply (``tokenizer.ggml.pre``).
+        """Raise ValueError if the splitting of texts before merges apply, ``tokenizer.ggml.pre``, is not known here.
 
-        transformers takes GPT-2's way for all that it does not know, and other ids come out.
+        For any that it does not know, transformers builds GPT-2's, which may give other ids.
         """
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -167,7 +167,7 @@ class GGUFCheckpoint:
 
 
 def _undo_rotary_permutation(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows from pairs side by side (0, d/2, 1, d/2 + 1, ...) back to Hugging Face's two halves of a head."""
+    """Reorder each head's rows from interleaved pairs (0, d/2, 1, d/2 + 1, ...) to Hugging Face's two halves."""
     shape = values.shape
     pairs = values.view(num_heads, shape[0] // num_heads // 2, 2, *shape[1:])
     return pairs.transpose(1, 2).reshape(shape)

@@ -89,7 +89,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
-    """As `read_architecture`, of a complete config in transformers' current form (with ``rope_parameters``)."""
+    """As `read_architecture`, from a complete config in transformers' current form (with ``rope_parameters``)."""
     name = _family_name(config)
     family = FAMILIES[name]
     _refuse_quantization(config)
@@ -133,7 +133,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
 
 
 def _family_name(config: Mapping[str, Any]) -> str:
-    """The key of `FAMILIES`. transformers says "ministral" of Mistral's models whose config has ``layer_types``."""
+    """The config's key in `FAMILIES`. transformers calls Mistral's models with ``layer_types`` "ministral"."""
     model_type = config.get("model_type")
     name = "mistral" if model_type == "ministral" else model_type
     if name not in FAMILIES:
@@ -219,6 +219,9 @@ def hf_config(
         dtype: the weights' dtype.
         num_attributes: outputs of a reward head (written as a sequence classifier); 0 for a language model.
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``.
+
+    Raises:
+        ValueError: no Hugging Face family can express the architecture.
     """
     a = architecture
     model_type = hf_family(a)
@@ -322,8 +325,8 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory that transformers loads. At most one shard is held in memory.
 
-    It is written under a temporary name beside ``directory``, and renamed when it is complete and on disk. One
-    rank calls this; the others of the model-parallel group must drain their own `export_weights`.
+    The directory is written under a temporary name beside ``directory``, and renamed when it is complete and on disk.
+    One rank calls this; the others of the model-parallel group must drain their own `export_weights`.
 
     Args:
         directory: must not exist, or be empty.
@@ -374,8 +377,8 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, in
     """Copy a directory's tokenizer files and its generation config, if any.
 
     Returns:
-        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` of the tokenizer; empty if transformers cannot
-        load it (as is so for a bare sentencepiece model).
+        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` of the tokenizer; empty if ``source`` has no
+        tokenizer_config.json (a bare sentencepiece model).
     """
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
@@ -391,10 +394,11 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, in
 
 
 def _pad_not_by_eos(directory: Path) -> int | None:
-    """Have a classifier's tokenizer pad with another token than EOS; the id of that, None where there is none.
+    """Make a classifier's tokenizer pad with a token other than EOS, and return its id; None if there is none.
 
-    Classifiers read the last token that is not padding: EOS, which ends every text, must not count as such. Taken is a
-    special token that ends no text: one of padding by its name, else BOS, else that of unknown words.
+    Classifiers read their output at the last token that is not padding: EOS, which ends every text, must not count as
+    padding. Where it does, the first of these takes its place: a special token with "pad" in its name, BOS, the
+    unknown token.
     """
     from transformers import AutoTokenizer
 
@@ -417,7 +421,7 @@ def _pad_not_by_eos(directory: Path) -> int | None:
 
 
 def _write_shards(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> torch.dtype:
-    """Returns the dtype of the first tensor, the embedding."""
+    """Write the safetensors files and their index, and return the dtype of the first tensor, the embedding."""
     file_of: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
     dtype: torch.dtype | None = None

@@ -1,8 +1,8 @@
 """The layout table: which Hugging Face tensors each Megatron parameter is made of, and how ranks split it.
 
-It is the only place that knows. A parameter of the Megatron model is some Hugging Face tensors cut into
-pieces and laid end to end along one dimension; that row of pieces is cut evenly over the tensor-parallel
-ranks. So one description, a list of `Segment`s, covers every case:
+No other module knows the layout. A parameter of the Megatron model consists of pieces of Hugging Face tensors,
+laid end to end along one dimension and then cut evenly over the tensor-parallel ranks. So one description, a
+list of `Segment`s, covers every case:
 
 - plain column- or row-parallel: one segment;
 - the vocabulary: the embedding's rows, then padding;
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A segment's share of one rank: where it lies in the rank's shard (``offset``) and in tensor ``part``."""
+    """What one rank holds of a segment: from ``offset`` on in its shard, from ``start`` on in tensor ``part``."""
 
     rank: int
     offset: int
@@ -111,7 +111,7 @@ class LayoutEntry:
                 yield Segment(PADDING, 0, self.total - length)
 
     def pieces(self, tp_size: int) -> list[Piece]:
-        """The segments, cut at the boundaries between ranks. A replicated parameter is rank 0's one piece."""
+        """The segments, cut at the boundaries between ranks. A replicated parameter is a single piece, rank 0's."""
         if self.split_dim is None:
             return [Piece(0, 0, 0, 0, self.parts[0].shape[0])]
         shard = self.total // tp_size
@@ -219,7 +219,7 @@ def _row_parallel(a: ModelArchitecture, layer: int, megatron: str, hf: str, widt
 def _norm(
     a: ModelArchitecture, megatron: tuple[str, ...], hf: str, place: int | Literal["first", "last"]
 ) -> Iterator[LayoutEntry]:
-    """``megatron``: names up to the word weight or bias."""
+    """Entries of a norm. ``megatron``: its parameters' names without the final "weight" or "bias"."""
     size = a.kv_channels if hf.endswith(("q_norm", "k_norm")) else a.hidden_size
     for kind in ("weight",) if a.normalization == "rmsnorm" else ("weight", "bias"):
         yield _replicated(tuple(name + kind for name in megatron), f"{hf}.{kind}", (size,), place)

@@ -24,7 +24,7 @@ def send_weights(
     dtype: torch.dtype,
     broadcast: Broadcast | None,
 ) -> None:
-    """Send what `export_weights` yields to every rank that is in `receive_weights`.
+    """Send the stream of `export_weights` to the ranks that call `receive_weights`.
 
     Args:
         dtype: of the tensors.
@@ -66,7 +66,7 @@ def receive_weights(
 
 
 def _buckets(architecture: ModelArchitecture, dtype: torch.dtype) -> Iterator[list[HFTensor]]:
-    """Runs of tensors that fit into a bucket of `DEFAULT_BUCKET_BYTES`, or one that does not."""
+    """Runs of tensors of at most `DEFAULT_BUCKET_BYTES`; a larger tensor gets a bucket of its own."""
     bucket: list[HFTensor] = []
     for tensor in hf_tensors(weight_layout(architecture)).values():
         if bucket and _numel([*bucket, tensor]) * dtype.itemsize > DEFAULT_BUCKET_BYTES:

@@ -1,4 +1,4 @@
-"""A model over tensor- and pipeline-parallel ranks as the layout table sees it: entries and this rank's parameters."""
+"""A model sharded over tensor- and pipeline-parallel ranks: its layout table and this rank's parameters in it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layout_table(model: ShardedModel) -> tuple[tuple[LayoutEntry, ...], torch.dt
 
 
 def is_head(entry: LayoutEntry) -> bool:
-    """Whether it belongs to a reward head, which has a dtype of its own."""
+    """Whether the entry belongs to a reward head, which has a dtype of its own."""
     return entry.megatron_names[0].startswith("rm_head.")
 
 
@@ -76,7 +76,7 @@ def local_parameters(model: ShardedModel, entries: tuple[LayoutEntry, ...]) -> d
 
 
 def _global_name(name: str, first_layer: int) -> str:
-    """Layers are numbered from 0 on every pipeline stage: shift to the model's numbers."""
+    """``name`` with the layer's number in the whole model: each pipeline stage counts its layers from 0."""
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
 
 

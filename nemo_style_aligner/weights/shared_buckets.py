@@ -19,7 +19,7 @@ _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedBuckets | None] = we
 
 
 class _Address(NamedTuple):
-    """Where other processes of the same boot find a file without a name, and how they know that it is this one."""
+    """Where other processes under the same kernel find an anonymous file, and how they recognise it."""
 
     boot_id: str
     path: str
@@ -29,8 +29,8 @@ class _Address(NamedTuple):
 class SharedBuckets:
     """Two buckets, used in turn: while one is read the other is written, so there is one barrier per bucket.
 
-    The memory is a file without a name: it is gone with the last process that maps it, however that ends, and does not
-    count against the size of /dev/shm.
+    The memory is an anonymous file: it is freed with the last process that maps it, however that process ends, and does
+    not count against the size of /dev/shm.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
@@ -40,7 +40,7 @@ class SharedBuckets:
         self._turn = 0
 
     def next(self) -> torch.Tensor:
-        """uint8 [num_bytes], the same memory on all ranks; everybody has read what it held. To be written now."""
+        """The bucket to write now, uint8 [num_bytes], shared by all ranks; all have read what it held before."""
         self._turn = 1 - self._turn
         return self._buckets[self._turn]
 
@@ -52,7 +52,7 @@ class SharedBuckets:
 def shared_buckets(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | None:
     """The group's buckets, each of at least ``num_bytes``; None unless all ranks run on one host. Collective.
 
-    They are made once, and again when larger ones are asked for.
+    They are created once per group, and again when larger ones are asked for.
     """
     found = _opened.get(group)
     if group not in _opened or (found is not None and found.num_bytes < num_bytes):
@@ -73,12 +73,12 @@ def _open(group: dist.ProcessGroup, num_bytes: int) -> SharedBuckets | None:
     everybody = torch.tensor(int(memory is not None))
     dist.all_reduce(everybody, dist.ReduceOp.MIN, group=group)
     if file is not None:
-        os.close(file)  # the leader's now that the others have found it; mapped memory stays
+        os.close(file)  # the leader's only now, as the others open it through its process; the mapping stays
     return SharedBuckets(group, memory) if memory is not None and everybody else None
 
 
 def _create(num_bytes: int) -> int | None:
-    """A new file of zeros in memory; None where the system has no such thing."""
+    """A new anonymous file in memory, of zeros; None where the system has no such thing."""
     try:
         file = os.memfd_create("weights")
         os.ftruncate(file, num_bytes)
@@ -98,7 +98,7 @@ def _address(file: int) -> _Address | None:
 def _map(file: int, num_bytes: int) -> mmap.mmap | None:
     try:
         return mmap.mmap(file, num_bytes)
-    except OSError:  # no room for it here; the others are waiting to hear so
+    except OSError:  # no room for it here; this rank must not fail by itself, as the others wait for its answer
         return None
 
 
@@ -107,7 +107,7 @@ def _find(address: _Address) -> int | None:
     try:
         if _BOOT_ID.read_text() != address.boot_id:
             return None
-        status = os.stat(address.path)  # another file where processes are numbered in a space of their own
+        status = os.stat(address.path)  # in another PID namespace this path leads to another file
         if (status.st_dev, status.st_ino) != address.file_id:
             return None
         return os.open(address.path, os.O_RDWR)

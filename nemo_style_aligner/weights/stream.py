@@ -61,9 +61,9 @@ def export_weights(
         model: the model.
         bucket_bytes: size of what one round of communication gathers. Memory in use is about twice that, or
             twice the largest parameter if that is larger.
-        without: tensors to leave out, the same on every rank: parameters that consist of them alone are skipped.
-        transient: tensors need not outlive the iteration that brings them. Ranks on CPUs of one host then
-            exchange through memory that they share and keep, of the size said above, once for all of them.
+        without: tensors to leave out, the same on every rank: a parameter is skipped if all of its tensors are named.
+        transient: tensors need not outlive the iteration that yields them. CPU ranks of one host then exchange
+            through shared memory, which they keep; the size given above is then that of all of them together.
     """
     layout = model.layout
     entries, head_dtype = layout_table(model)
@@ -90,10 +90,10 @@ def export_weights(
 def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
     """Live parameters that an engine on ``rank`` of ``size`` tensor-parallel ranks may compute with in place.
 
-    There are some where the model is cut alike: no pipeline stages, and this very rank of as many. Each is a
-    parameter's memory: this rank's parts, in Megatron's order, of the Hugging Face tensors that the key names. On one
-    rank the rows that pad the vocabulary are left out; on several they are not, so that the shape tells whether the
-    ranks' rows are those of an engine.
+    Empty unless training cuts the model as the engine does: no pipeline stages, as many tensor-parallel ranks, and this
+    rank's number among them. Each value is a view of a parameter: this rank's part, in Megatron's order, of the Hugging
+    Face tensors that the key names. On a single rank the rows that pad the vocabulary are left out. On several they are
+    kept, so that the shape is the engine's only if its rank holds the same rows.
     """
     layout = model.layout
     if layout.pp_size > 1 or (layout.tp_rank, layout.tp_size) != (rank, size):
@@ -116,18 +116,18 @@ class _Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of their full tensors, without padding; each tensor's rounded up, so that those of any dtype can follow."""
+        """Bytes of the full tensors, without padding; each rounded up, so that a tensor of any dtype can follow."""
         return sum(map(self.tensor_bytes, (part for entry in self.entries for part in entry.parts)))
 
     def tensor_bytes(self, tensor: HFTensor) -> int:
-        """Of one of the tensors, rounded up."""
+        """Bytes of one of the tensors, rounded up."""
         return -(-math.prod(tensor.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def _buckets(
     model: ShardedModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
 ) -> Iterator[_Bucket]:
-    """Runs of entries of one stage and dtype that fit into a bucket, or one entry that does not."""
+    """Runs of entries of one stage and dtype, of at most ``bucket_bytes``; a larger entry gets a bucket of its own."""
     tp_size, pp_size = model.layout.tp_size, model.layout.pp_size
     bucket: _Bucket | None = None
     size = 0
@@ -148,7 +148,7 @@ def _buckets(
 
 
 def _rounds(buckets: Iterator[_Bucket]) -> list[list[_Bucket]]:
-    """One bucket of each stage at a time, as long as they last: all stages write at once."""
+    """Group the buckets into rounds, each of one bucket per stage that has any left: all stages write at once."""
     by_stage: dict[int, list[_Bucket]] = {}
     for bucket in buckets:
         by_stage.setdefault(bucket.stage, []).append(bucket)
@@ -171,7 +171,7 @@ def _exchange(
         dist.broadcast(flat, src=dist.get_global_rank(group, stage), group=group)
     gathered = [flat]
     if layout.tp_size > 1:
-        # Fresh memory each round: what was yielded before stays as it is.
+        # New memory in each round: tensors yielded before stay as they are.
         gathered = list(flat.new_empty(layout.tp_size, flat.numel()))
         dist.all_gather(gathered, flat, group=parallel_state.get_tensor_model_parallel_group())
     offset = 0
@@ -209,15 +209,15 @@ def _share(
 def _hf_parts(
     entry: LayoutEntry, shards: list[torch.Tensor], scratch: dict[int, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The Hugging Face tensors in a parameter's shards (all ranks'); views where one piece is the whole.
+    """The Hugging Face tensors of a parameter, from all ranks' shards; a view where a tensor is a single piece.
 
-    Others are copies: in new memory, or in that of ``scratch``, by part, which the next parameter overwrites.
+    Others are copies: in new memory or, given ``scratch`` (by part), in memory that the next parameter overwrites.
     """
     dim = entry.split_dim or 0
     pieces = sorted(entry.pieces(len(shards)), key=lambda piece: (piece.part, piece.start))
     for part, tensor in enumerate(entry.parts):
         views = [shards[p.rank].narrow(dim, p.offset, p.length) for p in pieces if p.part == part]
-        # Resized to nothing, a tensor keeps its memory.
+        # Resized to nothing, a tensor keeps its memory, and `cat` may resize it again.
         memory = None if scratch is None else scratch.setdefault(part, views[0].new_empty(0)).resize_(0)
         yield tensor.name, views[0] if len(views) == 1 else torch.cat(views, dim, out=memory)
 
@@ -243,8 +243,8 @@ def import_weights(
         progress: called with the name of each tensor this rank has read.
 
     Raises:
-        ValueError: a tensor is missing, superfluous or of the wrong shape, or a source has for a tied model an output
-            layer that is not the embedding; the message names it.
+        ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and a `WeightSource`
+            has an output layer that differs from the embedding; the message names it.
     """
     target = _ImportTarget(model)
     if isinstance(source, WeightSource):
@@ -269,7 +269,7 @@ def import_weights(
 
 
 class _ImportTarget:
-    """This rank's parameters by the Hugging Face tensors they are made of."""
+    """This rank's parameters, by the Hugging Face tensors they are made of."""
 
     def __init__(self, model: ShardedModel) -> None:
         self.layout = model.layout
@@ -285,7 +285,7 @@ class _ImportTarget:
                 self.wanted.setdefault(part.name, []).append((entry, index))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with the table, whatever stage a tensor belongs to: every rank finds the same fault."""
+        """Check the tensors of all stages against the table, so that every rank finds the same fault."""
         missing = [name for name in self.expected if name not in shapes and name not in self.optional]
         if missing:
             raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
@@ -302,9 +302,9 @@ class _ImportTarget:
             raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
 
     def check_tie(self, shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
-        """Raise if an output layer that is to be left out is another than the embedding.
+        """Raise if a tied language model's source has an output layer that differs from the embedding.
 
-        All of it, on every rank, so that every rank finds the fault; some rows at a time.
+        Every rank compares all rows, some at a time, so that every rank finds the fault.
         """
         if _OUTPUT not in self.ignored or _OUTPUT not in shapes or "score.weight" in self.expected:
             return
@@ -334,7 +334,7 @@ class _ImportTarget:
 
     @torch.no_grad()
     def zero_the_rest(self, present: Mapping[str, tuple[int, ...]]) -> None:
-        """Zero the vocabulary's padding and the optional parameters that were not there."""
+        """Zero the vocabulary's padding and the optional parameters that are not ``present``."""
         for entry, parameter in self.parameters.items():
             if entry.optional and entry.parts[0].name not in present:
                 parameter.zero_()

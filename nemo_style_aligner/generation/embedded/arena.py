@@ -9,19 +9,20 @@ import sys
 import torch
 
 _ALIGNMENT = 4096
-# Linux counts memory as it is touched then, and refuses no mapping for its size (unless vm.overcommit_memory is 2).
+# MAP_NORESERVE: Linux counts memory only as it is touched, and refuses no mapping for its size (unless
+# vm.overcommit_memory is 2).
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Arena:
-    """Named zeroed tensors in one private mapping.
+    """Named tensors in one private memory mapping, zero at first.
 
-    `release` returns the physical memory and keeps the addresses; the next touch takes zeroed memory again. Memory
-    is taken page by page as it is touched.
+    Physical memory is taken page by page as it is touched. `release` returns it and keeps the addresses; what is
+    touched afterwards is zero again.
     """
 
     def __init__(self, regions: dict[str, tuple[tuple[int, ...], torch.dtype]], *, huge_pages: bool = False) -> None:
-        """Map the tensors ``regions`` names: shape and dtype of each."""
+        """Map the tensors of ``regions``: name -> (shape, dtype)."""
         offsets, size = {}, 0
         for name, (shape, dtype) in regions.items():
             offsets[name] = size

@@ -1,4 +1,4 @@
-"""Which pages of KV memory hold which positions of which sequence, and which prompts are in memory already."""
+"""Pages of KV memory: which of them hold which positions of which sequence, and which prefixes are in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
 _NO_PREFIX = 0
 
 _PrefixKey = tuple[int, tuple[int, ...]]
-"""Number of the prefix that ends before a page (`_NO_PREFIX`: none), and the page's tokens: compared exactly."""
+"""Number of the prefix before a page (`_NO_PREFIX`: none), and the page's own tokens: compared exactly."""
 
 
 class BlockTable:
@@ -38,36 +38,36 @@ class BlockTable:
         self._free = list(range(self.num_pages))
         self._owners = [0] * self.num_pages
         self._held = [0] * len(self.table)  # pages of each slot
-        self._pages: dict[_PrefixKey, int] = {}  # where a prefix's last page is
+        self._pages: dict[_PrefixKey, int] = {}  # the last page of each known prefix
         self._prefixes: dict[int, tuple[int, _PrefixKey]] = {}  # page -> number and key of the prefix it ends
-        self._idle: dict[int, None] = {}  # in order of last use; of one prefix the last page first
+        self._idle: dict[int, None] = {}  # least recently used first; later pages of a prefix before earlier ones
         self._next_prefix = _NO_PREFIX + 1  # numbers are never used twice
-        self._touched = 0  # pages from here on were never taken
+        self._touched = 0  # pages from this number on were never taken
         self._most_in_use = 0
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free and idle ones."""
+        """Number of pages that can be taken: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def in_use(self) -> int:
-        """Pages that have an owner."""
+        """Number of pages that have an owner."""
         return self.num_pages - self.available
 
     def held(self, slot: int) -> int:
-        """Pages of ``slot``."""
+        """Number of pages of ``slot``."""
         return self._held[slot]
 
     def enter(self, slot: int, token_ids: Sequence[int], watermark: int) -> int | None:
         """Give the empty ``slot`` pages for ``token_ids``, shared ones as far as possible.
 
-        The pages that the slot must fill are known as these tokens' from now on: a later `enter` may share them,
-        and its tokens must then be computed in the same pass or a later one.
+        The full pages that this slot has yet to fill count as holding these tokens from now on: a later `enter` may
+        share them, and that sequence's tokens must then be computed in the same pass as this one's or a later one.
 
         Returns:
-            How many leading tokens are in shared pages, at most all but one (the last token's logits are wanted);
-            None if fewer than ``watermark`` pages would be left. Nothing has changed then.
+            The number of leading tokens in shared pages, at most all but one (the last token's logits are wanted).
+            None, with nothing changed, if fewer than ``watermark`` pages would be left available.
         """
         chunks = [
             tuple(token_ids[start : start + PAGE_TOKENS])
@@ -101,8 +101,8 @@ class BlockTable:
         return True
 
     def release(self, slot: int, computed: int) -> None:
-        """Take the pages of ``slot``; the first ``computed`` positions hold what `enter` was told."""
-        for index in reversed(range(self._held[slot])):  # so that a prefix never loses its beginning first
+        """Take all pages from ``slot``, whose first ``computed`` positions hold the tokens that `enter` was given."""
+        for index in reversed(range(self._held[slot])):  # so that eviction takes a prefix from its end
             page = int(self.table[slot, index])
             self._owners[page] -= 1
             if self._owners[page]:
@@ -127,7 +127,7 @@ class BlockTable:
         return pages, prefix
 
     def _learn(self, key: _PrefixKey, page: int) -> int:
-        """Note what ``page`` will hold, unless another page holds it; returns the prefix's number."""
+        """Register ``page`` under ``key``, unless another page holds the same; returns the prefix's number."""
         known = self._pages.get(key)
         if known is not None:
             return self._prefixes[known][0]
@@ -144,8 +144,8 @@ class BlockTable:
     def _take(self) -> int:
         """A page without owner or content; there must be one.
 
-        Memory that was never used is taken last, once as many pages are idle as ever had an owner: new prompts would
-        otherwise touch all memory before the first one is forgotten.
+        Pages that were never touched are taken only while no more pages are idle than ever had an owner at once;
+        beyond that an idle page is evicted. Otherwise new prompts would touch all memory before any is evicted.
         """
         self._most_in_use = max(self._most_in_use, self.in_use)
         if self._free and (self._free[0] < self._touched or len(self._idle) <= self._most_in_use):

@@ -1,4 +1,4 @@
-"""What the torch step's model computes with: Triton kernels on GPUs that can run them, else torch's functions."""
+"""Chooses the operations of `TorchModel`: Triton kernels on GPUs that can run them, else torch's functions."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from nemo_style_aligner.generation.embedded.torch_operations import TorchOperati
 
 logger = logging.getLogger(__name__)
 
-# In parts of the largest number of a result.
+# Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
-_POSITIONS = 1280  # of the longest sequence that is tried
-_MANY_PROCESSORS = 2**16  # for which attention is divided, whatever the number of heads
+_POSITIONS = 1280  # of the longest sequence in the check
+_MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 
 
 def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
-    """The kernels, if this is a GPU that compiles them and computes with them what it should; else the log says why."""
-    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores their attention is slow
+    """Triton's kernels, if this is a GPU on which they compile and pass `check`; else torch's. A failure is logged."""
+    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores the kernels' attention is slow
         return TorchOperations(shape, device)
     try:
         with torch.cuda.device(device):
             return _triton_operations(shape, device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # there is no room for anything else either, or the GPU will compute nothing any more
+        raise  # torch's functions would fail, too: no memory is left, or the GPU computes nothing any more
     except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
-        torch.cuda.synchronize(device)  # raises what a kernel that broke off has left behind
+        torch.cuda.synchronize(device)  # raises the error that an aborted kernel has left behind
         logger.warning("generation computes without Triton's kernels: %s: %s", type(error).__name__, error)
         return TorchOperations(shape, device)
 
@@ -52,10 +52,10 @@ def _triton_operations(shape: EngineShape, device: torch.device) -> TorchOperati
 
 @torch.inference_mode()
 def check(operations: TorchOperations, shape: EngineShape, device: torch.device) -> None:
-    """Let all compile that passes need, and compare it with torch's functions in fp32.
+    """Compile all kernels that passes need, and compare their results with those of torch's functions in fp32.
 
     Raises:
-        ArithmeticError: they differ by more than the dtype explains.
+        ArithmeticError: the results differ by more than the dtype explains.
     """
     expected = TorchOperations(dataclasses.replace(shape, dtype=torch.float32), device)
     a, groups, heads, dtype = shape.architecture, expected.groups, expected.heads, shape.dtype
@@ -74,7 +74,7 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
 
     weight = random(a.hidden_size, of=torch.float32)
     norm_bias = None if a.normalization == "rmsnorm" else random(a.hidden_size, of=torch.float32)
-    for has_product, has_bias in ((False, False), (True, a.bias)):  # of the first layer, and of the others
+    for has_product, has_bias in ((False, False), (True, a.bias)):  # a pass's first norm, and all others
         hidden = random(5, a.hidden_size, of=torch.float32)
         product = random(5, a.hidden_size) if has_product else None
         bias = random(a.hidden_size) if has_bias else None
@@ -91,7 +91,7 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     head_norms = None
     if a.qk_layernorm:
         head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
-    for num_pages in (4, 80):  # tokens that decode see positions of so many: in one part, and in several
+    for num_pages in (4, 80):  # pages of decoding tokens: attended to in one part, and in several
         batch = example(num_pages, len(pages), device)
         qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
         exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
@@ -102,10 +102,10 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
 
 
 def example(num_pages: int, num_all_pages: int, device: torch.device) -> Batch:
-    """Three tokens that decode, a chunk that starts its sequence and one that goes on with another."""
+    """A pass of three decoding tokens, a chunk that starts its sequence and one that continues another."""
     order = np.random.default_rng(1).permutation(num_all_pages)
     last = PAGE_TOKENS * num_pages - 1
-    tables = np.stack([order[:num_pages] for _ in range(3)])  # they share them but for the pages of their own tokens
+    tables = np.stack([order[:num_pages] for _ in range(3)])  # shared, but for pages that the tokens write to
     tables[0, 0], tables[2, 37 // PAGE_TOKENS] = order[num_pages : num_pages + 2]
     rows = [(tables[0], range(1)), (tables[1], range(last, last + 1)), (tables[2], range(37, 38))]
     chunk_pages = order[num_pages + 2 :]
@@ -115,7 +115,7 @@ def example(num_pages: int, num_all_pages: int, device: torch.device) -> Batch:
         [pages[np.array(seen) // PAGE_TOKENS] * PAGE_TOKENS + np.array(seen) % PAGE_TOKENS for pages, seen in rows]
     )
     return Batch(
-        token_ids=torch.empty(0, device=device),  # nobody looks at them
+        token_ids=torch.empty(0, device=device),  # never read
         positions=torch.from_numpy(positions).to(device),
         places=torch.from_numpy(places).to(device),
         tables=torch.from_numpy(tables).to(device),

@@ -1,4 +1,4 @@
-"""Which `ModelStep` runs an engine."""
+"""Chooses the `ModelStep` of an engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ StepChoice = Literal["auto", "native", "torch"]
 def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
     """The step that ``choice`` asks for, built.
 
-    "auto" on a CPU is the native step, or torch where that cannot be had; on a GPU torch with Triton's kernels, which
-    "torch" does without.
+    On a CPU "auto" is the native step or, where that is unavailable, the torch step; on a GPU it is the torch step with
+    Triton's kernels where they work. "torch" never uses these kernels.
 
-    The torch step takes of ``lent`` what it can compute with in place, the native step what it packs at each refit.
+    Of ``lent`` the torch step takes what it can compute with in place, the native step what it packs at each refit.
 
     Collective over the tensor-parallel ranks.
 
@@ -36,7 +36,7 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, le
         raise ValueError(f"step=native runs on the CPU, not on {device}; choose auto or torch")
     if choice != "torch" and device.type == "cpu":
         native, error = _try_native(shape, lent)
-        # Ranks that share a model must compute alike: one that cannot decides for all.
+        # Ranks that share a model must run the same step: if one cannot run the native step, none does.
         everywhere = shape.tensor_parallel.all_agree(native is not None)
         if native is not None and everywhere:
             return native

@@ -1,4 +1,4 @@
-"""Decode passes of fixed shapes: a few buckets of rows and, if it matters, attended lengths, as CUDA graphs."""
+"""Decode passes as CUDA graphs of fixed shapes: buckets of rows and, where it matters, of attended lengths."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bucket(size: int, buckets: list[int]) -> int:
 class DecodeGraphs:
     """One graph per bucket of rows and bucket of pages, all reading the same input buffer.
 
-    Rows that fill a bucket up write to the scratch page and attend to its first position. Without CUDA the same
+    Padding rows write to the scratch page and attend to its first position. Without CUDA the same
     computation runs on the same padded inputs, just not from a graph.
     """
 
@@ -61,15 +61,15 @@ class DecodeGraphs:
         size = (shape.num_slots, 2 + shape.pages_per_sequence)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._inputs = self._host.to(device)  # the same tensor on a CPU
-        # One buffer for all results: as outputs of their own, each graph would keep its logits for good.
+        # One buffer for all results: a graph with an output of its own would hold the memory of its logits for good.
         dtype = logits_dtype(shape.dtype, device)
         self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=dtype, device=device)
-        self._stream: Any = None  # one for all captures: libraries keep a workspace for each that they have seen
+        self._stream: Any = None  # one for all captures: libraries keep a workspace for each stream
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
 
     @property
     def num_graphs(self) -> int:
-        """Pairs of buckets."""
+        """Number of graphs: one for each pair of buckets."""
         return len(self._row_buckets) * len(self._page_buckets)
 
     def capture(self) -> None:
@@ -100,13 +100,13 @@ class DecodeGraphs:
         host[rows:padded_rows, :2] = 0
         host[rows:padded_rows, 2:] = self._scratch_page
         if self._inputs is not self._host:
-            # Safe although asynchronous: the buffer is next written after this pass's tokens were waited for.
+            # Safe although asynchronous: the host buffer is next written once this pass's tokens have been waited for.
             self._inputs[:padded_rows].copy_(self._host[:padded_rows], non_blocking=True)
         self._graphs[padded_rows, pages]()
         return self._logits[:rows]
 
     def _capture_one(self, rows: int, pages: int, pool: Any) -> Callable[[], None]:
-        """A function that computes the bucket's logits: from the input buffer into that of the results."""
+        """A function that computes the bucket's logits from the input buffer into the result buffer."""
 
         def compute() -> None:
             self._logits[:rows] = self._compute(_batch(self._inputs[:rows, : 2 + pages]))
@@ -119,14 +119,14 @@ class DecodeGraphs:
             compute()  # libraries initialise themselves outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of the GPU meanwhile is none of the capture's business.
+        # thread_local: CUDA calls of other threads must not invalidate the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             compute()
         return graph.replay
 
 
 def _batch(inputs: torch.Tensor) -> Batch:
-    """The pass of int32 ``inputs`` [rows, 2 + pages]: tokens, positions, pages."""
+    """The batch of int32 ``inputs`` [rows, 2 + pages]: tokens, positions, pages."""
     inputs = inputs.long()
     positions, tables = inputs[:, 1], inputs[:, 2:]
     pages = tables.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]

@@ -33,15 +33,15 @@ from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
-_IDLE_CHUNKS = 4  # prefill chunks' worth of prompt tokens in a pass that decodes nothing
+_IDLE_CHUNKS = 4  # a pass that decodes nothing may prefill this many chunks' worth of prompt tokens
 
 
 class EmbeddedEngine(EngineLifecycle):
     """Generates inside the trainer's process, on any device torch supports.
 
-    Memory of a rank: its shard of the weights once, less what the trainer lends, plus 2 * num_layers *
-    kv_cache_tokens * key heads * kv_channels values of KV pages. The ranks of a tensor-parallel group make the same
-    calls with the same requests in the same order, and all get the same results.
+    Memory of a rank: its shard of the weights once, less what it uses in place in the trainer's memory, plus 2 *
+    num_layers * kv_cache_tokens * (the rank's key heads) * kv_channels values of KV pages. The ranks of a
+    tensor-parallel group must make the same calls with the same requests in the same order; all get the same results.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class EmbeddedEngine(EngineLifecycle):
             architecture: the model's shape.
             dtype: of weights, KV cache and matrix products: float32 or bfloat16.
             device: where to run.
-            kv_cache_tokens: tokens that KV memory holds; sequences wait, or are computed again, where that is too few.
-                None: enough for num_slots sequences of max_sequence_length.
-            prefill_chunk_tokens: prompt tokens of a forward pass that also decodes, at most.
+            kv_cache_tokens: tokens that KV memory holds; if they are too few, sequences wait, or are preempted and
+                computed again. None: enough for num_slots sequences of max_sequence_length.
+            prefill_chunk_tokens: the most prompt tokens in a forward pass that also decodes.
             prefill_share: of the passes that decode, at most this share also prefills, in (0, 1].
             weight_format: "dtype", or "int8": projections and output layer as int8 with a scale per output row.
             tensor_parallel: the ranks that share the model; None: this one alone.
@@ -76,7 +76,7 @@ class EmbeddedEngine(EngineLifecycle):
             refit_check: compare the buffers with the stream after each refit: "off", "sampled"
                 (a few rows per tensor) or "full".
             lent_weights: returns live parameters that may be read in place, see `weights.stream.lendable_weights`;
-                `viewed_weights` says which of them are.
+                `viewed_weights` names those that are.
             options: what every engine is told, see `EngineLifecycle`.
 
         Raises:
@@ -119,7 +119,7 @@ class EmbeddedEngine(EngineLifecycle):
     @torch.no_grad()
     def _refit(self, weights: WeightStream) -> None:
         """Copy the stream into the step's buffers. Raises RuntimeError if lent weights are not where they were."""
-        self._blocks.reset()  # what other weights computed
+        self._blocks.reset()  # cached keys and values belong to the old weights
         self._lent.require_in_place()
         self._step.weights.copy_from(weights, self._refit_check)
         self._lent.remember()
@@ -132,7 +132,7 @@ class EmbeddedEngine(EngineLifecycle):
         self._step.acquire()
 
     def close(self) -> None:
-        """See `GenerationEngine.close`. NCCL's groups cannot end before the graphs that hold their collectives."""
+        """See `GenerationEngine.close`. NCCL groups cannot end before the graphs that captured their collectives."""
         if self._built and self._loaded:
             self._unload()
             self._loaded = False
@@ -182,12 +182,12 @@ class EmbeddedEngine(EngineLifecycle):
                             weight_version=self._weight_version,
                         )
         finally:
-            if scheduler.num_active:  # ended early: what is in the pages is not certain, and may not be finite
+            if scheduler.num_active:  # ended early: the pages' content is unknown and may not be finite
                 self._blocks.reset()
-                self._step.clear_pages()  # NaN would outlive even pages of zero weight
+                self._step.clear_pages()  # 0 times NaN is NaN, so masking would not hide it
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
-        """One forward pass; adds a token to each sequence it returns."""
+        """Run one forward pass; returns the sequences that got a token from it."""
         logits = self._step.forward(self._packer.pack(plan, scheduler))
         sequences, slots = plan.sampled()
         if not sequences:  # only chunks in the middle of long prompts

@@ -1,4 +1,4 @@
-"""Attention over pages wherever torch runs: those of each sequence are copied side by side, for torch's function."""
+"""Paged attention on any device: each sequence's pages are gathered for torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ with queries [t, groups, heads per group, d] and keys and values [t, 2, groups, 
 
 
 class GatheredAttention:
-    """With `scaled_dot_product_attention`: decoding tokens in one call, each chunk in a call of its own."""
+    """Attention by `scaled_dot_product_attention`: one call for all decoding tokens, and one for each chunk."""
 
     def __init__(self, heads_per_group: int, dtype: torch.dtype) -> None:
         self._heads = heads_per_group
         self._dtype = dtype
 
     def of_pass(self, batch: Batch) -> Attend:
-        """For all layers of ``batch``, whose masks and places are made once."""
+        """The attention function for all layers of the pass ``batch``, whose masks are made once."""
         device = batch.positions.device
         tables = batch.tables.flatten()
         mask = self._decode_mask(batch)
@@ -43,7 +43,7 @@ class GatheredAttention:
         return attend
 
     def _decode_mask(self, batch: Batch) -> torch.Tensor:
-        """Additive mask over the positions of ``batch.tables``: what comes after each token is hidden."""
+        """Additive mask [n, 1, heads per group, positions of ``tables``] that hides what comes after each token."""
         rows, num_pages = batch.tables.shape
         device = batch.tables.device
         hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
@@ -71,14 +71,14 @@ def _attend_chunk(
     seen_pages: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One chunk over its sequence, [length, heads * d]; ``query`` and ``key_value`` are the whole pass's."""
+    """Attention of one chunk, [length, heads * d]; ``query`` and ``key_value`` are those of the whole pass."""
     tokens = slice(segment.first, segment.first + segment.length)
     if seen_pages is None:
         seen = key_value[tokens]
     else:
         seen = pages.index_select(0, seen_pages).flatten(0, 1)[: segment.start + segment.length]
         seen = seen.unflatten(1, (2, -1))
-    keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: a group is a batch of its own
+    keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
     out = F.scaled_dot_product_attention(
         query[tokens].permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
@@ -86,9 +86,9 @@ def _attend_chunk(
 
 
 def _chunk(segment: ChunkSegment, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Pages of what a chunk sees, and who sees what; None of one that starts its sequence: all it sees is in the pass.
+    """The pages that a chunk attends to, and its mask; None for a chunk that starts its sequence.
 
-    Causality alone hides the rest from it.
+    All that such a chunk attends to is in the pass, and causality is its only mask.
     """
     if segment.start == 0:
         return None, None

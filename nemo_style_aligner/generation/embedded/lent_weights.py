@@ -1,8 +1,8 @@
 """Weights that a step reads in the trainer's own memory, where both divide them alike over ranks.
 
-What it can compute with as it is it views: nothing is copied, so nothing but the version stamp would tell that training
-has changed it. Hence a sample of these values is compared before and after each generation with that of the latest
-refit. What it lays out in another way it copies at each refit.
+A step views the parameters that it can compute with as they are. Nothing is copied then, so only the version stamp
+would tell that training has changed them: a sample of their values is therefore compared, before and after each
+generation, with that of the latest refit. Parameters that the step lays out differently it copies at each refit.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 Offer = Callable[[], Mapping[tuple[str, ...], torch.Tensor]]
 
-_SAMPLED_VALUES = 64  # of each parameter, about; a training step changes nearly all
+_SAMPLED_VALUES = 64  # of each parameter, about; a training step changes nearly all values
 
 
 class LentWeights:
-    """What a trainer offers, and what a step has taken of it.
+    """The parameters that a trainer offers, and those of them that a step has taken.
 
     Args:
-        offer: returns this rank's live parameters by the Hugging Face tensors they are made of, see
+        offer: returns this rank's live parameters, keyed by the names of the Hugging Face tensors in each, see
             `weights.stream.lendable_weights`. Training changes them in place and never moves them.
     """
 
@@ -34,7 +34,7 @@ class LentWeights:
     def view(
         self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """The parameter of ``names``, to compute with; None unless it is just what is wanted."""
+        """The parameter of ``names``, to compute with in place; None unless it has this shape, dtype and device."""
         return self._take(self._viewed, names, shape, (dtype,), device)
 
     def source(
@@ -60,7 +60,7 @@ class LentWeights:
         return tensor
 
     def give_back(self) -> None:
-        """Have nothing taken."""
+        """Forget everything that was taken."""
         self._viewed.clear()
         self._copied.clear()
 
@@ -71,7 +71,7 @@ class LentWeights:
 
     @property
     def num_viewed_bytes(self) -> int:
-        """Of all that is viewed."""
+        """Size of all viewed parameters."""
         return sum(tensor.nbytes for tensor in self._viewed.values())
 
     def require_in_place(self) -> None:
@@ -86,11 +86,11 @@ class LentWeights:
                 )
 
     def remember(self) -> None:
-        """Note a sample of the present values of what is viewed."""
+        """Keep a sample of the viewed parameters' present values."""
         self._sample = self._take_sample()
 
     def require_unchanged(self, version: int) -> None:
-        """Raise RuntimeError if values are others than those that `remember` noted for weights of ``version``."""
+        """Raise RuntimeError if values differ from those that `remember` kept, at the refit of ``version``."""
         sample = self._take_sample()
         if sample is not None and (self._sample is None or not torch.equal(sample, self._sample)):
             raise RuntimeError(
@@ -100,7 +100,7 @@ class LentWeights:
 
     @torch.no_grad()
     def _take_sample(self) -> torch.Tensor | None:
-        """Bits of some values of all that is viewed, int16 or int32 [n]; None if that is nothing."""
+        """Bits of some values of each viewed parameter, int16 or int32 [n]; None if nothing is viewed."""
         if not self._viewed:
             return None
         flat = (tensor.reshape(-1) for tensor in self._viewed.values())

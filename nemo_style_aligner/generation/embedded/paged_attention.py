@@ -1,11 +1,11 @@
 """Attention straight from the pages of keys and values: two Triton kernels, for NVIDIA GPUs.
 
-A program of the first kernel serves some tokens of one sequence, the query heads that share one key head, and one part
-of the positions that the tokens see. Tokens that decode have few query heads and much to see: with few sequences the
-parts keep the GPU busy, and the second kernel adds them up. The running softmax is arXiv:2205.14135's, the parts are
-https://pytorch.org/blog/flash-decoding's.
+A program of the first kernel computes some tokens of one sequence, for the query heads that share one key head, over
+one part of the positions that the tokens attend to. Decoding tokens have few queries and many positions: with few
+sequences the division into parts keeps the GPU busy, and the second kernel combines the parts. The running softmax is
+that of arXiv:2205.14135, the parts are those of https://pytorch.org/blog/flash-decoding.
 
-Import this module where Triton is installed only; `choose_attention` does.
+Import this module where Triton is installed only; `choose_operations` does.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from nemo_style_aligner.generation.embedded.gathered_attention import Attend
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.transfers import moved
 
-_LEAST_ROWS = 16  # of a product on tensor cores: those of one decoding token are filled up to it
-_LEAST_WIDTH = 16  # the same of channels
+_LEAST_ROWS = 16  # of a product on tensor cores: the heads of one decoding token are padded to it
+_LEAST_WIDTH = 16  # the same for channels
 _BLOCK_BYTES = 2**13  # of keys that a program loads at a time, and as many of values
-_MOST_POSITIONS = 64  # the same in positions
-_MANY_RESULTS = 2**14  # of a program, rows times channels: from here on they need the registers of 8 warps
-_STAGES = 5  # Triton needs so many to load a block while another is multiplied: which pages it is in is loaded before
-_PROGRAMS_PER_PROCESSOR = 4  # that are wanted at least when tokens decode
-_POSITIONS_PER_PART = 256  # at least, a multiple of all blocks: shorter parts cost more to add up than they gain
-_MOST_POSITIONS_PER_PART = 1024  # about: else all would wait for one long sequence beside many short ones
+_MOST_POSITIONS = 64  # upper limit of these loads in positions
+_MANY_RESULTS = 2**14  # rows times channels of a program that need the registers of 8 warps
+_STAGES = 5  # that Triton needs to load a block while another is multiplied: the block's page numbers come first
+_PROGRAMS_PER_PROCESSOR = 4  # wanted at least when tokens decode
+_POSITIONS_PER_PART = 256  # at least, a multiple of every block size: shorter parts cost more to combine than they gain
+_MOST_POSITIONS_PER_PART = 1024  # at most, about: else one long sequence would hold up many short ones
 _MOST_PARTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """What each program along the first axis of the grid serves.
+    """The tokens that each program along the first axis of the grid computes.
 
     Attributes:
         tables: int64 [n, p], rows contiguous: the pages of each sequence's positions.
-        chunks: int64 [b, 3]: first token of the pass, number of tokens, row of ``tables``. None: token i decodes, and
-            row i is its sequence's.
+        chunks: int64 [b, 3]: a program's first token in the pass, number of tokens, and row of ``tables``. None:
+            program i computes decoding token i, whose pages are in row i.
     """
 
     tables: torch.Tensor
@@ -54,7 +54,7 @@ class _Blocks:
 
 
 class PagedAttention:
-    """The kernels for one shape of heads; each is compiled at its first call, whatever the sizes of passes."""
+    """The kernels for one shape of heads; each is compiled at its first call, for passes of all sizes."""
 
     def __init__(self, groups: int, heads_per_group: int, channels: int, num_processors: int) -> None:
         """``num_processors``: of the GPU (streaming multiprocessors)."""
@@ -64,11 +64,11 @@ class PagedAttention:
         self._wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors
         self._width = max(_LEAST_WIDTH, triton.next_power_of_2(channels))
         self._decode_rows = max(_LEAST_ROWS, triton.next_power_of_2(heads_per_group))
-        # Queries of a program for chunks, heads times tokens. At 128 channels Triton divides 64 of them badly.
+        # Rows of a program for chunks, heads times tokens. At 128 channels Triton divides 64 of them badly.
         self._chunk_rows = max(128 if self._width == 128 else 64, self._decode_rows)
 
     def of_pass(self, batch: Batch) -> Attend:
-        """For all layers of ``batch``."""
+        """The attention function for all layers of the pass ``batch``."""
         blocks = [_Blocks(batch.tables)] if len(batch.tables) else []
         if batch.segments:
             blocks.append(self._chunk_blocks(batch))
@@ -83,7 +83,7 @@ class PagedAttention:
         return attend
 
     def num_parts(self, n: int, p: int) -> int:
-        """Into how many parts the positions of ``n`` sequences that decode, of up to ``p`` pages, are divided."""
+        """Number of parts into which the positions of ``n`` decoding sequences of up to ``p`` pages are divided."""
         positions = p * PAGE_TOKENS
         wanted = triton.cdiv(self._wanted_programs, n * self._groups)
         wanted = max(wanted, triton.cdiv(positions, _MOST_POSITIONS_PER_PART))
@@ -103,7 +103,7 @@ class PagedAttention:
     def _attend(
         self, query: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor, blocks: _Blocks, out: torch.Tensor
     ) -> None:
-        """Fill the rows of ``out``, of the shape of ``query``, that ``blocks`` speak of."""
+        """Compute the rows of ``out``, of the shape of ``query``, that belong to the tokens of ``blocks``."""
         decodes = blocks.chunks is None
         n, p = blocks.tables.shape
         rows = self._decode_rows if decodes else self._chunk_rows
@@ -117,7 +117,7 @@ class PagedAttention:
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
             *(out, partial, log_sums),
             self._channels**-0.5 * math.log2(math.e),
-            # In heads, so that Triton sees that their channels can be loaded side by side.
+            # Strides in heads, so that Triton sees that a head's channels can be loaded side by side.
             *(query.stride(0) // self._channels, query.stride(1) // self._channels),
             *(blocks.tables.stride(0), positions.stride(0)),
             GROUPS=self._groups,
@@ -179,15 +179,15 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     IN_CHUNKS: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
-    """Tokens, group and part of this program are its place in the grid; see `_Blocks` for the first.
+    """Attention of one program: its place in the grid is a block of tokens (see `_Blocks`), a group and a part.
 
     Without ``IN_PARTS`` the result goes to ``out`` [t, groups, heads, channels]; with it, in float32, to ``partial``
     [t, groups, heads, parts, channels], and the logarithm of the sum of its weights to ``log_sums`` [t, groups, heads,
-    parts]. Logarithms are of base 2, and ``scale`` includes the change to it.
+    parts]. Logarithms are of base 2, and ``scale`` includes the factor log2(e).
 
-    A part has ``LEAST`` positions at least, so that of a short sequence the last ones see nothing.
+    A part has at least ``LEAST`` positions, so the last parts of a short sequence are empty.
 
-    Of a program's ``ROWS`` row i is head i % HEADS of token i // HEADS; ``WIDTH`` is ``CHANNELS`` filled up.
+    Row i of a program's ``ROWS`` is head i % HEADS of token i // HEADS; ``WIDTH`` is ``CHANNELS`` padded.
     """
     block = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -211,7 +211,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     end = tl.minimum(begin + per_part, end)
     if IN_PARTS:
         result = result * num_parts + part
-        if begin >= end:  # nothing to see: its share of the whole is 0
+        if begin >= end:  # an empty part: its weight in the whole is 0
             tl.store(log_sums + result, float("-inf"), mask=is_row)
             return
 
@@ -258,13 +258,13 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     MOST_PARTS: tl.constexpr,
 ):
-    """Token and head of this program are its place in the grid. The mean of its parts, weighted with their sums."""
+    """Combine the parts of one token and head, the program's place in the grid: their mean, weighted by their sums."""
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     parts, channels = tl.arange(0, MOST_PARTS), tl.arange(0, WIDTH)
     is_channel = channels < CHANNELS
     sums = tl.load(log_sums + head * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
     weights = tl.exp2(sums - tl.max(sums, 0))
-    saw_something = sums != float("-inf")  # the others have written no result
+    saw_something = sums != float("-inf")  # empty parts have written no result
     places = (head * num_parts + parts)[:, None] * CHANNELS + channels[None, :]
     values = tl.load(partial + places, mask=saw_something[:, None] & is_channel[None, :], other=0.0)
     mean = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)

@@ -1,4 +1,4 @@
-"""Sampling for the sequences in slots: gathers per-row values, keeps what the repetition penalty needs."""
+"""Sampling for the sequences in slots: keeps the values that sampling needs of each slot, and gathers them by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_style_aligner.transfers import moved
 
 
 class SlotSampler:
-    """Chooses tokens for slots; ranks that share a model get those of the first."""
+    """Chooses tokens for slots; ranks that share a model all get those that the first one chooses."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SlotSampler:
             self._seen = torch.zeros(size, dtype=torch.bool, device=device)
 
     def enter(self, sequence: ScheduledSequence) -> None:
-        """Note a sequence that is new to its slot."""
+        """Take over a sequence that is new to its slot."""
         self._keys[sequence.slot] = sequence.key
         self._lengths[sequence.slot] = len(sequence.token_ids)
         if self._seen is not None:
@@ -47,7 +47,7 @@ class SlotSampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[list[int], list[float]]:
-        """A token and its log-prob for each row of ``logits`` [len(slots), vocab]. Collective."""
+        """A token and its log-prob for each of ``slots``, from ``logits`` [len(slots), vocab]. Collective."""
         if self._tensor_parallel.size == 1:
             tokens, logprobs = self._sample(logits, slots)
         else:

@@ -1,7 +1,7 @@
 """In-flight batching: which sequence sits in which slot, and what the next pass computes.
 
-Bookkeeping on the host only: no tensors, no model, no clock. Ranks that share a model run it side by side on the same
-requests and tokens, and agree. Each pass decodes one token of every sequence whose prompt is done and, in the same
+Bookkeeping on the host only: no tensors, no model, no clock. Ranks that share a model each run it on the same
+requests and tokens, and so agree. Each pass decodes one token of every sequence whose prompt is done and, in the same
 forward pass, prefills prompt chunks of waiting ones up to a token budget, so that the weights are read once for both.
 """
 
@@ -28,15 +28,15 @@ class ScheduledSequence:
     request: GenerationRequest
     number: int  # of arrival: the lower, the older
     key: int  # of the random numbers, see `sampling.request_key`
-    prefill_ids: list[int]  # to compute before the next token: the prompt; again with the response after a preemption
+    prefill_ids: list[int]  # to compute before the next token: the prompt and, after a preemption, the response so far
     slot: int = _WAITING
-    prefilled: int = 0  # of them, in KV memory
+    prefilled: int = 0  # how many of them are in KV memory, the planned pass included
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that precedes the newest token is in KV memory."""
+        """Whether its prefill is done, so that each pass decodes one token of it."""
         return self.prefilled == len(self.prefill_ids)
 
 
@@ -56,10 +56,10 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One forward pass: a token of each of ``decode``, then the chunks."""
+    """One forward pass: a token of each sequence in ``decode``, then the chunks in ``prefill``."""
 
     decode: list[ScheduledSequence]
-    decode_slots: np.ndarray  # int32, theirs, ascending
+    decode_slots: np.ndarray  # int32, of the sequences in ``decode``, ascending
     prefill: list[PrefillChunk]
 
     def sampled(self) -> tuple[list[ScheduledSequence], np.ndarray]:
@@ -76,10 +76,10 @@ class SchedulerLimits:
     """How much a pass computes, and how long a response may get.
 
     Attributes:
-        prefill_chunk_tokens: prompt tokens of a pass that also decodes, at most.
-        max_step_tokens: tokens of a pass that does not, at most.
+        prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
+        max_step_tokens: the most tokens of a pass that only prefills.
         prefill_share: of the passes that decode, at most this share, in (0, 1], also prefills.
-        sampling: how long a response may get.
+        sampling: bounds the length of responses.
     """
 
     prefill_chunk_tokens: int
@@ -91,13 +91,13 @@ class SchedulerLimits:
 class Scheduler:
     """Fills slots from a lazy iterator of requests and plans passes.
 
-    Sequences enter in order of arrival and prefill in that order, and those in slots are older than those that wait.
-    So a sequence that shares pages of an older one never computes before them.
+    Sequences enter slots and prefill in order of arrival, and those in slots are older than those that wait. So a
+    sequence that shares pages of an older one is never computed in an earlier pass than those pages.
 
     Attributes:
         newest: int32 [num_slots], newest token of each decoding slot.
-        positions: int32 [num_slots], where that token belongs.
-        num_preemptions, num_shared_tokens: so far.
+        positions: int32 [num_slots], that token's position in its sequence.
+        num_preemptions, num_shared_tokens: counts so far.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Scheduler:
         limits: SchedulerLimits,
         admit: Callable[[GenerationRequest], int],
     ) -> None:
-        """``admit`` checks a request as it is pulled (raises ValueError) and returns its random key.
+        """``admit`` checks a request as it is pulled (raises ValueError) and returns the key of its random numbers.
 
         ``blocks`` must have room for the longest sequence, else it could never finish.
         """
@@ -124,7 +124,7 @@ class Scheduler:
         self._active: dict[int, ScheduledSequence] = {}  # by slot
         self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
         self._prefilling: collections.deque[ScheduledSequence] = collections.deque()  # the oldest first
-        self._decoding: tuple[list[ScheduledSequence], np.ndarray] | None = None  # None: not known any more
+        self._decoding: tuple[list[ScheduledSequence], np.ndarray] | None = None  # see `_decode_rows`; None: outdated
         self._prefill_credit = 0.0
         self._num_pulled = 0
 
@@ -134,7 +134,7 @@ class Scheduler:
         return len(self._active)
 
     def refill(self) -> list[ScheduledSequence]:
-        """Pull a request for every free slot, as far as there are any and memory allows; returns the newcomers."""
+        """Fill free slots with waiting sequences, then new requests, while memory allows; returns the newcomers."""
         newcomers: list[ScheduledSequence] = []
         while self._free_slots:
             if not self._waiting and not self._pull():
@@ -152,7 +152,7 @@ class Scheduler:
         return newcomers
 
     def plan(self) -> StepPlan:
-        """What the next pass computes: takes the pages for it and marks the chunks as prefilled."""
+        """Plan the next pass: take the pages that it needs and mark its chunks as prefilled."""
         self._grow()
         decode, slots = self._decode_rows()
         return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
@@ -172,7 +172,7 @@ class Scheduler:
         self._leave(sequence)
 
     def _pull(self) -> bool:
-        """Put the next request at the end of those that wait; False if there is none."""
+        """Append the next request to those that wait; False if there is none."""
         request = next(self._requests, None)
         if request is None:
             return False
@@ -182,12 +182,12 @@ class Scheduler:
         return True
 
     def _watermark(self, newcomer: ScheduledSequence) -> int:
-        """Pages to leave when ``newcomer`` enters: one for each sequence that may still grow, or it would have to
-        leave again soon."""
+        """Pages to leave available when ``newcomer`` enters: one for each sequence that may still need another, or a
+        sequence would soon be preempted."""
         sequences = [*self._active.values(), newcomer]
         held = [self._blocks.held(sequence.slot) for sequence in self._active.values()]
         held.append(-(-len(newcomer.prefill_ids) // PAGE_TOKENS))
-        # The last token of a response is never computed.
+        # The last token of a response is never fed to the model.
         longest = (
             len(sequence.request.prompt_token_ids) + sequence.request.limit(self._limits.sampling) - 1
             for sequence in sequences
@@ -195,7 +195,7 @@ class Scheduler:
         return sum(pages * PAGE_TOKENS < length for pages, length in zip(held, longest, strict=True))
 
     def _grow(self) -> None:
-        """Give a page to every sequence whose newest token begins one, the oldest first; the youngest pay."""
+        """Give a page to every sequence whose newest token begins one, oldest first; may preempt the youngest."""
         decode, slots = self._decode_rows()
         starved = np.flatnonzero(self.positions[slots] % PAGE_TOKENS == 0)
         for sequence in sorted((decode[row] for row in starved), key=lambda sequence: sequence.number):
@@ -203,7 +203,7 @@ class Scheduler:
                 self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
-        """Take the memory of ``sequence``; it will compute prompt and response again, and go on as if nothing was."""
+        """Take the memory of ``sequence``; it will compute prompt and response again, then go on as before."""
         if not sequence.is_decoding:
             self._prefilling.remove(sequence)
         self._leave(sequence)
@@ -227,11 +227,11 @@ class Scheduler:
         return self._decoding
 
     def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
-        """The chunks of a pass that ``decodes`` too, or not."""
+        """The prefill chunks of a pass; ``decodes``: whether it also decodes."""
         budget = self._limits.max_step_tokens
         if decodes:
             budget = self._limits.prefill_chunk_tokens
-            # Each pass earns a share of a pass with chunks; what nobody waits for is not saved up.
+            # Each pass that decodes earns a share of one with chunks; at most one is saved up while nothing prefills.
             self._prefill_credit += self._limits.prefill_share
             if not self._prefilling:
                 self._prefill_credit = min(1.0, self._prefill_credit)

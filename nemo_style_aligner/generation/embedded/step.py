@@ -1,7 +1,7 @@
-"""The seam between scheduling and arithmetic: what one forward pass is asked for, and who can compute it.
+"""The interface between scheduling and computation: the input of one forward pass, and the class that computes it.
 
-The scheduler decides which tokens of which sequences enter a pass and which pages of KV memory they own; a
-`ModelStep` computes the logits. Scheduler, block table and sampling are the same above every step.
+The scheduler decides which tokens of which sequences enter a pass and which KV pages they own; a `ModelStep` computes
+the logits. Scheduler and block table are the same for every step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ WeightFormat = Literal["dtype", "int8"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """All that a step is compiled for; nothing else may make it compile.
+    """Everything that a step is compiled for; nothing else may trigger a compilation.
 
     Attributes:
         architecture: of the whole model.
         dtype: of KV cache and matrix products, float32 or bfloat16.
         weight_format: see `WeightFormat`.
-        num_slots: sequences in flight, at most: rows of the block table.
-        max_sequence_length: prompt plus response, at most.
+        num_slots: the most sequences in flight; the rows of the block table.
+        max_sequence_length: the most tokens of a prompt plus its response.
         num_pages: pages of KV memory per layer.
-        max_step_tokens: tokens of one pass, at most.
+        max_step_tokens: the most tokens of one pass.
         tensor_parallel: the ranks that share the model.
     """
 
@@ -62,10 +62,11 @@ class EngineShape:
 
 @dataclasses.dataclass(frozen=True)
 class StepInput:
-    """The tokens of one pass: segments of neighbouring tokens, each of one sequence; C-contiguous int32 on the host.
+    """The tokens of one pass, as C-contiguous int32 arrays on the host.
 
-    A decoding sequence is a segment of one token; those come first. A token attends to its own and all earlier
-    positions of its slot; keys and values of every token of the pass are written before any token attends.
+    A segment is a run of neighbouring tokens of one sequence. Decoding sequences have segments of one token, which come
+    first. A token attends to its own and all earlier positions of its slot; keys and values of every token of the pass
+    are written before any token attends.
     """
 
     token_ids: np.ndarray  # [t]
@@ -74,15 +75,15 @@ class StepInput:
     segments: np.ndarray  # [s, 2]: first token, number of tokens
     num_decode: int  # leading segments of one token
     output_rows: np.ndarray  # [o], ascending: tokens whose logits are wanted
-    # [num_slots, pages_per_sequence]: page of each 16 positions; unused entries are the slot's first page
+    # [num_slots, pages_per_sequence]: page of every 16 positions; unused entries repeat the slot's first page
     block_table: np.ndarray
 
 
 class ModelStep(abc.ABC):
     """Weights, KV pages and a compiled forward pass.
 
-    Life: `build` once, then fill ``weights``, then `forward` as often as wanted. `release` gives the memory of
-    weights and pages back, `acquire` takes it again: weights with undefined content, pages zeroed.
+    Life cycle: `build` once, then fill ``weights``, then call `forward` as often as wanted. `release` frees the memory
+    of weights and pages; `acquire` allocates it again, with undefined weights and zeroed pages.
     """
 
     weights: WeightTable
@@ -103,12 +104,12 @@ class ModelStep(abc.ABC):
         stop_ids: torch.Tensor | None,
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sampling.sample`, or something faster that gives the same."""
+        """Sample as `sampling.sample` does; a subclass may compute the same faster."""
         return sample(logits, params, rows, stop_ids, vocab_limit)
 
     @abc.abstractmethod
     def clear_pages(self) -> None:
-        """Zero the KV pages: after non-finite numbers were in them."""
+        """Zero the KV pages, as is needed once they may hold non-finite numbers."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -121,9 +122,9 @@ class ModelStep(abc.ABC):
     @property
     @abc.abstractmethod
     def num_compilations(self) -> int:
-        """Times anything was compiled, captured or loaded ready-made; constant after `build`."""
+        """How often anything was compiled, captured or loaded precompiled; constant after `build`."""
 
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """For the log: which step, on what."""
+        """Which step this is and what it runs on, for the log."""

@@ -1,4 +1,4 @@
-"""From a plan to the arrays of a forward pass."""
+"""Turns a scheduler's plan into the arrays of a forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_style_aligner.generation.embedded.step import StepInput
 
 
 class StepPacker:
-    """Builds `StepInput`s; keeps the parts that never change."""
+    """Builds `StepInput`s; keeps the arrays that never change."""
 
     def __init__(self, blocks: BlockTable) -> None:
         self._blocks = blocks

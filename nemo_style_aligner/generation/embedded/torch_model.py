@@ -35,7 +35,7 @@ class TorchModel:
         ops, weights = self._operations, self._weights
         attention = ops.attention_of(batch)
         hidden = self._embed(batch.token_ids)
-        product, bias = None, None  # what is to be added to the hidden states yet
+        product, bias = None, None  # not yet added to the hidden states
         for layer, pages in zip(weights.layers, self._pages, strict=True):
             normed = ops.add_and_norm(hidden, product, bias, layer.input_norm, layer.input_norm_bias)
             attended = attention(layer.qkv.product(normed, layer.qkv_bias), layer.head_norms, pages)
@@ -49,10 +49,10 @@ class TorchModel:
         last = ops.add_and_norm(hidden, product, bias, weights.final_norm, weights.final_norm_bias)
         return self._logits(last)
 
-    # ---- what tensor parallelism cuts -------------------------------------------------------
+    # ---- what tensor parallelism divides ----------------------------------------------------
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [t, hidden]; each rank looks up the ids it holds."""
+        """Embeddings, float32 [t, hidden]: each rank looks up the ids it holds, and the ranks' results are summed."""
         if self._tensor_parallel.size == 1:
             return F.embedding(token_ids, self._weights.embedding).float()
         rows = token_ids - self._shard.vocab_start
@@ -63,13 +63,13 @@ class TorchModel:
         return hidden
 
     def _product(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """The ranks' sum of ``x`` times their columns of ``matrix``."""
+        """``x`` times this rank's columns of ``matrix``, summed over the ranks."""
         product = matrix.product(x)
         self._tensor_parallel.all_reduce(product)
         return product
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
-        """[o, vocab_size], the ranks' columns side by side."""
+        """Logits [o, vocab_size], joined from the ranks' columns."""
         logits = self._weights.head.logits(last, logits_dtype(self._dtype, last.device))
         if self._tensor_parallel.size == 1:
             return logits
@@ -77,5 +77,5 @@ class TorchModel:
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of a model that computes in ``dtype``: GPUs add up in float32, and can leave it at that."""
+    """Dtype of the logits of a model that computes in ``dtype``: GPUs accumulate in float32 and need not round it."""
     return torch.float32 if device.type == "cuda" else dtype

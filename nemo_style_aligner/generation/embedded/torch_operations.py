@@ -1,4 +1,4 @@
-"""What layers of the torch step's model do between their matrix products, wherever torch runs."""
+"""What the layers of `TorchModel` compute between their matrix products, on any device that torch supports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HeadNorms: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
 Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor], torch.Tensor]
 """Attention of one pass in one layer: [t, heads * d], before the output projection.
 
-Takes what the first projection computed [t, groups * (heads per group + 2) * d], of each group its query heads, its key
-head, its value head, and may write over it; the norms of heads; and the layer's pages [pages, PAGE_TOKENS, 2 * groups,
-d], of which it fills the places of the pass's keys and values.
+Called with the output of the qkv projection [t, groups * (heads per group + 2) * d] (for each group its query heads,
+its key head and its value head), which it may overwrite; with the weights of the head norms; and with the layer's pages
+[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values.
 """
 
 
 class TorchOperations:
-    """With torch's functions. The residual stream and norms are float32 whatever the dtype of the rest."""
+    """These operations with torch's functions. Residual stream and norms are float32, whatever the engine's dtype."""
 
     name = "torch's functions"
     computes_padding = True
@@ -49,11 +49,11 @@ class TorchOperations:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; then its norm in the engine's dtype.
+        """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; return its norm in the engine's dtype.
 
         Args:
-            product: [t, h] in the engine's dtype, of the projection before; None: there is none.
-            weight, bias: float32 [h], of the norm; RMSNorm has no bias, and the others have one.
+            product: [t, h] in the engine's dtype, the output of the preceding projection; None: there is none.
+            weight, bias: float32 [h], of the norm; only RMSNorm has no bias.
         """
         if product is not None:
             hidden += product
@@ -76,7 +76,7 @@ class TorchOperations:
         return active if value is None else active * value
 
     def attention_of(self, batch: Batch) -> Attention:
-        """For all layers of one pass."""
+        """The attention function for all layers of the pass ``batch``."""
         cos, sin = self.cos[batch.positions][:, None, None], self.sin[batch.positions][:, None, None]
         attend = self._gathered.of_pass(batch)
 

@@ -27,11 +27,11 @@ _LENGTH_BUCKET_PAGES = 4  # without graphs, decoding attends to a multiple of 64
 
 
 class _Pages:
-    """KV memory of a rank; on a CPU it is touched no further than sequences write.
+    """KV memory of a rank; on a CPU pages take physical memory only once sequences write to them.
 
     Attributes:
-        layers: per layer [num_pages + 1, PAGE_TOKENS, 2 * groups, kv_channels], keys and then values; one page more
-            than the block table knows, for rows that only fill a bucket up.
+        layers: per layer [num_pages + 1, PAGE_TOKENS, 2 * groups, kv_channels], keys and then values; the last
+            page, which the block table does not know, is the scratch page of `DecodeGraphs`.
     """
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class _Pages:
             release(self.layers)
 
     def acquire(self) -> None:
-        """Take it again, zeroed."""
+        """Allocate the memory again, zeroed."""
         if self._arena is None:
             acquire(self.layers)
             self.clear()
@@ -69,8 +69,8 @@ class _Pages:
 class TorchStep(ModelStep):
     """Weights, pages and forward pass in torch.
 
-    Passes that only decode run from graphs where ``graphs`` says so, all others eagerly; both are the same functions.
-    Graphs hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures them again.
+    If ``graphs`` is set, passes that only decode run from graphs, all others eagerly, with the same functions. Graphs
+    hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures the graphs again.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class TorchStep(ModelStep):
         graphs: bool | None = None,
         use_kernels: bool = True,
     ) -> None:
-        """A step that is yet to be built.
+        """Describe the step; `build` compiles and allocates.
 
         Args:
-            lent: weights to compute with in place.
-            graphs: decode in padded buckets of fixed shape; None: on CUDA.
-            use_kernels: Triton's, where a GPU runs them; else torch's functions alone.
+            lent: the trainer's weights, to compute with in place where possible.
+            graphs: decode in padded buckets of fixed shape; None: on CUDA only.
+            use_kernels: use Triton's kernels where the GPU runs them; False: torch's functions alone.
         """
         self._shape = shape
         self._device = device
@@ -117,13 +117,13 @@ class TorchStep(ModelStep):
         self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward, operations.computes_padding)
-            with torch.inference_mode(), self._on_device():  # as `forward` computes
+            with torch.inference_mode(), self._on_device():  # as in `forward`
                 self._graphs.capture()
             self._num_compilations += self._graphs.num_graphs
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """See `ModelStep.forward`; float32 on a GPU, else in the engine's dtype."""
+        """See `ModelStep.forward`; logits are float32 on a GPU, else in the engine's dtype."""
         with self._on_device():
             if self._graphs is not None and len(step.segments) == step.num_decode:
                 return self._graphs.run(step)
@@ -140,7 +140,7 @@ class TorchStep(ModelStep):
         release(self._buffers)
         self._pages.release()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the memory of graphs is nobody's until then
+            torch.cuda.empty_cache()  # only this frees the memory of dropped graphs
 
     @torch.inference_mode()
     def acquire(self) -> None:
@@ -153,7 +153,7 @@ class TorchStep(ModelStep):
 
     @property
     def num_compilations(self) -> int:
-        """1, and the graphs that `build` captured. What `acquire` captures again is not counted: the same shapes."""
+        """1 plus the graphs that `build` captured; `acquire` captures the same shapes again, which does not count."""
         return self._num_compilations
 
     @property
@@ -182,7 +182,7 @@ class TorchStep(ModelStep):
         )
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Kernels of ours and graphs go to the current device."""
+        """Make the step's device current: Triton's kernels and graphs run on the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

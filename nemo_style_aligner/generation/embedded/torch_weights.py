@@ -42,7 +42,7 @@ class Matrix:
         return F.linear(x, self._weight, bias)
 
     def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`product` in ``dtype``: that of ``x``, or on a GPU float32, which nothing is rounded on the way to."""
+        """`product` in ``dtype``: that of ``x`` or, on a GPU, float32 without intermediate rounding."""
         return self.product(x) if dtype == x.dtype else torch.mm(x, self._weight.t(), out_dtype=dtype)
 
 
@@ -54,7 +54,7 @@ class Int8Matrix(Matrix):
         self._scale = scale
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Matrix.product`. The integers are exact in every dtype, so the scale can wait for the output."""
+        """As `Matrix.product`. The integers are exact in every dtype; the scale is applied to the output."""
         out = F.linear(x, self._integers.to(x.dtype)) * self._scale
         return (out if bias is None else out + bias).to(x.dtype)
 
@@ -90,11 +90,11 @@ class Int8Destination:
 
 
 class Shelf:
-    """Where weights come from: the trainer's own memory where that is just what is wanted, else new buffers.
+    """Provides weights: the trainer's own memory where that holds just what is wanted, else new buffers.
 
     Attributes:
-        buffers: those that are this engine's own.
-        destinations: Hugging Face name -> where a refit writes the tensor's part of this rank.
+        buffers: the new ones.
+        destinations: Hugging Face name -> where a refit writes this rank's part of the tensor.
     """
 
     def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights) -> None:
@@ -130,7 +130,7 @@ class Shelf:
         return Int8Matrix(integers, scale)
 
     def tensor(self, parts: dict[str, Rows], size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What ``parts`` together make up; they cover all rows but those that pad the vocabulary."""
+        """The tensor that ``parts`` make up; they cover all rows but those that pad the vocabulary."""
         lent = self._lent.view(tuple(parts), size, dtype, self._device)
         if lent is not None:
             return lent
@@ -179,7 +179,7 @@ class TorchWeights:
         size = (shard.vocab_rows, a.hidden_size)
         name = "model.embed_tokens.weight"
         if a.tied_embeddings and shape.weight_format != "dtype":
-            # Looked up as it is and multiplied with in another format: a refit must bring it, so it cannot be lent.
+            # The lookup has the engine's dtype, the output layer is int8: a refit must write both, so nothing is lent.
             self.embedding = shelf.new(size, shape.dtype)
             self.head = shelf.matrix({name: vocab}, size)
             shelf.destinations[name] = TiedDestination(_view(self.embedding, vocab), shelf.destinations[name])
@@ -193,5 +193,5 @@ class TorchWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that are this engine's own."""
+        """Size of the engine's own buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)

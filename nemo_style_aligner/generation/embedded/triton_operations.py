@@ -1,6 +1,6 @@
 """`TorchOperations` with Triton kernels, for NVIDIA GPUs: one kernel where torch's functions need three to ten.
 
-Decoding few sequences, a GPU waits less for its memory than for the next kernel to begin.
+When few sequences decode, a GPU waits less for its memory than for the next kernel to start.
 
 Import this module where Triton is installed only; `choose_operations` does.
 """
@@ -17,11 +17,11 @@ from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.torch_operations import Attention, HeadNorms, TorchOperations
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
-_ACTIVE_BLOCK = 1024  # results of a program of the MLP's non-linearity
+_ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
 
 
 class TritonOperations(TorchOperations):
-    """The kernels for one shape of models; each is compiled at its first call, whatever the sizes of passes."""
+    """The kernels for one shape of models; each is compiled at its first call, for passes of all sizes."""
 
     name = "Triton's kernels"
     computes_padding = False
@@ -67,7 +67,7 @@ class TritonOperations(TorchOperations):
         return out
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """As `TorchOperations.activate`; nothing is rounded on the way."""
+        """As `TorchOperations.activate`, without intermediate rounding."""
         t, width = x.shape
         is_gated = self.architecture.gated
         size = width // 2 if is_gated else width
@@ -110,7 +110,7 @@ class TritonOperations(TorchOperations):
 
 
 def _warps(elements: int) -> int:
-    """For a program of so many: 16 of them per thread, a power of two."""
+    """Warps for a program of ``elements``, both powers of two: 16 elements per thread."""
     return min(16, max(1, elements // 512))
 
 
@@ -130,7 +130,7 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     HAS_PRODUCT_BIAS: tl.constexpr,
     IS_LAYER_NORM: tl.constexpr,
 ):
-    """A token of this program is its place in the grid."""
+    """`TorchOperations.add_and_norm` of one token, the program's place in the grid."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -154,7 +154,7 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
 def activate_kernel(  # type: ignore[no-untyped-def]
     x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr
 ):
-    """Token and block of this program are its place in the grid."""
+    """`TorchOperations.activate` of one token and block of columns, the program's place in the grid."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
@@ -191,10 +191,10 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """Token and group of this program are its place in the grid.
+    """Norm, rotate and store one token's heads of one group; token and group are the program's place in the grid.
 
-    Norms and rotates its query heads and its key head, in place; then key and value go to their place in ``pages``.
-    Channel i is turned with i + TURNED by one angle, i below TURNED; those from 2 * TURNED on stay as they are.
+    Query heads and key head are normed and rotated in place; then key and value are stored at their place in ``pages``.
+    For i < TURNED channels i and i + TURNED are rotated by one angle; channels from 2 * TURNED on stay as they are.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, channels = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -220,7 +220,7 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     sines = tl.load(sin + angles, mask=is_turned, other=0.0)[None, :]
     turned = x * cosines + tl.where(channels < TURNED, -1.0, 1.0)[None, :] * other * sines
     turned = turned.to(qkv.dtype.element_ty)
-    tl.debug_barrier()  # all have read what is written over now
+    tl.debug_barrier()  # all threads have read what is overwritten now
     tl.store(own + heads[:, None] * CHANNELS + channels[None, :], turned, mask=is_real)
     place = pages + tl.load(places + token) * (2 * GROUPS * CHANNELS) + group * CHANNELS
     key_places = place + (heads - HEADS)[:, None] * CHANNELS + channels[None, :]

@@ -1,6 +1,6 @@
-"""What a refit does: a stream of named full tensors into this rank's places for them, checked.
+"""Refit: writes a stream of named full tensors to their destinations on this rank, and checks them.
 
-The places belong to a `ModelStep`, which lays weights out as its kernels want them. Nothing is allocated here.
+The destinations belong to a `ModelStep`, which lays weights out as its kernels want them; none is allocated here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 RefitCheck = Literal["off", "sampled", "full"]
 
-_SAMPLED_ROWS = 4  # of each tensor, about, under refit_check=sampled
+_SAMPLED_ROWS = 4  # checked of each tensor, about, under refit_check=sampled
 _INT8_LIMIT = 127
 _FINGERPRINT_CHUNK = 1 << 20  # values hashed at a time: bounds the temporary memory of a full check
 
 
 class Destination(Protocol):
-    """Where one tensor's part of this rank goes."""
+    """Where this rank's part of one tensor is stored."""
 
     def write(self, part: torch.Tensor) -> None:
         """Store ``part``, any float dtype and any strides, in the layout of the step."""
@@ -34,7 +34,7 @@ class Destination(Protocol):
         """What is stored in ``rows`` (of the first dimension) of the part."""
 
     def as_stored(self, part: torch.Tensor) -> torch.Tensor:
-        """What `read` returns after writing rows ``part``: cast, or quantised row by row and back."""
+        """What `read` returns once rows ``part`` are written: cast, or quantised row by row and dequantised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,11 @@ class TiedDestination:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers in [-127, 127] as float32 [rows, in], and float32 scales [rows], of ``weight`` [rows, in]: symmetric,
-    the largest magnitude of a row becomes 127. A row with NaN or Inf becomes zeros and a scale of NaN; one of subnormal
-    numbers, whose quotients are not exact, becomes zeros."""
+    """Quantise ``weight`` [rows, in] to integers in [-127, 127], as float32 [rows, in], and float32 scales [rows].
+
+    Symmetric: the largest magnitude of a row becomes 127. A row with NaN or Inf becomes zeros with a scale of NaN; one
+    whose scale would be subnormal, and its quotients inexact, becomes zeros.
+    """
     weight = weight.float()
     scale = weight.abs().amax(dim=1) / _INT8_LIMIT
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
@@ -94,11 +96,11 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class LentMatrices(Protocol):
-    """Tensors that a refit need not bring: the step copies this rank's parts from the trainer's memory."""
+    """Tensors that a refit's stream leaves out: the step copies this rank's parts from the trainer's memory."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of these tensors."""
+        """Hugging Face names of these tensors."""
 
     def write(self) -> None:
         """Copy all of them to their destinations."""
@@ -111,11 +113,11 @@ class LentMatrices(Protocol):
 
 
 class WeightTable:
-    """Every tensor a refit must bring, and its destination on this rank; and those that it need not.
+    """The tensors that a refit's stream must bring, those that it must leave out, and their destinations on this rank.
 
     Attributes:
         shapes: name and full shape of every tensor to bring, in the stream's order.
-        destinations: where each one's part goes.
+        destinations: name -> where this rank's part goes.
         lent: tensors that the step reads in the trainer's memory: a stream must leave them out.
     """
 
@@ -127,7 +129,7 @@ class WeightTable:
         viewed: frozenset[str] = frozenset(),
         copied: LentMatrices | None = None,
     ) -> None:
-        """What is ``viewed`` has no destination, what is ``copied`` has.
+        """``viewed`` tensors, which the step uses in place, have no destinations; ``copied`` ones have.
 
         Raises:
             ValueError: ``destinations`` and ``viewed`` are not exactly the architecture's tensors.
@@ -143,10 +145,10 @@ class WeightTable:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in self.lent}
 
     def copy_from(self, stream: WeightStream, check: RefitCheck) -> None:
-        """Write the whole stream, and what is copied without it, to the destinations.
+        """Write the whole stream, and the tensors copied from the trainer, to the destinations.
 
-        With ``check`` each part's bits are hashed before it is written (all of them, or those of a few rows) and
-        compared with what the destination holds after the last one.
+        With ``check``, the bits of each part (or of a few of its rows) are hashed before it is written, and compared
+        with those that its destination holds after the last write.
 
         Raises:
             ValueError: a tensor is missing, unknown, given twice or of the wrong shape, or the check failed.
@@ -175,7 +177,7 @@ class WeightTable:
                 raise ValueError(f"refit: check failed, tensor {name!r} changed while or after it was copied")
 
     def _why_unexpected(self, name: str) -> str:
-        """A hint on why there is no destination for ``name``."""
+        """A hint on why the stream must not bring ``name``."""
         if name in self.lent:
             return "the engine reads it in the trainer's memory: export without the engine's viewed_weights"
         if name == "lm_head.weight":

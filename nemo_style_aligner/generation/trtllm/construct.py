@@ -36,10 +36,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def find_trtllm(cfg: DictConfig) -> Installation:
-    """The TensorRT-LLM that ``trainer.ppo.trt_llm`` means.
+    """The TensorRT-LLM installation that ``trainer.ppo.trt_llm`` selects.
 
     Raises:
-        TensorRTLLMUnavailable, TensorRTLLMMismatch: see `find_installation`; also where there is no GPU.
+        TensorRTLLMUnavailable: there is none (see `find_installation`), or no GPU for it.
+        TensorRTLLMMismatch: see `find_installation`.
     """
     section = cfg.trainer.ppo.trt_llm
     found = find_installation(section.backend, section.sidecar_python)
@@ -55,11 +56,11 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **o
         cfg: the actor's config.
         model: the policy.
         group: the tensor-parallel group.
-        options: those of every engine, see `EngineLifecycle`.
+        options: those common to all engines, see `EngineLifecycle`.
 
     Raises:
         TensorRTLLMUnavailable, TensorRTLLMMismatch: see `find_trtllm`.
-        ValueError: the model or the layout is not supported; the message says what is.
+        ValueError: the model, the layout or a setting is not supported; the message says what to change.
     """
     found = find_trtllm(cfg)
     layout = model.layout
@@ -94,7 +95,7 @@ def _tensorrt_engine(
         max_seq_len=options["max_sequence_length"],
         tp_size=ranks.size,
         tp_rank=ranks.rank,
-        gpus_per_node=max(torch.cuda.device_count(), ranks.size),  # a task of srun may see its own alone
+        gpus_per_node=max(torch.cuda.device_count(), ranks.size),  # a task of srun may see only its own GPU
         group_index=group.index,
     )
     weights = EngineWeights(a, dtype=dtype, tp_size=ranks.size, tp_rank=ranks.rank)
@@ -111,10 +112,12 @@ def _tensorrt_engine(
 
 
 def _check_what_the_sidecar_can(cfg: DictConfig, version: str) -> None:
-    """Its log-probs are of the logits at temperature 1, after the bias that keeps stop tokens from coming too early.
+    """Refuse settings that the sidecar cannot honour.
+
+    Its log-probs are of the logits at temperature 1, after the bias that holds stop tokens back at first.
 
     Raises:
-        ValueError: settings that need other log-probs, or a penalty that this version leaves out without a word.
+        ValueError: settings that need other log-probs, or a repetition penalty, which this version silently ignores.
     """
     ppo, backend = cfg.trainer.ppo, "trainer.ppo.trt_llm.backend=pytorch"
     asked = [key for key in ("importance_weight_cap", "importance_sequence_bounds") if ppo.get(key) is not None]
@@ -164,7 +167,7 @@ def _sidecar_engine(
         request_seconds=float(section.timeouts.request_seconds),
         ping_seconds=float(section.timeouts.ping_seconds),
     )
-    # Under pipeline parallelism other groups take part in an export, and they do not know of this group's loss.
+    # Under pipeline parallelism other groups take part in an export, and do not know that this one lost its sidecar.
     recoverable = model.layout.pp_size == 1
     return SidecarEngine(
         model.architecture,

@@ -28,7 +28,7 @@ from nemo_style_aligner.weights.layout import HFTensor, hf_tensors, weight_layou
 Rule = Literal["share", "whole", "vocabulary", "norm"]
 
 _LAYER_MODULES: dict[str, tuple[str, int, Rule]] = {
-    # Hugging Face module: TensorRT-LLM's module, place in it, how its weight is cut ("share": as `ModelShard` says)
+    # Hugging Face module: TensorRT-LLM's module, row block in it, how its weight is cut ("share": as by `ModelShard`)
     "self_attn.q_proj": ("attention.qkv", 0, "share"),
     "self_attn.k_proj": ("attention.qkv", 1, "share"),
     "self_attn.v_proj": ("attention.qkv", 2, "share"),
@@ -48,7 +48,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 
 
 class _Part(NamedTuple):
-    """A Hugging Face tensor's place: which TensorRT-LLM tensor, which of its row blocks, cut how."""
+    """Where a Hugging Face tensor goes: to which TensorRT-LLM tensor, which of its row blocks, cut how."""
 
     target: str
     block: int
@@ -59,7 +59,7 @@ class _Part(NamedTuple):
 
 
 class EngineModel(NamedTuple):
-    """How TensorRT-LLM calls a model: classes in ``tensorrt_llm.models`` and arguments of the config class."""
+    """A model in TensorRT-LLM's API: names of classes in ``tensorrt_llm.models``, and the config class's arguments."""
 
     model_class: str
     config_class: str
@@ -100,7 +100,7 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         config |= {
             "architecture": "LlamaForCausalLM",
             "hidden_act": a.activation,
-            # Its attention has biases on q, k, v and o together; where o has none it gets zeros.
+            # TensorRT-LLM's attention has biases on all of q, k, v and o or on none; an o without one gets zeros.
             "attn_bias": a.bias or a.qkv_bias,
             "mlp_bias": a.bias,
         }
@@ -163,7 +163,7 @@ class EngineWeights:
         self.optional = frozenset({"lm_head.weight"} if a.tied_embeddings else ())
 
     def convert(self, weights: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (TensorRT-LLM's name, this rank's tensor), each when all it is made of has arrived.
+        """Yield (TensorRT-LLM's name, this rank's tensor), each as soon as all of its parts have arrived.
 
         Tensors are contiguous, of the engine's dtype and on the stream's device. They may share memory with the
         stream's tensors where nothing had to be changed.
@@ -222,7 +222,7 @@ class EngineWeights:
         return shapes
 
     def _zero_biases(self) -> list[str]:
-        """Biases that TensorRT-LLM's model has and ours has not (Qwen2: on q, k and v only)."""
+        """Biases that TensorRT-LLM's model has and ours lacks (Qwen2 has them on q, k and v only)."""
         if not self._architecture.qkv_bias or self._architecture.bias:
             return []
         return [f"transformer.layers.{i}.attention.dense.bias" for i in range(self._architecture.num_layers)]

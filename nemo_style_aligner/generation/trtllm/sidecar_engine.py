@@ -36,12 +36,12 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SidecarSettings:
-    """How to run a sidecar; ``trainer.ppo.trt_llm`` has the meanings.
+    """How to run a sidecar. What is not listed here is explained in the config, under ``trainer.ppo.trt_llm``.
 
     Attributes:
         python: interpreter of TensorRT-LLM's environment.
-        environment: of the process.
-        device_uuids: of the group's GPUs, in the order of the ranks.
+        environment: environment variables of the sidecar.
+        device_uuids: UUIDs of the group's GPUs, in rank order.
         sleep: whether `unload` and `reload` will be called.
     """
 
@@ -61,10 +61,10 @@ class SidecarSettings:
 class SidecarEngine(EngineLifecycle):
     """Generates in a sidecar that belongs to the first rank of a tensor-parallel group.
 
-    The ranks of the group call every method together and pass the same requests in the same order; each gives the
-    handles of the weights on its own GPU. A sidecar that died or hung is started anew, a bounded number of times.
-    It then has no weights: a refit starts from the beginning, and a `generate` recovers if ``recover_weights`` can
-    give the current weights again; otherwise it raises.
+    The ranks of the group call every method together and pass the same requests in the same order; each provides the
+    handles of the weights on its own GPU. A sidecar that died or hung is replaced, a bounded number of times. The new
+    one has no weights: where ``recover_weights`` is given, an interrupted refit starts over with it, and an interrupted
+    `generate` loads the current weights again and goes on; otherwise both raise SidecarLost.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class SidecarEngine(EngineLifecycle):
             settings: of the sidecar.
             dtype: of the weights.
             group: the ranks that share the sidecar.
-            recover_weights: gives the weights of the latest refit once more, collectively over ``group`` only.
+            recover_weights: streams the weights of the latest refit again; collective over ``group`` only.
             make_handles: encodes a bucket for TensorRT-LLM's workers.
-            options: what every engine is told, see `EngineLifecycle`.
+            options: those common to all engines, see `EngineLifecycle`.
 
         Raises:
             ValueError: Hugging Face, and so TensorRT-LLM, has no such model.
         """
         super().__init__(architecture.vocab_size, **options)
         self._architecture = architecture
-        self._config = json.dumps(hf_config(architecture, dtype), indent=2)  # or the error, on every rank alike
+        self._config = json.dumps(hf_config(architecture, dtype), indent=2)  # raises, if at all, on every rank alike
         self._settings = settings
         self._dtype = dtype
         self._group = group or EngineGroup()
         self._recover_weights = recover_weights
         self._make_handles = make_handles
         self._shapes = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(architecture)).items()}
-        self._sidecar: Sidecar | None = None  # of the leader
+        self._sidecar: Sidecar | None = None  # on the leader only
         self._cache_asleep = False
         self._restarts = 0
 
@@ -126,13 +126,13 @@ class SidecarEngine(EngineLifecycle):
         try:
             self._call("release", what=["weights", "kv_cache"])
         except SidecarLost as lost:
-            # Its memory is free either way. `reload` starts another one.
+            # Its memory is released either way; `reload` starts another sidecar.
             logger.warning("%s", lost)
             self._end()
         self._cache_asleep = True
 
     def _reload(self) -> None:
-        """Take the memory of the weights again; that of the KV cache follows when the refit is done."""
+        """Allocate the weights' memory again; that of the KV cache follows after the refit."""
         try:
             self._call("resume", what=["weights"])
         except SidecarLost as lost:
@@ -149,10 +149,10 @@ class SidecarEngine(EngineLifecycle):
         self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
         pending: dict[int, GenerationRequest] = {}  # by request id, the same on every rank of the group
-        sent: dict[int, int] = {}  # message number: request id; of the leader
+        sent: dict[int, int] = {}  # message number -> request id; on the leader only
         try:
             while True:
-                # In step: every rank of the group pulls when the leader does, so their sources stay in step too.
+                # Every rank of the group pulls when the leader does, so that their sources of requests stay in step.
                 while len(pending) < self._num_slots and (request := next(requests, None)) is not None:
                     self._check(request, sampling)
                     pending[request.request_id] = request
@@ -176,7 +176,7 @@ class SidecarEngine(EngineLifecycle):
         sampling: SamplingParams,
         stop: StopCondition,
     ) -> tuple[int, dict[str, Any]]:
-        """The leader's work: send what is not sent yet, wait for the next response."""
+        """The leader's work: send the requests not sent yet, and wait for the next response."""
         sidecar = self._running()
         underway = set(sent.values())
         for request in pending.values():
@@ -189,9 +189,9 @@ class SidecarEngine(EngineLifecycle):
     def _result(
         self, request: GenerationRequest, reply: dict[str, Any], sampling: SamplingParams, stop: StopCondition
     ) -> GenerationResult:
-        """A response as the contract wants it.
+        """Turn a reply into a `GenerationResult`.
 
-        TensorRT-LLM knows the stop tokens only: what ends at a stop string is cut here.
+        TensorRT-LLM knows only the stop tokens: a response is cut after a stop string here.
         """
         tokens, logprobs = reply["token_ids"], reply["logprobs"]
         invalid = [token for token in tokens if not 0 <= token < self._vocab_limit]
@@ -222,7 +222,7 @@ class SidecarEngine(EngineLifecycle):
     # ---- the sidecar ------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start a sidecar with weights of no meaning."""
+        """Start a sidecar, with dummy weights."""
         try:
             reply = self._on_leader(self._launch)
         except (SidecarLost, SidecarError):
@@ -260,7 +260,7 @@ class SidecarEngine(EngineLifecycle):
         )
 
     def _push(self, weights: WeightStream) -> None:
-        """All buckets, then the end of the refit. A bucket lives until every worker has read it."""
+        """Send all buckets, then end the refit. A bucket lives until every worker has read it."""
         uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
         for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
             copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
@@ -277,7 +277,7 @@ class SidecarEngine(EngineLifecycle):
             self._cache_asleep = False
 
     def _recover(self, lost: SidecarLost) -> None:
-        """After a loss during generation: another sidecar with the same weights, or the error."""
+        """Replace a sidecar lost during generation by another one with the same weights, or raise ``lost``."""
         version, self._weight_version = self._weight_version, NO_WEIGHTS
         if self._recover_weights is None:
             raise lost
@@ -286,7 +286,7 @@ class SidecarEngine(EngineLifecycle):
         self._weight_version = version
 
     def _restart(self, why: SidecarLost | str) -> None:
-        """Another sidecar, without weights. Raises SidecarLost when there have been enough."""
+        """Start another sidecar, without weights. Raises SidecarLost after ``max_restarts`` restarts."""
         self._weight_version = NO_WEIGHTS
         self._end(grace_seconds=0.0)
         if self._restarts >= self._settings.max_restarts:
@@ -304,7 +304,7 @@ class SidecarEngine(EngineLifecycle):
             self._sidecar = None
 
     def _call(self, command: str, **arguments: Any) -> None:
-        """A command of the refit or of sleeping, on the leader."""
+        """Execute a command of a refit, `unload` or `reload` from the leader."""
         self._on_leader(lambda: self._running().call(command, self._settings.refit_seconds, **arguments))
 
     def _running(self) -> Sidecar:
@@ -354,7 +354,7 @@ def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, st
 
 
 def _end_of_response(tokens: list[int], stop: StopCondition, limit: int | None) -> tuple[int, FinishReason | None]:
-    """Tokens up to and with the one that ends the response, and why it does; all and None if none does."""
+    """Number of tokens up to the one that ends the response, included, and why it does; all and None if none does."""
     grown: list[int] = []
     for token in tokens:
         grown.append(token)

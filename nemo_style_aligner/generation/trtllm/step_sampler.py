@@ -1,9 +1,8 @@
 """Our own sampling inside TensorRT-LLM's decoding loop.
 
 TensorRT-LLM lets a logits processor see each step's logits. This one samples with `sampling.sample` and leaves only
-the chosen token possible, so TensorRT-LLM's greedy choice takes it. What a response is (its random numbers, stop
-conditions, log-probs, the ids that are possible) is therefore the same as with every other engine, and its
-log-probs cost no copy of the logits.
+the chosen token possible, so TensorRT-LLM's greedy choice takes it. Random numbers, stop conditions, log-probs and
+possible ids are therefore those of the embedded engine, and the log-probs cost no copy of the logits.
 """
 
 from __future__ import annotations
@@ -64,16 +63,16 @@ class StepSampler:
         self._reasons: list[FinishReason | None] = [None for _ in requests]
 
     def __call__(self, step: int, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """TensorRT-LLM's interface.
+        """Choose the next token of each row. Called by TensorRT-LLM.
 
         Args:
             step: number of tokens chosen before.
-            input_ids: unused; the responses are kept here.
+            input_ids: unused; the sampler keeps the responses itself.
             scores: logits [batch, vocabulary with padding], any float dtype.
 
         Returns:
-            ``scores`` itself, changed so that one token is possible in each row: TensorRT-LLM has bound this tensor as
-            the output of the next step, and gives the processor then what it returned now.
+            ``scores`` itself, changed so that one token is possible in each row. TensorRT-LLM has bound this tensor as
+            the output of the next step, and then passes the processor what it returned now.
 
         Raises:
             FloatingPointError: the logits of a response are not finite.
@@ -83,7 +82,7 @@ class StepSampler:
         return scores.scatter_(-1, chosen.to(scores.device).view(*scores.shape[:-1], 1), 0.0)
 
     def results(self, weight_version: int) -> list[GenerationResult]:
-        """All responses, when decoding has ended.
+        """All responses, after decoding has ended.
 
         Raises:
             RuntimeError: decoding ended before a response did.
@@ -138,7 +137,7 @@ class StepSampler:
         return torch.tensor(chosen, dtype=torch.int64)
 
     def _seen_ids(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """bool [batch, vocabulary]: ids of prompt and response, where the repetition penalty needs them."""
+        """bool [batch, vocabulary]: ids of prompt and response; None without a repetition penalty."""
         if self._sampling.repetition_penalty == 1.0:
             return None
         if self._seen is None:

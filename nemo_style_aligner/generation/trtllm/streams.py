@@ -1,4 +1,4 @@
-"""Weight streams cut into buckets, and turned into CUDA IPC handles."""
+"""Weight streams cut into buckets, and buckets encoded as CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
-    """Runs of tensors of ``most_bytes`` together, or one tensor that is larger. Order and names are kept."""
+    """Split a stream, in order, into runs of at most ``most_bytes``; a larger tensor gets a bucket of its own."""
     bucket: Bucket = []
     size = 0
     for name, tensor in weights:
@@ -29,13 +29,13 @@ def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
 
 
 def ipc_handles(bucket: Bucket) -> str:
-    """What lets another process on this GPU map the bucket's tensors, in the encoding TensorRT-LLM reads.
+    """Encode, as TensorRT-LLM reads them, the handles by which another process on this GPU maps the bucket's tensors.
 
-    That is base64 of a pickled list of (name, (function, arguments)); TensorRT-LLM's workers unpickle it with a
-    restricted unpickler. The tensors must stay alive until they have been read there.
+    The encoding is base64 of a pickled list of (name, (function, arguments)); TensorRT-LLM's workers unpickle it with
+    a restricted unpickler. The tensors must stay alive until they have been read there.
 
-    Give copies that are dropped then: torch wraps a tensor's storage once more each time that it is shared, and
-    gives the wrappers back with the storage alone, which of a model's parameters is never.
+    Pass copies, and drop them afterwards: each time a tensor is shared, torch wraps its storage once more, and it
+    frees the wrappers only with the storage itself, which for a model's parameters is never.
     """
     handles = [(name, reduce_tensor(tensor.detach())) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")

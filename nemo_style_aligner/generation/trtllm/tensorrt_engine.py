@@ -38,7 +38,7 @@ class Library(Protocol):
         ...
 
     def load(self, engine_dir: Path) -> Any:
-        """What runs the engine that `build` saved: a runner for `refit` and `decode`."""
+        """Load the engine that `build` saved; returns a runner for `refit` and `decode`."""
         ...
 
     def refit(
@@ -54,10 +54,10 @@ class Library(Protocol):
             runner: from `load`.
             weights: what `EngineWeights.convert` yields, on any device.
             engine_dir: where `build` saved the engine.
-            optional: names that it may lack.
+            optional: names of weights that the engine may lack.
 
         Raises:
-            ValueError: the engine has a weight that is not given, or lacks one that is and is not optional.
+            ValueError: the engine has a weight that is not given, or lacks a given one that is not optional.
             RuntimeError: a tensor, or the refit, was refused, or the engine cannot be refitted.
         """
         ...
@@ -71,15 +71,15 @@ class Library(Protocol):
         stop_ids: tuple[int, ...],
         logits_processor: LogitsProcessor,
     ) -> torch.Tensor:
-        """Decode one batch greedily over what ``logits_processor`` makes of the logits.
+        """Decode one batch greedily from the logits that ``logits_processor`` returns.
 
         Args:
             runner: from `load`.
             prompts: one for each row of the batch.
-            max_new_tokens: of the longest response.
-            stop_ids: a row that has got one of them is done; decoding ends early when all are.
-            logits_processor: called once for every token, with how many were chosen before, the ids (unused) and the
-                logits [batch, vocabulary with padding] of any float dtype; returns what to choose from. See
+            max_new_tokens: limit of the longest response.
+            stop_ids: a row ends with any of them; decoding ends early when all rows have ended.
+            logits_processor: called once per step, with the number of tokens chosen before, the ids (unused) and the
+                logits [batch, vocabulary with padding] of any float dtype; returns the logits to choose from. See
                 `StepSampler.__call__`.
 
         Returns:
@@ -87,13 +87,13 @@ class Library(Protocol):
             included.
 
         Raises:
-            RuntimeError: there are no ids.
+            RuntimeError: TensorRT-LLM returned no ids.
             Exception: what ``logits_processor`` raises.
         """
         ...
 
     def free(self) -> None:
-        """Give back the memory of what is no longer referenced, such as a runner that was dropped."""
+        """Release the memory of what is no longer referenced, such as a runner that was dropped."""
         ...
 
 
@@ -121,13 +121,13 @@ class TensorRTEngine(EngineLifecycle):
 
         Args:
             library: TensorRT-LLM.
-            weights: converter to its names and this rank's share.
+            weights: converts streams to TensorRT-LLM's names and this rank's share.
             initial_weights: gives the weights to build with.
             max_input_length: longest prompt.
             vocab_size: the model's vocabulary.
             group: the ranks that share the engine.
             engine_dir: where the compiled engine is kept; None: a temporary directory.
-            options: what every engine is told, see `EngineLifecycle`; ``num_slots`` is the size of a batch.
+            options: those common to all engines, see `EngineLifecycle`; ``num_slots`` is the size of a batch.
         """
         super().__init__(vocab_size, **options)
         self._library = library
@@ -145,7 +145,7 @@ class TensorRTEngine(EngineLifecycle):
         weights = {name: tensor.cpu() for name, tensor in self._weights.convert(self._initial_weights())}
         logger.info("building a TensorRT engine in %s", self._dir)
         self._library.build(weights, self._dir)
-        self._group.gather(None)  # the leader has written the config that all read
+        self._group.gather(None)  # wait until the leader has written the config that all ranks read
         self._num_compilations = 1
         self._reload()
 
@@ -176,7 +176,7 @@ class TensorRTEngine(EngineLifecycle):
                 yield from self._decode(part, sampling, stop)
 
     def _fitting(self, batch: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[GenerationRequest]]:
-        """``batch`` in parts: of each, TensorRT-LLM wants room for the longest prompt and the longest response."""
+        """Split ``batch``: TensorRT-LLM wants room for the longest prompt plus the longest response of each part."""
         part: list[GenerationRequest] = []
         for request in batch:
             grown = [*part, request]

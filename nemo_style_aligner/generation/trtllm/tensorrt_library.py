@@ -1,7 +1,7 @@
 """Every call into ``tensorrt_llm`` (<= 1.2.1) and ``tensorrt``: build, load, refit, decode.
 
-Nothing of them is imported before a `TensorRTLibrary` is made. The signatures these calls were written against are
-in ``tests/data/trtllm_signatures.json``.
+Neither is imported before a `TensorRTLibrary` is created. The signatures these calls were written against are in
+``tests/data/trtllm_signatures.json``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class BuildShape:
         max_input_len: longest prompt.
         max_seq_len: longest prompt plus response.
         tp_size, tp_rank: tensor-parallel ranks of the engine and this one's number among them.
-        gpus_per_node: of this machine.
-        group_index: number of the tensor-parallel group among all.
+        gpus_per_node: GPUs of this machine.
+        group_index: number of this tensor-parallel group among all of the job.
     """
 
     model: EngineModel
@@ -52,7 +52,7 @@ class BuildShape:
 
 
 class TensorRTLibrary:
-    """TensorRT-LLM's TensorRT engines, for one rank: what `tensorrt_engine.Library` says.
+    """Implements `tensorrt_engine.Library` for one rank.
 
     At most one per process: it splits TensorRT-LLM's MPI communicators by tensor-parallel group.
     """
@@ -65,7 +65,7 @@ class TensorRTLibrary:
             world_size: ranks of the job.
 
         Raises:
-            RuntimeError: there is tensor parallelism, or MPI, but not MPI over all ranks of the job.
+            RuntimeError: tensor parallelism or MPI is in use, but MPI does not span all ranks of the job.
         """
         # The job has chosen each rank's GPU; TensorRT-LLM would choose by its own rank.
         os.environ["DISABLE_TORCH_DEVICE_SET"] = "1"
@@ -124,7 +124,7 @@ class TensorRTLibrary:
             debug_mode=False,
             lora_ckpt_source="hf",
             medusa_choices=None,
-            # Given none it would make one and leave it behind as this process's current stream.
+            # Given none, TensorRT-LLM makes a stream and leaves it set as this process's current one.
             stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
             gpu_weights_percent=1.0,
             enable_context_fmha_fp32_acc=None,
@@ -183,7 +183,8 @@ class TensorRTLibrary:
     ) -> torch.Tensor:
         """See `Library.decode`.
 
-        The end id is disabled and the stop tokens are stop words: only so does TensorRT-LLM count the stop token.
+        The end id is disabled and stop tokens are passed as stop words: only then does TensorRT-LLM count them in a
+        response's length.
         """
         from tensorrt_llm.runtime import SamplingConfig
 
@@ -230,7 +231,7 @@ class TensorRTLibrary:
 
         found = _utils.mpi_world_size()
         if found == self._shape.tp_size == 1:
-            return  # a launcher without MPI, and nobody to talk to
+            return  # launched without MPI, and the engine has this rank alone
         if found != world_size:
             raise RuntimeError(
                 f"TensorRT engines need MPI over all {world_size} ranks of the job, but it has {found}: start it with "
@@ -241,6 +242,6 @@ class TensorRTLibrary:
 
 
 def stop_words(stop_ids: tuple[int, ...], batch_size: int) -> np.ndarray:
-    """TensorRT-LLM's word list of one-token words: int32 [batch, 2, n], ids above the ends of the words."""
+    """TensorRT-LLM's list of one-token words, int32 [batch, 2, n]: first the ids, then the words' ends (1 to n)."""
     ends = range(1, len(stop_ids) + 1)
     return np.tile(np.array([stop_ids, ends], dtype=np.int32), (batch_size, 1, 1))

@@ -18,12 +18,12 @@ Backend = Literal["engine", "pytorch"]
 
 DISTRIBUTION = "tensorrt-llm"
 ENGINE_PIN = "1.2.1"  # the last release with TensorRT engines
-PYTORCH_PIN = "1.3.0rc24"  # one release of the PyTorch backend, with the torch of its generation (2.11)
+PYTORCH_PIN = "1.3.0rc24"  # a release of the PyTorch backend that goes with torch 2.11
 OLDEST_ENGINE = "1.0.0"
 OLDEST_PYTORCH = "1.2.0"
 
 _INDEX = "--extra-index-url https://pypi.nvidia.com"
-_QUERY_SECONDS = 120.0  # an interpreter on a cold network file system
+_QUERY_SECONDS = 120.0  # for an interpreter that starts from a cold network file system
 _QUERY = (
     f"import importlib.metadata as m\ntry: print(m.version('{DISTRIBUTION}'))\nexcept m.PackageNotFoundError: print('')"
 )
@@ -53,14 +53,14 @@ class Installation:
 
 
 def install_command(backend: Backend, python: str = "python") -> str:
-    """What installs the pinned version for ``backend`` into the environment of ``python``."""
+    """The command that installs the pinned version for ``backend`` into the environment of ``python``."""
     pin = ENGINE_PIN if backend == "engine" else PYTORCH_PIN
     pre = " --pre" if backend == "pytorch" else ""
     return f"{python} -m pip install{pre} {_INDEX} {DISTRIBUTION}=={pin} (see docs/tensorrt_llm.md)"
 
 
 def installed_version(python: str | None = None) -> str | None:
-    """The version that ``python``'s environment has, this process's own unless told; None: it has none.
+    """The TensorRT-LLM version in ``python``'s environment (default: this process's); None if it has none.
 
     Raises:
         TensorRTLLMUnavailable: ``python`` cannot be run.
@@ -95,7 +95,7 @@ def find_installation(backend: Backend | None, sidecar_python: str | None) -> In
 
     Raises:
         TensorRTLLMUnavailable: it is not installed. The message names the command that installs it.
-        TensorRTLLMMismatch: it is, in a version that does not fit. The message names the command, too.
+        TensorRTLLMMismatch: the installed version does not fit. The message names the command, too.
     """
     if backend is None and sidecar_python is None:
         own = installed_version()
@@ -126,7 +126,7 @@ def _checked(backend: Backend, python: str | None, wanted: str) -> Installation:
 
 
 def _version(text: str) -> Version:
-    """Without a local label: 1.2.1+cu13 is a build of 1.2.1."""
+    """Parse a version without its local label: 1.2.1+cu13 is a build of 1.2.1."""
     try:
         return Version(Version(text).public)
     except InvalidVersion as error:

@@ -1,4 +1,5 @@
-// Causal attention inside each of some sequences, forward and backward: rotation, products of queries, keys and values, softmax.
+// Causal attention within each sequence of a packed row, forward and backward: rotary embedding, products of queries,
+// keys and values, softmax.
 #pragma once
 #include "rows.h"
 
@@ -6,18 +7,18 @@ namespace {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-constexpr int TILE = LANES == 16 ? 12 : 6; // rows: with two vectors each, sums leave registers for the operands
+constexpr int TILE = LANES == 16 ? 12 : 6; // rows: at two vectors each, the sums leave registers for operands
 
-// Of a row of scores of causal attention only the keys up to the query are wanted. `multiply` leaves out what is not, by
-// which of its numbers runs over keys and which over queries, whose places among the keys begin at `first`.
+// Causal attention needs a query's row of scores only up to the query's own key. `multiply` leaves out the rest: which
+// numbers these are depends on which dimensions are queries, with positions from `first` on, and which are keys.
 enum Wanted {
-    COLUMNS_UP_TO_ROWS, // c: scores of queries. What is left out is not written
-    DEPTH_UP_TO_ROWS,   // a: weights of queries, which are 0 beyond, or not read
-    DEPTH_FROM_ROWS,    // a: the same across
+    COLUMNS_UP_TO_ROWS, // c: scores [query][key]. What is left out is not written
+    DEPTH_UP_TO_ROWS,   // a: weights [query][key], which are 0 beyond the query, or not read
+    DEPTH_FROM_ROWS,    // a: weights transposed, [key][query]
 };
 
-// What is multiplied comes in words of 32 bits: a float, or two bf16 that are neighbours in depth, where the processor has
-// dot products of them. T: of the numbers in memory.
+// Factors come in words of 32 bits: a float or, if the numbers in memory (T) are bf16 and the processor has dot
+// products of them, two bf16 that are neighbours in depth.
 template <class T> constexpr int PER_WORD = sizeof(T) == 2 && KERNEL != KERNEL_FMA ? 2 : 1;
 constexpr int words(int numbers, int per_word) { return (numbers + per_word - 1) / per_word; }
 
@@ -33,8 +34,8 @@ template <int P> INLINE vf add_products(vf sum, const float* word, vf others) {
     return sum + splat(*word) * others;
 }
 
-// c[m][n] = (or += for DEPTH_FROM_ROWS) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows, n < columns (a
-// multiple of LANES), k < depth. a, b and depth are words of P numbers.
+// c[m][n] = (or += for DEPTH_FROM_ROWS) the sum over k of a[m * am + k * ak] * b[k * ldb + n], for m < rows,
+// n < columns (a multiple of LANES), k < depth. a and b hold words of P numbers, and depth counts words.
 template <Wanted WANTED, int P>
 void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, float* c, size_t ldc, int rows,
               int columns, int depth, int first) {
@@ -74,14 +75,15 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
     }
 }
 
-// The first `width` floats (a multiple of LANES) of rows as words, at the beginning of their rows.
+// Converts the first `width` floats (a multiple of LANES) of each row to words in place, at the row's beginning.
 template <int P> void as_words(float* rows, int count, int width, int stride) {
     if constexpr (P == 2)
         for (int t = 0; t < count; ++t, rows += stride)
             for (int i = 0; i < width; i += LANES) store_as((bf16*)rows + i, load<vf>(rows + i));
 }
 
-// Words of rows [tokens][stride] -> [width / P][padded], beyond the tokens 0. `width` and `padded` are multiples of LANES.
+// Transposes words, [tokens][stride] -> [width / P][padded], with 0 beyond the tokens. `width` and `padded` are
+// multiples of LANES.
 template <int P> void transpose(const float* from, int tokens, int stride, int width, float* to, int padded) {
     for (int j = 0; j < padded; j += 8)
         for (int i = 0; i < width / P; i += 8) {
@@ -94,8 +96,8 @@ template <int P> void transpose(const float* from, int tokens, int stride, int w
         }
 }
 
-// The same as words of neighbours in a column, [words(count)][stride]; the last may have a neighbour of zeros. They are
-// written to `to`, but single numbers, which are where they are. Returns where.
+// Joins floats that are neighbours in a column to words, [words(count)][stride]; an odd last row is joined with zeros.
+// Returns `to`, where they are written, or `rows` itself for words of one number.
 template <int P> const float* joined(const float* rows, int count, int width, int stride, float* to) {
 #if KERNEL != KERNEL_FMA
     if constexpr (P == 2) {
@@ -126,16 +128,16 @@ extern "C" struct Attention {
 
 namespace {
 
-constexpr int BLOCK = 4 * TILE; // query tokens of a head that are taken together
-constexpr int AHEAD = 8;        // tokens whose channels are asked for before their turn
+constexpr int BLOCK = 4 * TILE; // query tokens of a head that are computed together
+constexpr int AHEAD = 8;        // how many tokens ahead channels are prefetched
 
 struct Task { // some query heads of a group, of one sequence
     int64_t first; // token
     int length, group, first_head, end_head; // heads in the group
 };
 
-// In a row of scores, what comes after the query at `place` becomes `hidden` as far as vectors of what it sees reach.
-// Returns the columns of those vectors.
+// Replaces the scores of keys after the query at `place` by `hidden`, to the end of the vector that has the query's
+// own key. Returns the number of columns up to there.
 INLINE int hide_later(float* row, int place, float hidden) {
     const int seen = round_up(place + 1, LANES);
     float* last = row + seen - LANES;
@@ -147,13 +149,13 @@ template <class T> INLINE void clear(T* row, int begin, int end) {
     if (begin < end) std::fill(row + begin, row + end, T(0));
 }
 
-// What one thread needs to know about tokens and heads. T: of the numbers in memory.
+// Where tokens' heads are in memory, and how to read and write them. T: type of the numbers in memory.
 template <class T> struct Heads {
     const Attention& a;
     const int heads = a.groups * a.per_group;
-    const int width = round_up(a.channels, LANES); // of a row of channels in scratch memory, those added are 0
+    const int width = round_up(a.channels, LANES); // of a row of channels in scratch memory; added ones are 0
 
-    // Where a group's `part` lies: 0.. its query heads, per_group its key, per_group + 1 its value.
+    // Index of a group's `part`: 0.. its query heads, per_group its key, per_group + 1 its value.
     size_t place(int64_t token, int group, int part) const {
         return ((token * a.groups + group) * (a.per_group + 2) + part) * a.channels;
     }
@@ -162,8 +164,8 @@ template <class T> struct Heads {
         return (token * heads + head_of(task, head)) * a.channels;
     }
 
-    // Widened, multiplied and, but for values, turned by the token's position (arXiv:2104.09864): channel i with
-    // channel i + rotary / 2, those from `rotary` on not at all.
+    // Reads a head's channels: widened, multiplied by `factor` and, if `turned`, rotated by the token's position
+    // (arXiv:2104.09864): channel i with channel i + rotary / 2, those from `rotary` on not at all.
     void fetch(const T* x, int64_t token, bool turned, float factor, float* out) const {
         const int half = turned ? a.rotary / 2 : 0;
         const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
@@ -177,7 +179,7 @@ template <class T> struct Heads {
             store_some(out + i, load_some(x + i, a.channels - i) * factor, a.channels - i);
         std::fill(out + a.channels, out + width, 0.0f);
     }
-    // The same of every token of a sequence: [length][width].
+    // `fetch` for every token of a sequence: [length][width].
     void fetch_all(const Task& task, int part, bool turned, float* out) const {
         for (int t = 0; t < task.length; ++t) {
             const T* x = (const T*)a.qkv + place(task.first + t, task.group, part);
@@ -185,12 +187,13 @@ template <class T> struct Heads {
             fetch(x, task.first + t, turned, 1, out + (size_t)t * width);
         }
     }
-    // Asks for the channels of a head that will be read (WRITE 0) or written (1). From token to token they lie so far apart that
-    // the processor does not guess it.
+    // Prefetches the channels of a head that will be read (WRITE 0) or written (1). Tokens lie so far apart that the
+    // processor does not do so by itself.
     template <int WRITE> void expect(const T* x) const {
         for (int i = 0; i < a.channels; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, WRITE);
     }
-    // The query that is taken BLOCK queries after this one, of the same head or of the next. Returns false after the last.
+    // Goes to the query that is computed BLOCK queries after this one, of the same head or the next. False if there is
+    // none.
     bool next_query(const Task& task, int& head, int& place) const {
         place += BLOCK;
         if (place < task.length) return true;
@@ -198,7 +201,7 @@ template <class T> struct Heads {
         place %= BLOCK;
         return head < task.end_head && place < task.length;
     }
-    // Gradients with respect to what `fetch` gave, times `factor` -> to what it read.
+    // The gradient of `fetch`: from x, that of what it returned, to out, that of what it read.
     void put(const float* x, int64_t token, bool turned, float factor, T* out) const {
         const int half = turned ? a.rotary / 2 : 0;
         const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
@@ -212,8 +215,8 @@ template <class T> struct Heads {
             store_some(out + i, load<vf>(x + i) * factor, a.channels - i);
     }
 
-    // Every head of every sequence, those with the most work first: a group's together, which share keys and values, unless
-    // threads would lack work.
+    // Every head of every sequence, the longest sequences first. A group's heads, which share keys and values, are
+    // one task unless threads would lack work.
     std::vector<Task> tasks() const {
         const int together = (int64_t)a.num_sequences * a.groups >= 4 * a.threads ? a.per_group : 1;
         std::vector<Task> all;
@@ -229,7 +232,7 @@ template <class T> struct Heads {
 
 template <class T> void attention_forward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
-    typedef std::conditional_t<P == 2, bf16, float> Factor; // what is multiplied
+    typedef std::conditional_t<P == 2, bf16, float> Factor; // of values: attention weights
     const Heads<T> h{a};
     const auto tasks = h.tasks();
     const int width = h.width;
@@ -265,7 +268,7 @@ template <class T> void attention_forward(const Attention& a) {
                 float factor[BLOCK];
                 for (int i = 0; i < count; ++i) {
                     float* row = scores + (size_t)i * padded;
-                    Factor* weights = (Factor*)row; // never ahead of what is read
+                    Factor* weights = (Factor*)row; // written in place, never ahead of what is read
                     const int seen = hide_later(row, begin + i, -INFINITY);
                     vf most = splat(-INFINITY), sum = {};
                     for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
@@ -299,7 +302,8 @@ template <class T> void attention_backward(const Attention& a) {
     const int width = h.width;
     int64_t tokens = 0;
     for (int i = 0; i < a.num_sequences; ++i) tokens += a.lengths[i];
-    // Gradients of keys and of values [head][token][width], by query head: summed afterwards, always in one order.
+    // Gradients of keys, then of values, [query head][token][width] each: summed over a group's heads afterwards,
+    // always in the same order.
     const size_t plane = (size_t)tokens * width;
     const std::unique_ptr<float[]> sums(new float[2 * plane * h.heads]);
     parallel(a.threads, (int)tasks.size(), [&](int index) {

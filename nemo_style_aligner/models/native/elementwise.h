@@ -53,7 +53,7 @@ void rms_norm(const T* x, const float* weight, T* out, float* scale, int rows, i
     });
 }
 
-// grad_weight [threads][width]: of each thread's rows.
+// grad_weight [threads][width]: the sum over each thread's rows.
 template <class T>
 void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, T* grad_x, float* grad_weight,
                        int rows, int width, int threads) {
@@ -70,7 +70,7 @@ void rms_norm_backward(const T* x, const float* weight, const float* scale, cons
                 along += product * load_some(weight + i, n);
                 store_some(sums + i, load_some(sums + i, n) + product, n);
             }
-            // The part of the gradient along x changes nothing: x is divided by its own length.
+            // The output does not depend on the length of x, so the gradient has no component along x.
             const float mean = sum_lanes(along) / width;
             for (int i = 0; i < width; i += LANES) {
                 const int n = width - i;

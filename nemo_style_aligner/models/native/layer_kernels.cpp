@@ -1,12 +1,12 @@
-// Parts of a transformer, forward and backward, on CPUs: what torch does there in many passes over memory.
-// Numbers in memory are fp32 or bf16 (T), arithmetic is fp32, but for products of bf16. `layer_kernels.py`
+// Parts of a transformer, forward and backward, for which torch makes many passes over memory on CPUs.
+// Numbers in memory are fp32 or bf16 (T), arithmetic is fp32 except for products of bf16. `layer_kernels.py`
 // says what each function computes.
 #include "attention.h"
 #include "elementwise.h"
 #include "logits.h"
 #include "weight_gradients.h"
 
-// f with a value of the type that numbers have in memory. 0, or 1 where memory is short.
+// Calls f with a value of the type that numbers have in memory. Returns 0, or 1 if memory is short.
 template <class F> static int with_type(int is_bf16, F&& f) {
     try {
         is_bf16 ? f(bf16()) : f(float());

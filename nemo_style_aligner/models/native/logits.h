@@ -1,13 +1,13 @@
-// What log-probs and their gradients need of rows of logits, row by row, so that a row comes from memory once.
+// Log-probs' parts and gradients from rows of logits, row by row, so that each row is read from memory once.
 #pragma once
 #include "rows.h"
 
 namespace {
 
-constexpr int SUMMED_VECTORS = 64; // in one vector of sums, before those are summed: the error of a long sum stays small
+constexpr int SUMMED_VECTORS = 64; // in each partial sum of a row, so that the rounding error of long sums stays small
 
-// f(vector of a row's numbers times `scale`, place, how many there are) for all of a row. Lanes beyond its end are
-// -inf.
+// Calls f(vector of numbers times `scale`, their place in the row, their number) for all of a row. Lanes beyond its end
+// are -inf.
 template <class T, class F> INLINE void each_vector(const T* row, int width, float scale, F&& f) {
     const int whole = width / LANES * LANES;
     for (int i = 0; i < whole; i += LANES) f(load_wide(row + i) * scale, i, LANES);
@@ -17,21 +17,21 @@ template <class T, class F> INLINE void each_vector(const T* row, int width, flo
     f(last, whole, width - whole);
 }
 
-// Of each row x = scale * logits: log of the sum of exponentials, x at the target (0 where that is negative: it is not
-// in the row) and, if `entropy` is not null, the entropy of softmax(x).
+// For each row x = scale * logits: the log of the sum of exponentials, x at the target (0 if the target is negative: it
+// is not in this row) and, if `entropy` is not null, the entropy of softmax(x).
 template <class T>
 void measure_logits(const T* logits, const int64_t* targets, float scale, float* normalizer, float* at_target,
                     float* entropy, int rows, int width, int threads) {
     parallel(threads, rows, [&](int row) {
         const T* x = logits + (size_t)row * width;
         vf peaks = splat(-INFINITY);
-        each_vector(x, width, scale, [&](vf v, int, int) { peaks = vmax(v, peaks); }); // the sum sees NaN
+        each_vector(x, width, scale, [&](vf v, int, int) { peaks = vmax(v, peaks); }); // skips NaN, which the sum has
         const float peak = max_lanes(peaks);
         vf sums = {}, sum = {}, weighted_sums = {}, weighted_sum = {};
         each_vector(x, width, scale, [&](vf v, int i, int) {
             const vf shifted = v - peak, e = vexp(shifted);
             sum += e;
-            // Without what is -inf, whose part in the entropy is 0.
+            // -inf contributes 0 to the entropy, but 0 * -inf would be NaN.
             if (entropy) weighted_sum += shifted > -87.0f ? e * shifted : vf{};
             if (i / LANES % SUMMED_VECTORS == SUMMED_VECTORS - 1) {
                 sums += sum;
@@ -46,8 +46,9 @@ void measure_logits(const T* logits, const int64_t* targets, float scale, float*
     });
 }
 
-// The gradient with respect to x, see above, given `normalizer` and `entropy` of whole rows (this may be part of them) and
-// the gradients of the log-prob of the target and, if `grad_entropy` is not null, of the entropy. It may replace the logits.
+// The gradient with respect to x of `measure_logits`, from those of the target's log-prob and, if `grad_entropy` is not
+// null, of the entropy. `normalizer` and `entropy` are of whole rows, of which these rows may be slices. `out` may be
+// the logits' memory.
 template <class T>
 void logits_gradient(const T* logits, const int64_t* targets, float scale, const float* normalizer, const float* entropy,
                      const float* grad, const float* grad_entropy, T* out, int rows, int width, int threads) {
@@ -63,7 +64,7 @@ void logits_gradient(const T* logits, const int64_t* targets, float scale, const
         };
         each_vector(x, width, scale, [&](vf v, int i, int n) {
             const vf logprob = v - lse;
-            store_some(to + i, slope(logprob > -87.0f ? logprob : splat(-87.0f), vexp(logprob)), n); // -inf times 0
+            store_some(to + i, slope(logprob > -87.0f ? logprob : splat(-87.0f), vexp(logprob)), n); // -inf * 0 is NaN
         });
         if (target >= 0) set_as(to + target, grad[row] + slope(at_target - lse, std::exp(at_target - lse)));
     });

@@ -11,7 +11,7 @@ namespace {
 
 std::mutex team_in_use;
 
-// The threads of this process. A child of fork() has none of its parent's, and gets its own.
+// The threads of this process. A child of fork() inherits none of its parent's and gets its own.
 Team& team(int threads) {
     static Team* current = nullptr;
     static pid_t owner = 0;
@@ -23,8 +23,8 @@ Team& team(int threads) {
     return *current;
 }
 
-// f(i) for i in 0..n-1, each on whichever thread asks next. A caller that finds the team at work for another thread of
-// this process computes alone. What has no memory on any thread has none in the caller.
+// Calls f(i) for i in 0..n-1, each on whichever thread asks next. A caller that finds the team at work for another
+// thread of this process computes alone. std::bad_alloc on any thread is thrown again in the caller.
 template <class F> void parallel(int threads, int n, F&& f) {
     Counter counter;
     std::atomic<bool> is_short{false};
@@ -41,7 +41,7 @@ template <class F> void parallel(int threads, int n, F&& f) {
     if (is_short) throw std::bad_alloc();
 }
 
-// f(begin, end) for pieces of 0..n-1, one per thread.
+// Calls f(begin, end) for pieces of 0..n-1, one per thread.
 template <class F> void in_pieces(int threads, int n, F&& f) {
     parallel(threads, threads, [&](int i) { f((int64_t)n * i / threads, (int64_t)n * (i + 1) / threads); });
 }
@@ -52,7 +52,7 @@ class Scratch {
     explicit Scratch(size_t floats) {
         static thread_local std::vector<float> memory;
         if (memory.size() < floats + 16) {
-            memory.clear(); // or it would be copied
+            memory.clear(); // so that resizing does not copy it
             memory.resize(floats + 16);
         }
         next = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);

@@ -1,7 +1,7 @@
-// Gradients of weight matrices in bf16: total[n][k] += the sum over tokens of columns[token][n] * rows[token][k], in fp32.
+// Gradients of weight matrices in bf16: total[n][k] += sum over tokens of columns[token][n] * rows[token][k] in fp32.
 //
-// Both factors have their tokens, along which is summed, from row to row, so that a library that wants them next to each other
-// transposes one. Dot products want pairs of tokens next to each other, no more.
+// The sum is over tokens, which are the rows of both factors. A library that wants them next to each other transposes a
+// factor. Dot products need no more than pairs of tokens next to each other.
 #pragma once
 #include "rows.h"
 
@@ -10,9 +10,9 @@ namespace weight_gradients {
 
 constexpr int TILE_ROWS = 12; // of the total, with two vectors of columns: as many sums as there are registers for
 constexpr int TILE_COLUMNS = 2 * LANES;
-constexpr int BLOCK_TILES = 8; // of a task: its factor on the left stays in the second cache
+constexpr int BLOCK_TILES = 8; // of a task: its left factor stays in the L2 cache
 constexpr int BLOCK_ROWS = TILE_ROWS * BLOCK_TILES;
-constexpr int AHEAD = 8; // pairs of tokens that are asked for before their turn
+constexpr int AHEAD = 8; // how many pairs of tokens ahead are prefetched
 
 struct Product {
     float* total; // [n][k]
@@ -33,8 +33,8 @@ INLINE vu load_bits(const bf16* x, int count) {
 #endif
 }
 
-// `width` columns of all pairs of tokens, from x[token][stride]: out[pair][WIDTH], of which vectors are written whole, so that
-// the last pair needs room for one more.
+// Packs `width` columns of x[token][stride] by pairs of tokens: out[pair][WIDTH]. Vectors are written whole, so the
+// last pair needs room for one more.
 template <int WIDTH> void pack(const bf16* x, int tokens, int stride, int width, uint32_t* out) {
     constexpr int VECTORS = (WIDTH + LANES - 1) / LANES;
     for (int t = 0; t < tokens; t += 2, x += 2 * (size_t)stride, out += WIDTH) {
@@ -74,7 +74,7 @@ INLINE void add_tile(const uint32_t* left, const uint32_t* right, int pairs, flo
         }
 }
 
-// Rows of the total from `first` on, BLOCK_ROWS of them at most; `left` has room for them, `right` holds all columns.
+// Adds to at most BLOCK_ROWS rows of the total, from `first` on. `left` is room to pack them, `right` has all columns.
 inline void add_block(const Product& p, int first, uint32_t* left, const uint32_t* right) {
     const int end = std::min(first + BLOCK_ROWS, p.n), pairs = p.pairs();
     const size_t panel = (size_t)pairs * TILE_ROWS + LANES;

@@ -1,8 +1,8 @@
 // Attention over paged keys and values.
 //
-// A page holds 16 positions of one key head in one layer. Keys: a right-hand matrix of k = channel, column = position;
-// values: k = position, column = channel (see pair_index). So scores and weighted sums are the products that weights
-// use.
+// In each layer a page holds 16 positions of every key head. A head's keys are a right-hand matrix of k = channel,
+// column = position; its values one of k = position, column = channel (see pair_index). So scores and weighted sums are
+// the same products as those with weights.
 #pragma once
 #include "panels.h"
 
@@ -10,11 +10,11 @@ constexpr int PAGE = 16;
 constexpr int CHANNELS = round_up(HEAD_DIM, 16); // of a head in memory; those above HEAD_DIM stay zero
 constexpr int PER_GROUP = HEADS / GROUPS;        // query heads that share a key head
 constexpr int PAGE_SIZE = PAGE * CHANNELS;       // elements
-// Query tokens of one sequence that are taken together, so that they share what is read of the cache.
+// Query tokens of one sequence that are computed together, so that keys and values are read once for all of them.
 constexpr int QUERY_TOKENS = PER_GROUP >= 24 ? 1 : 24 / PER_GROUP;
 constexpr int QUERY_ROWS = QUERY_TOKENS * PER_GROUP;
 
-// Asks for the next page while this one is computed with: pages lie anywhere, so the processor cannot guess.
+// Prefetches the next page while one is computed with: pages lie anywhere, so the hardware cannot predict it.
 static INLINE void prefetch_page(const panel_t* page) {
     for (size_t i = 0; i < PAGE_SIZE * sizeof(panel_t); i += 64) __builtin_prefetch((const char*)page + i);
 }
@@ -42,8 +42,8 @@ static INLINE void score_pages(const act_t* const* query, int rows, const panel_
     }
 }
 
-// One row of scores -> weights that sum to 1 but for the factor returned; positions from `length` on get 0. The weights
-// are written over the scores, as act_t.
+// Overwrites one row of scores with weights, as act_t, and returns the factor that makes these sum to 1. Positions from
+// `length` on get 0.
 static INLINE float softmax_row(float* scores, int length, int padded) {
     const float scale = 1.0f / std::sqrt((float)HEAD_DIM);
     for (int i = length; i < padded; ++i) scores[i] = -INFINITY;
@@ -60,7 +60,7 @@ static INLINE float softmax_row(float* scores, int length, int padded) {
     return 1.0f / sum_lanes(sum);
 }
 
-// Vectors of channels that `rows` rows sum up at a time: all if there are registers for them, at least 16 channels.
+// Vectors of channels that `rows` rows accumulate at a time: all if there are registers for them, at least 16 channels.
 constexpr int channel_vectors(int rows) {
     for (int v = CHANNELS / LANES; v > 16 / LANES; v /= 2)
         if (v * rows <= ACCUMULATORS && CHANNELS % (v * LANES) == 0) return v;
@@ -96,7 +96,7 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
     }
 }
 
-// All query heads of key head `group`, for `tokens` neighbouring tokens of one sequence, the first at `position`.
+// Attention of all query heads of key head `group`, for `tokens` tokens of one sequence, from `position` on.
 //   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], pages of this layer [page][GROUPS][PAGE_SIZE],
 //   scratch [QUERY_ROWS][positions rounded up to a page]
 static void attend(const act_t* queries, int tokens, int position, int group, const panel_t* keys,

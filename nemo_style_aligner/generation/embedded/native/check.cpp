@@ -1,6 +1,6 @@
 // Does the compiled step compute what it should on this processor? Run once, as a program of its own, before a kernel
 // with special instructions is used: a processor, hypervisor or compiler that gets them wrong must not go unnoticed.
-// Exit status 0: yes.
+// Exit status: 0 if it does, 1 if numbers are wrong, 2 if the operating system refuses the instructions.
 #include "step.cpp"
 #include <cstdio>
 #include <random>
@@ -9,7 +9,7 @@ static std::mt19937 generator(1);
 static float number() { return std::normal_distribution<float>()(generator); }
 static double worse(double a, double b) { return b <= a ? a : std::isnan(b) ? INFINITY : b; } // NaN is the worst
 
-// `rows` activations times a matrix of `features` output features, against sums in double.
+// Relative error of `rows` activations times a matrix of `features` output features, against sums in double.
 static double product_error(int rows, int features, int half) {
     const int k = HIDDEN_K, count = half == WHOLE ? panels(features) : (features + 15) / 16;
     std::vector<weight_t> data((size_t)count * k * PANEL);
@@ -40,7 +40,7 @@ static double product_error(int rows, int features, int half) {
     return error / size;
 }
 
-// Attention of `tokens` tokens that follow `position` earlier ones, against sums in double.
+// Relative error of the attention of `tokens` tokens that follow `position` earlier ones, against sums in double.
 static double attention_error(int position, int tokens) {
     const int length = position + tokens, pages = (length - 1) / PAGE + 1;
     std::vector<panel_t> keys((size_t)pages * GROUPS * PAGE_SIZE), values(keys.size());
@@ -81,7 +81,7 @@ static double attention_error(int position, int tokens) {
     return error / size;
 }
 
-// Of the activation, over small and extreme values; infinity unless NaN stays NaN.
+// Largest error of the activation over small and extreme values; infinity unless NaN stays NaN.
 static double activation_error() {
     std::vector<float> values{-1e30f, -300.0f, -90.0f, -88.8f, -88.4f, -87.2f, 88.8f, 300.0f};
     for (float x = -87; x < 87; x += 0.37f) values.push_back(x);

@@ -32,7 +32,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
 _SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
 _CHECK_SECONDS = 120.0
-# How `check.cpp` ends where the kernels cannot be used. Anything else, as SIGKILL for want of memory, may pass.
+# Statuses of `check.cpp` that rule the kernels out. Others, such as SIGKILL for lack of memory, may be transient.
 _CHECK_VERDICTS = (1, 2, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE)
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
@@ -42,15 +42,15 @@ _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
 
 class CheckFailed(NativeUnavailable):
-    """The compiled kernels compute wrong numbers, die of what they execute or are refused: it will be so again."""
+    """The compiled kernels compute wrong numbers, crash or are refused by the system, and would do so again."""
 
 
 def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
     """The compiled step for ``shape``: from disk, where it was compiled before.
 
     Raises:
-        NativeUnavailable: there is no compiler, it failed, what it made does not compute what it should, or there is no
-            folder to keep it in and to execute it from.
+        NativeUnavailable: there is no compiler, it failed, the kernels fail their check, no folder can keep the library
+            and execute it, or the system refuses the instructions.
     """
     compiler = find_compiler()
     command = compile_command(compiler, shape, kernel)
@@ -73,16 +73,16 @@ def compile_command(compiler: Sequence[str], shape: EngineShape, kernel: str) ->
 
 
 def _require_check(compiler: Sequence[str], shape: EngineShape, kernel: str, folder: Path) -> None:
-    """Run `check` unless it is on record: once per kernel, dtype and weight format, on a small model of its own.
+    """Run `check` on a small model, unless its outcome is on record: once per kernel, dtype and weight format.
 
     Raises:
-        NativeUnavailable: it fails, or did; the message names the record, which may be deleted to try again. There is
-            none where the check could not be made.
+        NativeUnavailable: the check fails, or failed earlier (the message names the record, which may be deleted to
+            check again); or it could not be carried out, which leaves no record.
     """
     command = compile_command(
         compiler, dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel()), kernel
     )
-    # What Linux refuses, another Linux may allow.
+    # One record per Linux release: instructions that one refuses, another may allow.
     record = folder / f"check-{compilation_key(command, _SOURCES)}-{os.uname().release}.txt"
     if not record.exists() or not record.read_text():  # empty: the machine went down before it was on disk
         try:
@@ -90,7 +90,7 @@ def _require_check(compiler: Sequence[str], shape: EngineShape, kernel: str, fol
             outcome = "passed"
         except CheckFailed as error:
             outcome = str(error)
-        written = _new_file(folder)  # a rank that compiles another shape may look for the record now
+        written = _new_file(folder)  # a rank that compiles another shape may be reading the record
         written.write_text(outcome)
         os.replace(written, record)
     if record.read_text() != "passed":
@@ -101,8 +101,8 @@ def check(command: list[str], folder: Path) -> None:
     """Compile ``check.cpp`` into ``folder`` and run it, in a process of its own: an illegal instruction ends only that.
 
     Raises:
-        CheckFailed: products or attention are wrong, or the program died of them.
-        NativeUnavailable: it could not be compiled, or did not get to the end.
+        CheckFailed: results are wrong, the program crashed, or the system refuses the instructions.
+        NativeUnavailable: the program could not be compiled, or was interrupted.
     """
     program = _new_file(folder)
     try:
@@ -122,7 +122,7 @@ def check(command: list[str], folder: Path) -> None:
 
 
 def _new_file(folder: Path) -> Path:
-    """With a name of its own: machines that share the folder may have processes of equal numbers."""
+    """A new file with a unique name; process ids are not unique among machines that share the folder."""
     handle, name = tempfile.mkstemp(dir=folder, prefix="check-", suffix=".tmp")
     os.close(handle)
     return Path(name)

@@ -1,4 +1,4 @@
-"""The native step under the `ModelStep` seam: memory, weight destinations and calls into the compiled library."""
+"""The native `ModelStep`: memory, weight destinations and calls into the compiled library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MAX_STOP_IDS = 64  # as in sample.h
 
 
 class NativeStep(ModelStep):
-    """A forward pass in C++, one call per pass (two per layer and pass under tensor parallelism).
+    """A forward pass in C++: one library call (2 * num_layers + 2 under tensor parallelism).
 
     On one kind of processor a token's logits have the same bits whatever else is in the pass, however prompts are
     cut into chunks and however many threads there are.
@@ -90,7 +90,7 @@ class NativeStep(ModelStep):
         self._num_compilations = 1
 
     def _load(self) -> None:
-        """The best kernel that works here."""
+        """Load the library of the best kernel that works here."""
         while True:
             self._kernel = self._kernels[0]
             try:
@@ -105,7 +105,7 @@ class NativeStep(ModelStep):
                 )
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """See `ModelStep.forward`; fp32."""
+        """See `ModelStep.forward`; logits are fp32."""
         arrays = (step.token_ids, step.positions, step.slots, step.segments, step.output_rows, step.block_table)
         arguments = Pass(
             *(array.ctypes.data for array in arrays),
@@ -135,7 +135,7 @@ class NativeStep(ModelStep):
         stop_ids: torch.Tensor | None,
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ModelStep.sample`: natively unless a filter or penalty acts."""
+        """See `ModelStep.sample`: in C++, unless a filter or penalty acts or there are too many stop ids."""
         filtered = params.repetition_penalty != 1.0 or not (
             params.use_greedy or (not params.top_k and params.top_p == 1)
         )
@@ -292,7 +292,7 @@ class NativeStep(ModelStep):
         def pack(parts: dict[str, Rows], columns: int, num_rows: int) -> None:
             to = {f"{module}.weight": destinations[f"{module}.weight"] for module in parts}
             if not all(isinstance(destination, PackedDestination) for destination in to.values()):
-                return  # a table that is also looked up in
+                return  # the tied embedding of an int8 model, which is also looked up in
             source = self._lent.source(tuple(to), (num_rows, columns), SOURCE_DTYPES, torch.device("cpu"))
             if source is not None:
                 for (name, destination), rows in zip(to.items(), parts.values(), strict=True):
@@ -352,7 +352,7 @@ def _round_up(n: int, to: int) -> int:
 
 
 def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Activations of one pass; rows in whole tiles, columns that weights are multiplied with in multiples of 32."""
+    """Buffers of one pass: rows in whole tiles of 32; columns that are multiplied with weights in multiples of 32."""
     shard, a = shape.shard, shape.architecture
     rows = _round_up(shape.max_step_tokens, 32)
     multiplied = torch.bfloat16 if bf16 else torch.float32

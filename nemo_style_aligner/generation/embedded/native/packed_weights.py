@@ -27,12 +27,12 @@ class PackedMatrix:
 
     @property
     def pointers(self) -> Matrix:
-        """For the library."""
+        """The matrix as the library takes it."""
         return Matrix(self.data.data_ptr(), None if self.scales is None else self.scales.data_ptr())
 
 
 def lane_places(num_rows: int, first_row: int, half: int) -> torch.Tensor:
-    """int64 [num_rows]: panel * 32 + lane of features ``first_row``...; `place_of` in panels.h."""
+    """panel * 32 + lane of each of ``num_rows`` features from ``first_row`` on, int64; as `place_of` in panels.h."""
     row = torch.arange(first_row, first_row + num_rows)
     if half == WHOLE:
         return row
@@ -40,7 +40,7 @@ def lane_places(num_rows: int, first_row: int, half: int) -> torch.Tensor:
 
 
 class PackedDestination:
-    """Rows ``first_row``... of a packed matrix, filled by the library."""
+    """``rows`` rows of a packed matrix from ``first_row`` on, filled by the library."""
 
     def __init__(
         self, context: Context, matrix: PackedMatrix, rows: int, first_row: int = 0, half: int = WHOLE
@@ -57,7 +57,7 @@ class PackedDestination:
         self._context.call("step_pack", self.arguments(part, Rows(0, len(part))), 1)
 
     def arguments(self, source: torch.Tensor, rows: Rows) -> PackArguments:
-        """For packing ``rows`` of ``source`` [all rows, columns], float32 or bfloat16, its columns side by side."""
+        """Arguments to pack ``rows`` of ``source`` [all rows, columns], float32 or bfloat16, columns contiguous."""
         matrix, stride = self._matrix, source.stride(0)
         return PackArguments(
             data=matrix.data.data_ptr(),
@@ -94,7 +94,7 @@ class PackedDestination:
 
 @dataclasses.dataclass(frozen=True)
 class LaneDestination:
-    """Lanes of a vector that lies beside a packed matrix: a bias."""
+    """Some lanes of a bias, which is laid out like the panels of its matrix."""
 
     lanes: torch.Tensor  # fp32 [panels * 32]
     places: torch.Tensor
@@ -113,7 +113,7 @@ class LaneDestination:
 
 
 class PackedFromTrainer:
-    """See `LentMatrices`: packed matrices, all in one call of the library."""
+    """`LentMatrices` of the native step: `write` packs them all in one call of the library."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -1,9 +1,9 @@
-// Products with matrices of pairs: the innermost loop of the engine's products of weights and of attention.
+// The innermost loop of the engine's products, both with weights and in attention.
 #pragma once
 #include "vectors.h"
 
 #if KERNEL == KERNEL_FMA
-typedef float act_t; // what is multiplied with weights
+typedef float act_t; // activations, as they are multiplied with weights
 #else
 typedef bf16 act_t;
 #endif
@@ -13,8 +13,8 @@ typedef float panel_t; // what matrix products read: weights (int8 ones are wide
 typedef bf16 panel_t;
 #endif
 
-// Matrices that are multiplied from the right lie in memory as rows of pairs: for two neighbouring k, `width` columns.
-// bf16 and int8: [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
+// Right-hand matrices lie in memory as rows of pairs: two neighbouring k of `width` columns. bf16 and int8:
+// [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
 template <class B = panel_t> static INLINE size_t pair_index(int k, int column, int width) {
     if (sizeof(B) == 4) return (size_t)k * width + column;
     return (size_t)(k / 2) * 2 * width + column * 2 + (k & 1);
@@ -22,7 +22,7 @@ template <class B = panel_t> static INLINE size_t pair_index(int k, int column, 
 template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2; // elements from one column to the next
 
 #if KERNEL == KERNEL_FMA
-// Columns j * LANES ... of the even or the odd k of a pair, as floats. int8 lies in the order of bf16.
+// LANES columns from j * LANES on of a pair's even or odd k, as floats. int8 lies in the order of bf16.
 static INLINE vf widen_columns(const float* pair, int width, int j, int odd) {
     return load<vf>(pair + odd * width + j * LANES);
 }
@@ -51,7 +51,7 @@ static INLINE vu load_pairs(const int8_t* pairs) {
 }
 #endif
 
-// What the next products will read, asked for while this one is computed: `step` bytes for each pair of k.
+// What the next products will read, prefetched while this one is computed: `step` bytes for each pair of k.
 struct Ahead {
     const char* at;
     int step;
@@ -59,7 +59,7 @@ struct Ahead {
 
 // acc[i][j] += sum over `pairs` pairs of k of a[i][k] * b[k][column j * LANES ...]. Every element is summed in the
 // order of k in one accumulator, whatever ROWS and VECTORS are: a row's result does not depend on the rows it is
-// computed with. LINES_AHEAD cache lines of `ahead` are asked for with each pair.
+// computed with. LINES_AHEAD cache lines of `ahead` are prefetched with each pair.
 template <int ROWS, int VECTORS, int LINES_AHEAD = 0, class B>
 static INLINE void multiply_pairs(const act_t* const (&a)[ROWS], int pairs, const B* b, int width,
                                   vf (&acc)[ROWS][VECTORS], Ahead ahead = {}) {

@@ -1,5 +1,5 @@
 // Weight matrices as panels: 32 output features each, k in pairs (see pair_index), padded with zeros to whole panels
-// and to a multiple of 32 in k. Packing is what a refit does; multiplying is what a pass does.
+// and to a multiple of 32 in k. A refit packs them, a pass multiplies with them.
 #pragma once
 #include "pairs.h"
 #include "threads.h"
@@ -19,10 +19,10 @@ struct Matrix {
 
 constexpr int ACCUMULATORS = EMULATE      ? 8
                              : LANES == 8 ? 12
-                                          : 24; // vectors of sums that fit beside their factors in the registers
-constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // of the vector kernels, with two vectors of columns
+                                          : 24; // vectors of sums that fit in the registers beside the operands
+constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // rows of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
-// Kernels but tiles can read int8 as it is. With more rows than this it is widened once for all of their blocks.
+// All kernels but AMX can read int8 directly. With more rows than this a panel is widened once for all their blocks.
 constexpr int ROWS_WITHOUT_WIDENING = KERNEL == KERNEL_FMA ? 2 * BLOCK_ROWS : KERNEL == KERNEL_DOT ? BLOCK_ROWS : 0;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ static void tiles_begin() { // eight tiles of 16 rows of 64 bytes
         uint8_t rows[16];
     };
     static_assert(sizeof(Config) == 64);
-    // A constant: GCC's intrinsic says that it reads 8 bytes, and stores to the others might be left out.
+    // A constant: GCC's intrinsic claims to read only 8 bytes, so it might drop stores to the others.
     static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&config);
 }
@@ -74,7 +74,7 @@ static void tiles_end() { _tile_release(); }
 // c[16 * TALL][32] = a[16 * TALL rows][k] * panel
 template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, float* c) {
 #if !EMULATE
-    __asm__ volatile("" ::: "memory"); // GCC's tile loads do not say that they read memory: what is stored must be there
+    __asm__ volatile("" ::: "memory"); // GCC's tile loads do not declare that they read memory: keep earlier stores
 #endif
     TILE_ZERO(0);
     TILE_ZERO(1);
@@ -113,7 +113,7 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
 // How often a panel is read for a block of n rows: as many columns are taken at a time as there are registers for.
 constexpr int readings(int n) { return n * (PANEL / LANES) <= ACCUMULATORS ? 1 : PANEL / LANES / 2; }
 
-// c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. Moves `ahead` on by what was asked for.
+// c[n][32] = a[n rows][k] * panel, n <= VECTOR_ROWS. Advances `ahead` by what was prefetched.
 template <class B>
 static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B* panel, float* c, Ahead& ahead) {
     with_constant<VECTOR_ROWS>(n, [&](auto rows) {
@@ -136,7 +136,7 @@ static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B*
 // ---- products -------------------------------------------------------------------------------------------------------
 
 #if STORAGE_INT8
-// A panel of int8 weights in the order and type of the arithmetic; integers up to 127 are exact in bf16, too.
+// Widens a panel of int8 weights to the order and type of the arithmetic; integers up to 127 are exact in bf16, too.
 static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
 #if KERNEL == KERNEL_FMA
     for (int pair = 0; pair < k / 2; ++pair)
@@ -149,14 +149,14 @@ static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
 }
 #endif
 
-// `multiply_panel` of a panel as the kernels read it.
+// `multiply_panel` for a panel that the kernels can read directly.
 template <class B, class Use>
 static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix& matrix, int index, const B* panel,
                                    Use&& use) {
     alignas(64) float c[BLOCK_ROWS * PANEL];
 #if KERNEL != KERNEL_AMX
-    // The panel that follows arrives while this one is computed with, evenly over the time that this takes: memory and
-    // arithmetic work at once. The processor's own guess is too late when a panel is read at the speed of products.
+    // The next panel is prefetched evenly over the products with this one, so that memory and arithmetic work at once.
+    // The hardware's prefetcher is too late when a panel is read at the speed of products.
     const int rest = rows % BLOCK_ROWS;
     const int all_readings = rows / BLOCK_ROWS * readings(BLOCK_ROWS) + (rest ? readings(rest) : 0);
     Ahead ahead = {(const char*)(matrix.data + (size_t)(index + 1) * k * PANEL),
@@ -226,10 +226,10 @@ struct PackArguments {
     int32_t half;
 };
 
-// Rows that fill a line: 16 lanes, 64 bytes of a panel for each k (for each pair of bf16).
+// Rows that fill a line: 16 lanes, 64 bytes of a panel for each k (bf16: for each pair of k).
 constexpr int LINE_ROWS = 16;
 
-// The first half of a line and the second, past the caches: what was there is not read, and nothing reads it soon.
+// Stores both halves of a line past the caches: its old content need not be read, and nothing reads the new one soon.
 // Other threads see it after `lines_end`.
 static INLINE void store_line(panel_t* line, vu8 first, vu8 second) {
     constexpr int HALF = 32 / sizeof(panel_t);
@@ -250,7 +250,7 @@ static INLINE void lines_end() {
 #endif
 }
 
-// Eight words of a panel, two bf16 or one float each, of the next numbers of a source row.
+// Eight words of a panel (of two bf16 or one float each, as the second argument's type says) from a source row.
 static INLINE vu8 words_of(const float* source, const float*) { return load<vu8>(source); }
 static INLINE vu8 words_of(const bf16* source, const bf16*) { return load<vu8>(source); }
 static INLINE vu8 words_of(const bf16* source, const float*) {
@@ -265,7 +265,7 @@ static INLINE vu8 words_of(const float* source, const bf16*) {
            __builtin_shuffle(a, b, vu8{1, 3, 5, 7, 9, 11, 13, 15}) << 16;
 }
 
-// Up to LINE_ROWS neighbouring rows of the source, which go to neighbouring lanes of one panel.
+// Packs up to LINE_ROWS neighbouring rows of the source, which go to neighbouring lanes of one panel.
 template <class Source> static void pack_rows(const PackArguments& p, const Source* source, int row, int n) {
     const Place place = place_of(p.first_row + row, p.half);
     weight_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
@@ -311,7 +311,7 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
 #endif
 }
 
-// All rows that share a line (or what there is of it) with row `line * LINE_ROWS` of the matrix's half.
+// Packs the source rows of line `line` of those that the source reaches; the first and the last may be partial.
 static void pack_line(const PackArguments& p, int line) {
     const int begin = line * LINE_ROWS - p.first_row % LINE_ROWS;
     const int row = begin > 0 ? begin : 0, end = begin + LINE_ROWS < p.rows ? begin + LINE_ROWS : p.rows;

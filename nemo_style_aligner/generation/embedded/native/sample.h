@@ -1,4 +1,4 @@
-// Choosing tokens from logits without filters: what `generation/sampling.py` does, in one visit per row.
+// Choosing tokens from logits without filters, row by row: the same as `generation/sampling.py` does.
 #pragma once
 #include "vectors.h"
 #include <algorithm>

@@ -9,7 +9,7 @@
 #include "attention.h"
 #include "sample.h"
 
-constexpr bool SUM_RANKS = RANKS > 1; // what the ranks must add up is left in `partial`
+constexpr bool SUM_RANKS = RANKS > 1; // summands that the ranks must add up are left in `partial`
 constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
 constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_DIM, 32), FFN_K = round_up(FFN, 32);
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
@@ -28,8 +28,8 @@ struct Model {
     Matrix head;
     const panel_t* embedding;     // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
     const float *cosines, *sines; // [positions][ROTARY / 2]
-    // Activations of up to as many tokens as a pass may have, rounded up to 32.
-    float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [t][round_up(VOCAB_ROWS, 32)]
+    // Activations of t, the most tokens of a pass, and o, the most outputs; both rounded up to 32.
+    float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [o][round_up(VOCAB_ROWS, 32)]
     act_t *normed, *queries, *attended, *inner; // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
     int32_t max_length, vocab_start;
 };
@@ -99,7 +99,7 @@ static INLINE vf activate(vf x) {
     return y;
 }
 
-// out = row + bias, or out += row + bias; `width` numbers of a panel's row, of which the last panel may have fewer.
+// out = row + bias, or out += row + bias, for `width` numbers of a panel's row: PANEL, or fewer in the last panel.
 template <bool ADD> static INLINE void write_row(float* out, const float* row, const float* bias, int width) {
     int j = 0;
     for (; j + LANES <= width; j += LANES) {
@@ -114,7 +114,7 @@ template <bool ADD> static INLINE void write_row(float* out, const float* row, c
 }
 static INLINE const float* panel_bias(const float* bias, int panel) { return bias ? bias + panel * PANEL : nullptr; }
 
-// Rotates q and k, norms them where the model does, and files k and v in the row's page.
+// Norms q and k where the model does, rotates them, and stores k and v in the row's page.
 static void file_row(const Model& m, const Layer& layer, const Pass& pass, int row) {
     const int position = pass.positions[row];
     const int page = pass.block_table[(size_t)pass.slots[row] * pass.pages_per_sequence + position / PAGE];
@@ -167,7 +167,7 @@ static void embed_row(const Model& m, int token, float* out) {
 
 // ---- the pass -------------------------------------------------------------------------------------------------------
 
-// What one thread does of a pass; every thread of the team runs it.
+// One thread's share of a pass; every thread of the team runs one.
 class Worker {
   public:
     Worker(Context& context, const Pass& pass, int thread)
@@ -256,7 +256,7 @@ class Worker {
         });
     }
 
-    // A row-parallel product: into the residual stream, or to where the ranks' sums are taken.
+    // A row-parallel product: added to the residual stream or, if ranks must add theirs up, written to `partial`.
     void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias) {
         product(a, k, matrix, panels(HIDDEN), [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, HIDDEN - panel * PANEL);
@@ -288,7 +288,7 @@ class Worker {
 
     int rows_chunk() const { return std::max(1, pass.num_tokens / (c.team.size * 4)); }
 
-    // f(i) for i < n, shared with the other threads; all of it is done when it returns.
+    // f(i) for i < n, shared with the other threads; returns when all of them are done.
     template <class F> void each(int n, int chunk, F&& f) {
         c.counters[phase++].each(n, chunk, f);
         c.team.barrier();
@@ -313,13 +313,13 @@ class Worker {
 
 extern "C" {
 
-// Sizes of the structures above, so that the caller can tell that it mirrors them.
+// Sizes of the structures above, so that the caller can verify that it mirrors them.
 void step_sizes(int32_t* out) {
     const size_t sizes[] = {sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(PackArguments), sizeof(SampleArguments)};
     for (size_t i = 0; i < 5; ++i) out[i] = (int32_t)sizes[i];
 }
 
-// Asks the kernel for what the processor's tiles need; 0 if they may be used, else errno. Once per process, before step_create.
+// Asks Linux for permission to use AMX tiles; 0 if they may be used, else errno. Once per process, before step_create.
 int step_prepare() {
 #if KERNEL == KERNEL_AMX && !EMULATE
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
@@ -359,7 +359,7 @@ void step_pack(void* context, const PackArguments* tensors, int num_tensors) {
     for (int i = 0; i < num_tensors; ++i) lines += num_lines(tensors[i]);
     c.team.run([&](int) {
         const PackArguments* tensor = tensors;
-        int first = 0; // line of `tensor`, among those of all; a thread's lines come in order
+        int first = 0; // number of `tensor`'s first line among all lines; a thread's lines come in order
         counter.each(lines, PANEL / LINE_ROWS, [&](int line) { // a panel at a time
             while (line - first >= num_lines(*tensor)) first += num_lines(*tensor++);
             pack_line(*tensor, line - first);

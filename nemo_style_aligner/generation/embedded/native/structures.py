@@ -77,7 +77,7 @@ class SampleArguments(ctypes.Structure):
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
-    """Raise NativeUnavailable unless ``library`` has structures of these sizes."""
+    """Raise NativeUnavailable unless the structures of ``library`` have the sizes of those above."""
     mirrored = [ctypes.sizeof(kind) for kind in (Layer, Model, Pass, PackArguments, SampleArguments)]
     sizes = (ctypes.c_int32 * len(mirrored))()
     library.step_sizes(sizes)
@@ -102,7 +102,7 @@ class Context:
         """Call ``function`` of the library with the context and a structure, or an array of them.
 
         Raises:
-            RuntimeError: this is a fork of the process that made the context; its threads are not here.
+            RuntimeError: this process was forked from the one that made the context, and lacks its threads.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("the native step was built in another process: build the engine after forking")

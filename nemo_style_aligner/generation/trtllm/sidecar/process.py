@@ -37,11 +37,11 @@ _REMOVED_PREFIXES = (
 
 
 class SidecarLost(RuntimeError):
-    """The sidecar died, hung or broke off; another one must be started."""
+    """The sidecar died, hung or broke the connection; another one must be started."""
 
 
 class SidecarError(RuntimeError):
-    """The sidecar lives and reports an error."""
+    """The sidecar is alive and has reported an error."""
 
 
 def sidecar_environment(env: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
@@ -57,12 +57,12 @@ def sidecar_environment(env: Mapping[str, str], devices: Sequence[str]) -> dict[
 
 
 class Sidecar:
-    """One sidecar process. Used by one thread.
+    """One sidecar process. Not thread-safe.
 
     Args:
         python: interpreter of the environment that has TensorRT-LLM.
         environment: of the process, see `sidecar_environment`.
-        ping_seconds: within this long a live sidecar answers a health check.
+        ping_seconds: a sidecar that does not answer a health check within this time counts as hung.
     """
 
     def __init__(self, python: str, environment: Mapping[str, str], ping_seconds: float) -> None:
@@ -107,7 +107,7 @@ class Sidecar:
         """Send a request without waiting; the number identifies its reply.
 
         Raises:
-            SidecarLost: it is gone, or does not read.
+            SidecarLost: the sidecar is gone, or does not read.
         """
         number = self._next_id
         self._next_id += 1
@@ -119,19 +119,19 @@ class Sidecar:
         return number
 
     def wait(self, numbers: Sequence[int], seconds: float, *, check_health: bool = True) -> tuple[int, dict[str, Any]]:
-        """The reply to one of ``numbers``, whichever comes first. All that is heard counts as progress.
+        """Wait for the first reply to any of ``numbers``. Whatever arrives meanwhile counts as progress.
 
         Args:
             numbers: from `send`.
             seconds: how long to wait.
-            check_health: whether the sidecar must answer pings meanwhile. While it starts it may not.
+            check_health: whether the sidecar must answer pings meanwhile. While it starts it may be unable to.
 
         Returns:
             the number and the content of the reply.
 
         Raises:
-            SidecarLost: it is gone, hangs, or the time is over.
-            SidecarError: it reports an error.
+            SidecarLost: the sidecar is gone, hangs, or has not replied in time.
+            SidecarError: the sidecar reports an error.
         """
         with activity.bounded(seconds):  # the watchdog must not end the job before the sidecar is given up
             return self._wait(numbers, seconds, check_health)
@@ -167,7 +167,7 @@ class Sidecar:
         return self.wait([self.send(command, **arguments)], seconds, check_health=check_health)[1]
 
     def is_alive(self) -> bool:
-        """Whether it answers a ping in time."""
+        """Whether the sidecar answers a ping in time."""
         try:
             self.call("ping", self._ping_seconds)
         except SidecarLost:
@@ -175,25 +175,25 @@ class Sidecar:
         return True
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Drop the replies to ``numbers`` when they come."""
+        """Drop the replies to ``numbers``, including those still to come."""
         for number in numbers:
             if self._replies.pop(number, None) is None:
                 self._abandoned.add(number)
 
     def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
-        """End it: close the connection, wait a little, kill the whole process group."""
+        """End the sidecar: close the connection, wait ``grace_seconds``, kill the whole process group."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=grace_seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold it; it ends when that lets go
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the GPU's driver may hold the process for longer
             self._process.wait(timeout=_KILL_SECONDS)
         self._folder.cleanup()
 
     def _receive(self, seconds: float) -> None:
-        """Take in what arrives within ``seconds``, or return when nothing does."""
-        ready = select.poll()  # unlike select, whatever the number of the socket is
+        """Read what arrives within ``seconds``, if anything does."""
+        ready = select.poll()  # unlike select, takes file descriptors of any number
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(1000 * max(seconds, 0.0)):
             return
@@ -204,7 +204,7 @@ class Sidecar:
         if not data:
             raise self._lost("is gone")
         self._last_heard = time.monotonic()
-        activity.progress()  # an answered ping as well: responses may take longer than a lease of the work queue
+        activity.progress()  # for a ping's answer, too: a response may take longer than a lease of the work queue
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             end = LENGTH.size + frame_length(bytes(self._buffer[: LENGTH.size]))
@@ -219,7 +219,7 @@ class Sidecar:
 
     def _lost(self, what: str) -> SidecarLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.5)  # so that a death has its status
+            self._process.wait(timeout=0.5)  # so that a process that is dying has its exit status
         code = self._process.poll()
         state = "it still runs" if code is None else f"it ended with status {code}"
         tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if self._log.exists() else ""

@@ -2,8 +2,8 @@
 
 It stands alone: beside the standard library it needs TensorRT-LLM and its torch, nothing of this project. The parent
 talks to it over an inherited socket, one frame per message: four bytes of length (big endian), then JSON. Requests
-are ``{"id", "do", ...}``, replies ``{"id", "ok"}`` or ``{"id", "error"}``; they may overtake each other. When the
-socket closes, because the parent wants it or is gone, the process ends.
+are ``{"id", "do", ...}``, replies ``{"id", "ok"}`` or ``{"id", "error"}``, in any order. When the socket closes,
+because the parent wants it or is gone, the process ends.
 
 usage: python trtllm_sidecar.py FILE_DESCRIPTOR
 """
@@ -47,7 +47,7 @@ def frame_length(header: bytes) -> int:
 
 
 class Service:
-    """The commands, on one ``AsyncLLM``."""
+    """The sidecar's commands, one method each, on one ``AsyncLLM``."""
 
     def __init__(self) -> None:
         self._llm: Any = None
@@ -72,13 +72,13 @@ class Service:
         kv_cache_memory_fraction: float,
         sleep: bool,
     ) -> dict[str, Any]:
-        """Load, compile and capture, with weights of no meaning.
+        """Load, compile and capture, with dummy weights.
 
         Args:
             model: directory with a Hugging Face config.json.
             dtype: of weights and KV cache.
-            tensor_parallel_size: GPUs, the visible ones in their order.
-            max_batch_size, max_seq_len: sequences at a time and their length.
+            tensor_parallel_size: number of GPUs; the visible ones are used, in their order.
+            max_batch_size, max_seq_len: the most sequences at a time, and the most tokens of each.
             vocab_size, vocab_limit: the model's vocabulary; ids from the limit on are never sampled.
             kv_cache_memory_fraction: of the free GPU memory.
             sleep: whether memory will be released and taken again.
@@ -118,23 +118,23 @@ class Service:
         return {"version": str(tensorrt_llm.__version__), "devices": [str(device) for device in devices]}
 
     async def weights(self, *, handles: dict[str, str]) -> dict[str, Any]:
-        """One bucket: for each GPU (by UUID) the IPC handles of the same full tensors, in TensorRT-LLM's encoding."""
+        """Load a bucket. ``handles``: by GPU UUID, those of the same full tensors, in TensorRT-LLM's encoding."""
         await self._llm.collective_rpc("update_weights", args=(handles,))
         return {}
 
     async def finish_weights(self) -> dict[str, Any]:
-        """After the last bucket: what TensorRT-LLM derives from weights, and an empty prefix cache."""
+        """After the last bucket, renew what TensorRT-LLM derives from weights and empty the prefix cache."""
         await self._llm.collective_rpc("update_weights", args=(None,))
         return {}
 
     async def release(self, *, what: list[str]) -> dict[str, Any]:
-        """Give back GPU memory: ``weights``, ``kv_cache`` or both."""
+        """Release GPU memory: ``weights``, ``kv_cache`` or both."""
         await self._llm.collective_rpc("reset_prefix_cache")
         await self._llm.release(self._tags(what))
         return {}
 
     async def resume(self, *, what: list[str]) -> dict[str, Any]:
-        """Take it again. Weights come back without their values."""
+        """Allocate the memory again. Weights come back without their values."""
         await self._llm.resume(self._tags(what))
         return {}
 
@@ -155,7 +155,7 @@ class Service:
         """One response: its tokens with the stop token, and their log-probs.
 
         Up to the minimum length the stop tokens are held back by a bias on their logits: TensorRT-LLM's own minimum
-        length concerns the end id only, and the end id is disabled because it would not be counted.
+        length applies only to the end id, which is disabled because it would not be counted as a token.
         """
         from tensorrt_llm.llmapi import SamplingParams
 
@@ -172,7 +172,7 @@ class Service:
                 stop_token_ids=stop_ids if stop_ids and not hold_back else None,
                 include_stop_str_in_output=True,
                 detokenize=False,
-                # All four given: with none of them TensorRT-LLM decodes greedily.
+                # Always given: without temperature, top_k and top_p TensorRT-LLM decodes greedily.
                 temperature=1.0 if greedy else temperature,
                 top_k=1 if greedy else top_k,
                 top_p=1.0 if greedy else top_p,
@@ -197,7 +197,7 @@ class Service:
             self._llm.shutdown()
 
     def _bias(self, held_back: list[int]) -> Any:
-        """float32 [vocabulary] that makes ids impossible; None where all are possible."""
+        """Bias on the logits, float32 [vocabulary], that rules ids out; None if every id is possible."""
         if not held_back and self._vocab_limit >= self._vocab_size:
             return None
         import torch
@@ -208,7 +208,7 @@ class Service:
         return bias
 
     def _tags(self, what: list[str]) -> list[str]:
-        """TensorRT-LLM's memory tags; which of them there are depends on its version."""
+        """TensorRT-LLM's memory tags for ``what``; which tags exist depends on its version."""
         if not self._sleep:
             raise RuntimeError("the sidecar was started without trainer.ppo.trt_llm.unload_engine_train")
         known = {tag.value for tag in _memory_types()}
@@ -217,7 +217,7 @@ class Service:
 
 
 def _memory_types() -> Any:
-    """TensorRT-LLM's ``ExecutorMemoryType``, which has moved."""
+    """TensorRT-LLM's ``ExecutorMemoryType``, which has moved between versions."""
     try:
         from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
     except ImportError:
@@ -226,19 +226,19 @@ def _memory_types() -> Any:
 
 
 def _sleep_options(version: str) -> dict[str, Any]:
-    """How a version is told that its memory will be released."""
+    """The `AsyncLLM` options that tell ``version`` that its memory will be released."""
     if tuple(int(part) for part in version.split(".")[:2]) < (1, 3):
         return {"enable_sleep": True, "cuda_graph_config": None}  # 1.2 cannot have both sleep and CUDA graphs
     from tensorrt_llm.llmapi import SleepConfig
 
     types = _memory_types()
-    # No copies on the host: every waking up is followed by a refit.
+    # No copies on the host: a refit follows every `resume`.
     modes = {types.MODEL_WEIGHTS_MAIN: "NONE", types.KV_CACHE: "NONE"}
     return {"sleep_config": SleepConfig(restore_modes=modes)}
 
 
 def _logprobs(tokens: list[int], found: Any) -> list[float]:
-    """One log-prob per token out of TensorRT-LLM's list of floats, or of dicts that have the token and the best."""
+    """One log-prob per token, from TensorRT-LLM's list of floats or of dicts by token id (sampled and best token)."""
     if found is None or len(found) != len(tokens):
         raise RuntimeError(f"TensorRT-LLM gave {0 if found is None else len(found)} log-probs for {len(tokens)} tokens")
     values = []
@@ -267,7 +267,7 @@ async def serve(connection: socket.socket) -> None:
     finally:
         for task in running:
             task.cancel()
-        signal.alarm(int(_SHUTDOWN_SECONDS))  # a shutdown that hangs ends all the same
+        signal.alarm(int(_SHUTDOWN_SECONDS))  # ends the process if the shutdown hangs
         service.shutdown()
 
 
@@ -285,10 +285,10 @@ async def _answer(service: Service, message: dict[str, Any], writer: asyncio.Str
 
 def main() -> None:
     """Entry point."""
-    if sys.platform.startswith("linux"):  # even with a blocked event loop it ends with its parent
+    if sys.platform.startswith("linux"):  # end with the parent even if the event loop is blocked
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)  # the workers have no business with it
+    connection.set_inheritable(False)  # the workers must not inherit it
     asyncio.run(serve(connection))
 
 
