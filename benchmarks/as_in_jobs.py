@@ -1,6 +1,6 @@
-"""Lets OpenMP's threads wait as they do in jobs: import it before anything that imports torch.
+"""Makes OpenMP's threads wait as they do in jobs: import this before anything that imports torch.
 
-They read how to wait when torch loads them. Our package says it when it is imported, which is too late after torch.
+OpenMP reads OMP_WAIT_POLICY when torch loads it. Our package sets the variable when imported: after torch is too late.
 """
 
 import nemo_style_aligner  # noqa: F401

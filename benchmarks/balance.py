@@ -60,13 +60,13 @@ def main() -> None:
     )
     parser.add_argument("--prompt-tokens", type=positive_int, default=32)
     parser.add_argument(
-        "--sleep", type=positive_float, metavar="SECONDS", help="sleep so long for each token, generate nothing"
+        "--sleep", type=positive_float, metavar="SECONDS", help="sleep this long for each token instead of generating"
     )
     parser.add_argument("--rounds", type=positive_int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     exit_on_sigterm()
-    # Other lengths in every round, the same for both modes: one draw may happen to suit the shards.
+    # Other lengths in every round, the same for all modes: a single draw might happen to suit the shards.
     draws = [long_tailed(args.requests, args.lengths, random.Random(number)) for number in range(args.rounds + 1)]
     results = summarise(run_rounds(args, draws), draws)
     report(results, args)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def run_rounds(args: argparse.Namespace, draws: list[list[int]]) -> list[dict[str, Any]]:
-    """Every worker's answer for every round: when it was done, how many samples and tokens it made."""
+    """Every worker's answer for every round and mode: wall time, busy time, and how many tokens it made."""
     context = multiprocessing.get_context("spawn")
     barrier, answers, address = context.Barrier(args.workers), context.Queue(), context.Queue()
     # Workers share the cores: threads that spin while they wait would keep them from one another.
@@ -108,7 +108,7 @@ def run_rounds(args: argparse.Namespace, draws: list[list[int]]) -> list[dict[st
 def run_worker(
     rank: int, args: argparse.Namespace, draws: list[list[int]], barrier: Any, answers: Any, address: Any
 ) -> None:
-    """A worker's process: the rounds of both modes in turn, the first of each to warm up."""
+    """A worker's process: the rounds of all modes in turn, the first of each to warm up."""
     torch.set_num_threads(1)
     generate = Sleeping(args.sleep) if args.sleep else Generating(args)
     server = None
@@ -147,18 +147,18 @@ def run_worker(
                         "tokens": sum(lengths[i] for i in done),
                     }
                 )
-    barrier.wait(60)  # nobody needs the queue any more
+    barrier.wait(60)  # until nobody needs the queue any more
     queue_client.close()
 
 
 def run_round(source: WorkSource, generate: Generating | Sleeping) -> tuple[list[int], float | None]:
-    """Work until the round is complete, as `RolloutCollector` does; the samples made, and when the last was."""
+    """Work until the round is complete, as `LocalRound.run` does; returns the samples made, and when the last was."""
     done: list[int] = []
     finished = None
     running = 0
 
     def leased(ids: list[int]) -> Iterator[int]:
-        """Samples for as long as there are any to lease; the engine asks whenever a slot is free."""
+        """Yield samples as long as there are any to lease; the engine asks whenever a slot is free."""
         nonlocal running
         while ids:
             for sample in ids:
@@ -177,7 +177,7 @@ def run_round(source: WorkSource, generate: Generating | Sleeping) -> tuple[list
 
 
 class Generating:
-    """Generation by an engine of this worker's own, every response as long as `begin` was told."""
+    """Generation by an engine of this worker's own, with the response lengths given to `begin`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.num_slots = args.slots
@@ -199,7 +199,7 @@ class Generating:
         ]
 
     def begin(self, lengths: list[int]) -> None:
-        """Refit, as before every rollout phase: nothing remembered of the prompts of the round before is used again."""
+        """Refit, as before every rollout phase: nothing is reused of what was computed for the same prompts before."""
         self._lengths = lengths
         self._engine.refit(random_weights(self._architecture), self._engine.weight_version + 1)
 
@@ -213,7 +213,7 @@ class Generating:
 
 
 class Sleeping:
-    """One sample after the other, each by sleeping in proportion to its length."""
+    """In place of generation, sleep for each sample in proportion to its length, one after the other."""
 
     num_slots = 1
 

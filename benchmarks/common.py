@@ -112,7 +112,7 @@ PRECISIONS = ("bf16", "32")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Type of an argument: a whole number that is not below ``minimum``."""
+    """An argparse type: whole numbers of at least ``minimum``."""
 
     def whole_number(text: str) -> int:
         number = int(text)
@@ -127,7 +127,7 @@ positive_int = at_least(1)
 
 
 def positive_float(text: str) -> float:
-    """Type of an argument: a finite number above 0."""
+    """An argparse type: a finite number above 0."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
@@ -135,7 +135,7 @@ def positive_float(text: str) -> float:
 
 
 class Bounds(argparse.Action):
-    """Action of an argument of two positive numbers, the smallest and the largest: refused in the wrong order."""
+    """An argparse action: two positive numbers, the smallest and the largest, refused in the wrong order."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, nargs=2, type=positive_int, **options)
@@ -150,7 +150,7 @@ class Bounds(argparse.Action):
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does: or its processes and temporary files would stay behind."""
+    """Make SIGTERM end this process by an exception, so that child processes end and temporary files are removed."""
 
     def leave(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop cleaning up
@@ -163,7 +163,7 @@ def exit_on_sigterm() -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows in columns: the first to the left, the others to the right."""
+    """Print rows in columns, the first left-aligned and the others right-aligned."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:
@@ -174,14 +174,14 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def plot_path(text: str) -> Path:
-    """Type of an argument ``--plot``: refused before anything is measured where nothing can draw."""
+    """An argparse type for ``--plot``: refused, before anything is measured, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
     return Path(text)
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write a benchmark's figures, with the machine they were taken on, where ``--json`` says."""
+    """Write a benchmark's figures and the machine they were taken on to the file of ``--json``, if there is one."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
@@ -193,7 +193,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on: processor, cores, threads, versions."""
+    """What figures depend on: processor, cores, device, load, versions."""
     flags = processor_features()
     return {
         "processor": _processor(),
@@ -235,7 +235,7 @@ def _cpuinfo(key: str) -> str:
 
 
 def long_tailed(count: int, bounds: Sequence[int], draw: random.Random) -> list[int]:
-    """Log-normal lengths around the geometric mean of the bounds, both of which occur: few are long, most are not."""
+    """Log-normal lengths around the geometric mean of the bounds, both of which occur: most are short, few are long."""
     low, high = bounds
     middle = low * (high / low) ** 0.5
     lengths = [round(min(high, max(low, draw.lognormvariate(0, 0.9) * middle))) for _ in range(count)]
@@ -263,11 +263,11 @@ class MachineRates:
 
     @property
     def best_gemm(self) -> float:
-        """In the faster dtype: where bf16 is emulated, an engine may compute in fp32."""
+        """The rate in the faster dtype: where bf16 is emulated, an engine may compute in fp32."""
         return max(self.gemm.values())
 
     def gemm_of(self, dtype: str) -> float:
-        """At best, for matrices of ``dtype``, float32 or bfloat16: products of the latter are exact in fp32, too."""
+        """The best rate for matrices of ``dtype``; bfloat16 may be multiplied in float32, too, which is exact."""
         return self.best_gemm if dtype == "bfloat16" else self.gemm[dtype]
 
 
@@ -295,14 +295,14 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
         if rate and operations / rate > _TRY_SECONDS:
             break  # emulated bf16 can be a hundred times slower
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        # Torch's library, and that with which our training passes multiply on this processor.
+        # Torch's library, and the one that our training passes use on this processor.
         for multiply in (torch.nn.functional.linear, product):
             rate = max(rate, operations / best_seconds(functools.partial(multiply, a, b), device))
     return rate
 
 
 def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4) -> float:
-    """Shortest time of some tries, after one to warm up; fewer tries of what is slow."""
+    """Shortest time of some tries after a warm-up; a slow action gets fewer tries, and its warm-up counts."""
     best, total = float("inf"), 0.0
     for attempt in range(tries + 1):
         started = time.perf_counter()
@@ -320,7 +320,7 @@ def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The shortest time in which this machine could generate some responses, and what decoding reads for it."""
+    """The shortest time in which this machine could generate some responses, and the bytes that decoding reads."""
 
     prefill_seconds: float
     decode_seconds: float
@@ -328,7 +328,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """Prompts and responses."""
+        """The time of both."""
         return self.prefill_seconds + self.decode_seconds
 
 

@@ -77,7 +77,7 @@ class Contender(abc.ABC):
     Attributes:
         name: on the command line and in the tables.
         devices: where it can run.
-        package: what must be installed for it, and how that is said to pip; None: this project alone.
+        package: what must be installed for it, by pip's name; None: nothing but this project.
         ragged_only: it differs from another contender on ragged workloads only.
     """
 
@@ -108,10 +108,10 @@ class Contender(abc.ABC):
         """Read the model. Not timed."""
 
     def prepare(self, workload: Workload) -> None:  # noqa: B027 (most have nothing to do here)
-        """Whatever depends on the workload's sizes and can be done beforehand. Not timed."""
+        """Do beforehand what depends on the workload's sizes. Not timed."""
 
     def forget(self) -> None:  # noqa: B027
-        """Drop what would be reused of the round before, which had the same prompts. Not timed."""
+        """Drop what could be reused from the round before, which had the same prompts. Not timed."""
 
     @abc.abstractmethod
     def run(self, workload: Workload) -> list[list[int]]:
@@ -168,7 +168,7 @@ class Embedded(OwnEngine):
     weight_format: ClassVar[WeightFormat] = "dtype"
 
     def load(self) -> None:
-        """Weights come with the refit; attention is what jobs have."""
+        """Set CUDA's arithmetic and attention as jobs do; weights come with the refit."""
         set_up_cuda_arithmetic()
 
     def make_engine(self, **options: int) -> GenerationEngine:
@@ -200,7 +200,7 @@ class EmbeddedFp32(Embedded):
 
 
 class EmbeddedInt8(Embedded):
-    """The embedded engine with 8-bit weights, like for like with the Q8_0 files of the others."""
+    """The embedded engine with 8-bit weights, the counterpart of the others' Q8_0 files."""
 
     name = "embedded-int8"
     weight_format = "int8"
@@ -305,7 +305,7 @@ class _InTheBetterDtype(HuggingFace):
 
 
 class HuggingFaceSorted(_InTheBetterDtype):
-    """Batches of responses of about the same length. Nobody knows the lengths beforehand: a bound, not a way."""
+    """Batches of responses of about the same length: an upper bound, since lengths are not known beforehand."""
 
     name = "hf-sorted"
     ragged_only = True
@@ -364,9 +364,9 @@ class HuggingFaceContinuous(_InTheBetterDtype):
         return responses
 
     def facts(self) -> dict[str, Any]:
-        """Of a manager that is there also what it has chosen: it changes the attention where flash-attn is installed.
+        """Also what the manager, once there, has chosen: it changes the attention if flash-attn is installed.
 
-        ``cuda_graphs``: of passes with prompts, of passes that only decode; None where this version does not tell.
+        ``cuda_graphs``: for passes with prompts, and for passes that only decode; None if this version does not tell.
         """
         facts = super().facts()
         if self._manager is not None:

@@ -122,13 +122,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of each contender")
     parser.add_argument(
-        "--patience", type=positive_float, default=120.0, help="who needs more seconds than this gets no further round"
+        "--patience",
+        type=positive_float,
+        default=120.0,
+        help="seconds for a run, after which a contender gets no further round",
     )
-    parser.add_argument("--limit", type=positive_float, default=1800.0, help="who needs more seconds than this is out")
     parser.add_argument(
-        "--floor-megabytes", type=positive_int, default=1024, help="read to measure the rate of the memory"
+        "--limit", type=positive_float, default=1800.0, help="seconds for a run, after which a contender is out"
     )
-    parser.add_argument("--work-dir", type=Path, help="where the model's files go for the time of the run")
+    parser.add_argument(
+        "--floor-megabytes",
+        type=positive_int,
+        default=1024,
+        help="size of the buffer that is read to measure the memory's rate",
+    )
+    parser.add_argument("--work-dir", type=Path, help="folder for the model's files during the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -137,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def workload_name(text: str) -> str:
-    """Type of an argument ``--workloads``."""
+    """An argparse type for ``--workloads``."""
     return text if text == "ragged" else str(positive_int(text))
 
 
@@ -157,7 +165,7 @@ def make_files(args: argparse.Namespace, folder: Path) -> ModelFiles:
 
 
 def make_workloads(args: argparse.Namespace, files: ModelFiles) -> Iterator[Workload]:
-    """Prompts are neighbouring pieces of this project's documentation, or random tokens for random weights."""
+    """The workloads; prompts are consecutive pieces of this project's documentation, or random if the weights are."""
     draw = random.Random(1)
     text = "\n".join(path.read_text() for path in [REPOSITORY / "README.md", REPOSITORY / "docs" / "architecture.md"])
     for name in args.workloads:
@@ -173,7 +181,7 @@ def make_workloads(args: argparse.Namespace, files: ModelFiles) -> Iterator[Work
 
 
 def measure_machine(args: argparse.Namespace, before: MachineRates | None) -> MachineRates:
-    """What the machine can do at best, as far as has been seen: measured again for each workload."""
+    """What the machine can do at best, the better of this measurement and those for earlier workloads."""
     torch.set_num_threads(args.threads)
     rates = measure_rates(torch.device(args.device), args.floor_megabytes * 2**20)
     if before is not None:
@@ -211,7 +219,7 @@ def measure(runners: Sequence[Runner], workload: Workload, args: argparse.Namesp
                 seconds, mine.responses = answer
                 check_counts(runner.name, workload, mine.responses)
                 mine.seconds.append(seconds)
-            # The share of prompt processing, on uniform workloads: the same with one new token each.
+            # On uniform workloads, prompt processing alone: the same requests with one new token each.
             in_time = bool(mine.seconds) and mine.seconds[-1] <= args.patience
             if in_time and workload.is_uniform and (answer := runner.call("run", workload.cut(1))) is not None:
                 mine.prefill_seconds.append(answer[0])
@@ -257,15 +265,15 @@ class Runner:
         theirs.close()
 
     def wait_until_loaded(self) -> None:
-        """The process begins by reading the model."""
+        """Wait for the process to read the model, which it begins with."""
         self.facts = self._receive(START_SECONDS) or {}
 
     def prepare(self, workload: Workload) -> None:
-        """For runs of ``workload``; what the contender says of itself may change with it."""
+        """Prepare for runs of ``workload``, and update `facts`, which may change with it."""
         self.facts = self.call("prepare", workload) or self.facts
 
     def call(self, action: str, workload: Workload) -> Any:
-        """The answer; None, from then on always, when the contender fails, dies or takes too long."""
+        """Request ``action`` and return the answer; None once the contender has failed, died or taken too long."""
         if self.failure is None:
             self._is_busy = True
             self._connection.send((action, workload))
@@ -307,10 +315,10 @@ class Runner:
 
 @contextlib.contextmanager
 def passive_environment() -> Iterator[None]:
-    """Start processes without OMP_WAIT_POLICY: set either way it would hurt somebody.
+    """Start processes without OMP_WAIT_POLICY: either value would slow some contenders down.
 
-    Threads that always sleep when they wait slow torch's small operations down; threads that never sleep would keep
-    the cores from the other contenders. The libraries' default is to spin for milliseconds, then to sleep.
+    If waiting threads always sleep, torch's small operations are slow; if they never sleep, they keep the cores from
+    other contenders. The libraries' default is to spin for milliseconds, then to sleep.
     """
     before = os.environ.pop("OMP_WAIT_POLICY", None)
     try:
@@ -321,7 +329,7 @@ def passive_environment() -> Iterator[None]:
 
 
 def serve(name: str, files: ModelFiles, setting: Setting, connection: Connection, log: Path) -> None:
-    """A contender's process: do what comes through ``connection``, until None comes."""
+    """A contender's process: do what ``connection`` requests, until it says None."""
     with log.open("wb") as file:  # libraries are talkative, and some write past Python
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -387,7 +395,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floor: Floor, rat
 def decode_figures(
     workload: Workload, seconds: float, prefill: float, floor: Floor, rates: MachineRates
 ) -> dict[str, float]:
-    """What is left after the prompts: the tokens after each response's first."""
+    """Figures of decoding alone: the tokens after each response's first, and the time beyond that of the prompts."""
     decode = max(seconds - prefill, 1e-9)
     tokens = sum(workload.lengths) - len(workload.lengths)
     return {
@@ -399,7 +407,7 @@ def decode_figures(
 
 
 def agreement(theirs: list[list[int]], ours: list[list[int]]) -> dict[str, float]:
-    """How far greedy responses are the same as ours: at the first token, in the first few, and for how long."""
+    """Agreement of greedy responses with ours: at the first token, in the first few, and up to the first difference."""
 
     def equal(a: list[int], b: list[int]) -> int:
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

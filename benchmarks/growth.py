@@ -1,9 +1,9 @@
-"""How a PPO step grows with its samples, the length of responses, the size of the model and the number of ranks.
+"""How the time of a PPO step grows with its samples, response length, model size and number of ranks.
 
     python benchmarks/growth.py [--model 30m] [--rounds 5] [--plot FILE.svg] [--json FILE]
 
-One setting changes at a time. Ours alone: the critic job and the actor job that users start, as in `ppo_step.py`.
-docs/performance.md explains the columns.
+One setting changes at a time. Only our own critic and actor jobs take part, started as users start them (see
+`ppo_step.py`). docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 PROMPT_TOKENS = 32
-# Shown; what is left of a step is little.
+# Those shown; the rest of a step is short.
 PHASES = ("generate", "logprobs", "init_logprobs", "wait_for_scores", "train_policy", "wait_for_critic")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What one measured step consists of.
+    """The settings of a measured step.
 
     Attributes:
         rollouts: per step, one update of each model.
@@ -75,7 +75,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="30m", help="where the other settings change")
+    parser.add_argument("--model", choices=SHAPES, default="30m", help="the shape while other settings change")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"))
     parser.add_argument(
         "--rollouts", nargs="+", type=positive_int, default=(8, 16, 32), help="the middle one is the base"
@@ -88,14 +88,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=positive_int, default=5, help="steps of each setting, after two that do not count"
     )
-    parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
+    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
     parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def make_series(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[Point]]]:
-    """What grows, and the points measured for it."""
+    """The name of each setting that grows, and the points measured for it."""
     rollouts, lengths = (sorted(values)[len(values) // 2] for values in (args.rollouts, args.lengths))
     base = Point(rollouts, lengths, args.model, args.ranks[0])
     yield "rollouts", (dataclasses.replace(base, rollouts=value) for value in args.rollouts)
@@ -105,7 +105,7 @@ def make_series(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[Point]
 
 
 def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path) -> Measured:
-    """Some steps at one point."""
+    """Measure some steps at one point."""
     prompts, texts = cut_prompts(models.tokenizer, [PROMPT_TOKENS] * point.rollouts)
     workload = Workload("growth", prompts, texts, [point.length] * point.rollouts)
     steps = own_steps(
@@ -121,7 +121,7 @@ def measure(point: Point, models: Models, args: argparse.Namespace, folder: Path
 
 
 def size(name: str, point: Point, measured: Measured) -> float:
-    """What the series ``name`` lets grow, as a number."""
+    """The setting that grows in the series ``name``, as a number."""
     return {
         "rollouts": point.rollouts,
         "length": PROMPT_TOKENS + point.length,  # what a step computes on
@@ -144,7 +144,7 @@ def figures(name: str, point: Point, measured: Measured) -> dict[str, Any]:
 
 
 def exponents(lines: Sequence[dict[str, Any]]) -> list[float | None]:
-    """Of each line after the first: e, where seconds grew like size ** e from the line before; 1 is linear growth."""
+    """For each line, e such that seconds grew like size ** e from the line before (None for the first); 1 is linear."""
     found: list[float | None] = [None]
     for before, line in itertools.pairwise(lines):
         growth = math.log(line["seconds"]["median"] / before["seconds"]["median"])
@@ -175,7 +175,7 @@ def print_report(series: dict[str, list[Point]], report: list[dict[str, Any]]) -
 
 
 def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Path) -> None:
-    """One panel for each thing that grows, both axes logarithmic; the dotted line is growth in proportion."""
+    """One panel for each setting that grows, both axes logarithmic; the dotted line is linear growth."""
     import matplotlib
 
     matplotlib.use("Agg")

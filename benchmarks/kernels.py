@@ -1,4 +1,4 @@
-"""What a training pass on a CPU is made of, part by part: compiled layers against torch's, products of matrices.
+"""The parts of a training pass on a CPU, one by one: compiled layers against torch's, and products of matrices.
 
     python benchmarks/kernels.py [--shape smollm2-135m] [--precision bf16] [--sequences 8] [--threads 1] [--json FILE]
 
@@ -52,8 +52,8 @@ class Part:
     """A differentiable function of a layer.
 
     Attributes:
-        compute: of one layer's inputs.
-        inputs: of each layer.
+        compute: the function, of one layer's inputs.
+        inputs: those of each layer.
     """
 
     compute: Callable[..., torch.Tensor]
@@ -62,12 +62,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of matrices, of each layer in turn.
+    """A product of matrices, computed for each layer in turn.
 
     Attributes:
-        compute: of one layer's factors.
-        factors: of each layer; the last is the sum that the result is added to, where there is one.
-        operations: of one layer, floating-point.
+        compute: the product of one layer's factors.
+        factors: those of each layer; a third one is the sum that the product is added to.
+        operations: floating-point operations of one layer.
     """
 
     compute: Callable[..., Any]
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
     parser.set_defaults(sequences=8)
-    parser.add_argument("--layers", type=positive_int, default=8, help="that are computed in turn")
+    parser.add_argument("--layers", type=positive_int, default=8, help="computed in turn")
     parser.add_argument("--rounds", type=positive_int, default=9)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=Path)
@@ -121,7 +121,7 @@ def load_libraries() -> dict[str, LayerKernels | None]:
 
 
 def make_parts(a: ModelArchitecture, lengths: Sequence[int], dtype: torch.dtype, layers: int) -> dict[str, Part]:
-    """Attention with its rotation, the activation between products, a norm, of one packed row; a softmax of logits."""
+    """Attention with rotary embeddings, SwiGLU and RMSNorm of one packed row, and the softmax of a chunk of logits."""
     draw, t = torch.Generator().manual_seed(1), sum(lengths)
 
     def inputs(*shape: int) -> list[tuple[torch.Tensor, ...]]:
@@ -140,7 +140,7 @@ def make_parts(a: ModelArchitecture, lengths: Sequence[int], dtype: torch.dtype,
 
 
 class LogProbs(torch.autograd.Function):
-    """Logits [k, v], targets [k] -> fp32 [k], as `logprobs` computes them of logits that are kept."""
+    """Logits [k, v], targets [k] -> log-probs fp32 [k], as `logprobs` computes them where logits are kept."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ class LogProbs(torch.autograd.Function):
 
 
 def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `attention.LocalSelfAttention` does between its products, with compiled kernels and without."""
+    """What `attention.LocalSelfAttention` does between its products, with compiled kernels or without."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=a.hidden_size,
@@ -188,7 +188,7 @@ def measure_part(part: Part, libraries: dict[str, LayerKernels | None], rounds: 
     """Seconds of a layer's forward and backward pass, and relative errors against torch in fp32, by library."""
     layers = len(part.inputs)
     with computing_with(None):
-        exact = [x.detach().float().requires_grad_() for x in part.inputs[-1]]  # the others' gradients may share memory
+        exact = [x.detach().float().requires_grad_() for x in part.inputs[-1]]  # others' gradients may be overwritten
         expected = part.compute(*exact)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(part.inputs[0][0].dtype)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.float())
@@ -220,7 +220,7 @@ def measure_part(part: Part, libraries: dict[str, LayerKernels | None], rounds: 
 
 @contextlib.contextmanager
 def computing_with(library: LayerKernels | None) -> Iterator[None]:
-    """Layers compute with these functions; None: with torch's."""
+    """Have layers compute with these functions; None: with torch's."""
     with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: library):
         yield
 
@@ -233,7 +233,7 @@ def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def make_products(a: ModelArchitecture, tokens: int, dtype: torch.dtype, layers: int) -> dict[str, Product]:
-    """The three of a linear layer, over a layer's four matrices one after the other, and of a chunk of logits."""
+    """The products of linear layers, over a layer's four matrices in turn, and those of a chunk of logits."""
     query = a.num_attention_heads * a.kv_channels
     key = a.num_query_groups * a.kv_channels
     up = (2 if a.gated else 1) * a.ffn_hidden_size
@@ -268,19 +268,19 @@ def make_products(a: ModelArchitecture, tokens: int, dtype: torch.dtype, layers:
 
 
 def multiply_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As linear layers do."""
+    """Multiply as linear layers do."""
     return products.product(products.widened(x), products.widened(weight).t())
 
 
 def multiply_chunk(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the output layer does, whose chunks of logits take the same memory in turn."""
+    """Multiply as the output layer does, whose chunks of logits use the same memory in turn."""
     rows, weight = products.widened(x), products.widened(weight)
     out = logprobs._buffer((len(rows), len(weight)), rows.dtype, CPU)
     return products.product(rows, weight.t(), out=out)
 
 
 def frozen_product() -> Callable[..., torch.Tensor]:
-    """As linear layers multiply with weights that need no gradient."""
+    """A function that multiplies as linear layers do with weights that need no gradient."""
     weights: dict[int, products.PackedWeight] = {}  # by address
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ def frozen_product() -> Callable[..., torch.Tensor]:
 
 
 def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Share of the rate of square products, measured in each round, as `products` chooses and by torch's library."""
+    """Share of the rate of square products, measured in each round: as `products` chooses, and by torch alone."""
     fractions: dict[str, dict[str, list[float]]] = {name: {OURS: [], TORCH: []} for name in todo}
     for round_ in range(rounds + 1):  # the first warms up
         rate = max(measure_gemm(CPU, kind) for kind in {dtype, torch.float32})
@@ -314,7 +314,7 @@ def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) 
 
 @contextlib.contextmanager
 def only_torch() -> Iterator[None]:
-    """`products` leaves everything to torch's library."""
+    """Have `products` leave everything to torch's library."""
     with (
         unittest.mock.patch.object(products, "_kernels_that_add", lambda: None),
         unittest.mock.patch.object(products, "_packs_weights", lambda: False),

@@ -1,4 +1,4 @@
-"""Whether what makes a step fast costs learning: the demo's PPO with single optimisations turned off or on, some seeds.
+"""Whether speed costs learning: the demo's PPO with single optimisations turned off or on, over several seeds.
 
     python benchmarks/learning.py [--variants default unpacked ...] [--seeds 1 2 3] [--plot FILE.svg] [--json FILE]
 
@@ -33,7 +33,7 @@ LAST = 3  # steps that the reward at the end is averaged over
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Overrides of both jobs' configs, beside the demo's."""
+    """A description, and overrides of both jobs' configs in addition to the demo's."""
 
     what: str
     actor: Sequence[str] = ()
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def reward(self) -> float:
-        """At the end."""
+        """Mean reward of the last steps."""
         return statistics.fmean(self.rewards[-LAST:])
 
 
@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Demo, Path, Path]:
-    """Data and models that all runs start from: SFT model and reward model."""
+    """Make what all runs start from, unless it is there: data, SFT model, reward model."""
     output = args.output.resolve()
     sft = output / "sft" / "checkpoints" / "megatron_gpt_sft.nemo"
     reward_model = output / "reward_model" / "checkpoints" / "megatron_gpt.nemo"
@@ -156,7 +156,7 @@ def prepare(args: argparse.Namespace) -> tuple[Demo, Path, Path]:
 
 
 def run(demo: Demo, args: argparse.Namespace, name: str, seed: int, sft: Path, reward_model: Path) -> Outcome:
-    """One PPO run and its evaluation, unless they are there; a run that was broken off goes on."""
+    """Make one PPO run and its evaluation, unless they are there; an interrupted run goes on."""
     folder, variant = f"{name}_{seed}", VARIANTS[name]
     evaluation = demo.directory / folder / "evaluation.json"
     if not evaluation.exists():

@@ -2,8 +2,8 @@
 
     python machine_rates.py DEVICE THREADS MEGABYTES
 
-A process of its own because OMP_WAIT_POLICY counts from the start of a process on, and for a GPU's memory to be free
-afterwards.
+In a process of its own, because OMP_WAIT_POLICY is read only at a process's start, and so that a GPU's memory is free
+again afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common import MachineRates, measure_rates
 
 
 def rates_of(device: str, threads: int, megabytes: int, environment: dict[str, str]) -> tuple[MachineRates, str]:
-    """The rates, and the device's name; SystemExit with what was printed where they cannot be measured."""
+    """The rates and the device's name; SystemExit, with what the process printed, if they cannot be measured."""
     command = [sys.executable, str(Path(__file__).resolve()), device, str(threads), str(megabytes)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:

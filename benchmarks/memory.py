@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--shape smollm2-135m] [--precision 32] [--sequences 16] [--json FILE]
 
-Packed rows with activations kept, recomputed selectively, and recomputed whole; and what none of this would cost:
-rows padded to the longest, with logits of all positions. Each in a process of its own.
+The cases, each in a process of its own, are packed rows with activations kept, recomputed selectively, and recomputed
+fully; and, for comparison, rows padded to the longest, with logits of all positions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Model:
         return self.architecture.num_parameters * (18 if self.dtype == torch.bfloat16 else 16)
 
     def activations(self, tokens: int, case: str) -> int:
-        """Kept for the backward pass of a micro batch."""
+        """Bytes kept for the backward pass of a micro batch."""
         a, itemsize = self.architecture, self.dtype.itemsize
         is_te = uses_transformer_engine(self.dtype)
         granularity = case if case in ("selective", "full") else None
@@ -68,7 +68,7 @@ class Model:
         return tokens * per_token
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
-        """Logits, and what autograd makes of the weight's gradient, where it is not added up in place."""
+        """Bytes of logits, and of the weight's gradient where autograd makes a tensor of its own for it."""
         a, is_bf16 = self.architecture, self.dtype == torch.bfloat16
         if is_padded:  # logits, their log-softmax, and the gradient of either
             gradient = a.vocab_size * a.hidden_size * (8 if is_bf16 else 4)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run_case(case: str, args: argparse.Namespace, answer: Any) -> None:
-    """Measured and predicted bytes of each phase, beyond what was there before it began."""
+    """Send measured and predicted bytes of each phase, beyond what was there before it began."""
     torch.set_num_threads(args.threads)
     architecture, dtype = SHAPES[args.shape], parse_precision(args.precision)
     workload = make_workload(args, architecture)
@@ -178,15 +178,15 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
 
 
 def give_back_what_is_freed() -> None:
-    """Map every tensor by itself. glibc would keep a freed one as a hole between those that are kept, and where a hole
-    is too small for the next tensor by an alignment, resident memory would not show that the tensor is gone."""
+    """Have glibc map every tensor by itself. Otherwise freed tensors would stay as holes between live ones, often just
+    too small for the next tensor, and resident memory would not show that they are gone."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold = -3  # M_MMAP_THRESHOLD
         libc.mallopt(mmap_threshold, 1 << 18)
 
 
 def settled(take: Callable[[], int]) -> int:
-    """Bytes held now, after what can be given back was."""
+    """Bytes held now, after giving back what can be given back."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -197,7 +197,7 @@ def settled(take: Callable[[], int]) -> int:
 def all_logits(
     hidden_states: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: logprobs.Prediction, **_: Any
 ) -> torch.Tensor:
-    """`logprobs.predict` as it is without chunks: logits of all positions, and autograd."""
+    """`logprobs.predict` without chunks: logits of all positions, and autograd."""
     rows = hidden_states[:, 0]
     if wanted.outputs is not None:
         rows = rows.index_select(0, wanted.outputs)
@@ -206,7 +206,7 @@ def all_logits(
 
 
 def report(results: dict[str, dict[str, Any]]) -> None:
-    """MB: measured, and in brackets what the model says."""
+    """Print MB as measured and, in brackets, what the memory model says."""
     rows = []
     for phase in _PHASES:
         cells = []

@@ -21,7 +21,7 @@ from nemo_style_aligner.weights.gguf import HF_NAMES, GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
-# Hugging Face's names within a layer, or in the model where they have none -> llama.cpp's.
+# Hugging Face's names, within a layer or else within the model -> llama.cpp's.
 _GGUF_NAMES = {name.removeprefix("model.layers.{}."): gguf_name for gguf_name, name in HF_NAMES.items()}
 
 
@@ -54,7 +54,7 @@ class ModelFiles:
 
 
 def smollm2_or_random() -> str:
-    """The GGUF file of SmolLM2-135M-Instruct; where it is not installed, which is said, the name of its shape."""
+    """The GGUF file of SmolLM2-135M-Instruct; if it is not installed, a message and the name of its shape."""
     found = find_smollm2()
     if found is None:
         print(f"SmolLM2-135M-Instruct is not installed ({INSTALL_SMOLLM2}): random weights in its shape")
@@ -218,7 +218,7 @@ def _add_made_up_tokenizer(writer: Any, vocab_size: int, eos_id: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    # OpenVINO cannot take in a tokenizer without a control token.
+    # OpenVINO cannot load a tokenizer without a control token.
     writer.add_token_types([TokenType.CONTROL if i == eos_id else TokenType.NORMAL for i in range(vocab_size)])
     writer.add_token_merges([f"{characters[0]} {characters[1]}"])
     writer.add_bos_token_id(eos_id)
@@ -226,7 +226,7 @@ def _add_made_up_tokenizer(writer: Any, vocab_size: int, eos_id: int) -> None:
 
 
 def _rotary_permutation(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of q or k from Hugging Face's two halves of a head to llama.cpp's pairs side by side."""
+    """Permute rows of q or k from Hugging Face's order, two halves of a head, to llama.cpp's interleaved pairs."""
     rows, columns = values.shape
     halves = values.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

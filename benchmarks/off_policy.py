@@ -1,9 +1,9 @@
-"""What generating ahead gains (`trainer.ppo.staleness`): steps of the same ranks, which share their work in three ways.
+"""What generating ahead gains (`trainer.ppo.staleness`): PPO steps of ranks that share their work in three ways.
 
     python benchmarks/off_policy.py [--model 30m] [--lengths 8 512] [--rounds 5] [--json FILE]
 
-Ours alone: the critic job and the actor job that users start, as in `ppo_step.py`. The critic is small, so that the
-actor's ranks have the cores to themselves. docs/performance.md explains the columns.
+Only our own critic and actor jobs take part, started as users start them (see `ppo_step.py`). The critic is small, so
+that the actor's ranks have the cores to themselves. docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARRANGEMENTS = {
     "apart": "staleness 0, ranks set apart for generation",
     "ahead": "staleness 1, ranks set apart for generation",
 }
-# Waiting for responses is `generate` where this rank makes them, and `rollout_wait` where they were begun before.
+# Waiting for responses is `generate` if the step itself starts their generation, `rollout_wait` if an earlier one did.
 PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy")
 
 
@@ -70,15 +70,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="the policy's shape")
     parser.add_argument("--critic-model", choices=SHAPES, default="tiny", help="the critic's and reward model's shape")
-    parser.add_argument("--rollouts", type=positive_int, default=16, help="per step: one update of each model")
-    parser.add_argument("--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"), help="of responses")
+    parser.add_argument("--rollouts", type=positive_int, default=16, help="per step, with one update of each model")
+    parser.add_argument(
+        "--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"), help="tokens of responses"
+    )
     parser.add_argument("--ranks", type=positive_int, default=2, help="of the actor job")
     parser.add_argument("--rollout-ranks", type=positive_int, default=1, help="how many of them are set apart")
     parser.add_argument("--micro-batch", type=positive_int, default=4)
-    parser.add_argument("--warm-up", type=at_least(0), default=2, help="steps of each run that do not count")
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="first steps of each run, not counted")
     parser.add_argument("--rounds", type=positive_int, default=5, help="steps of each run, one after the other")
     parser.add_argument("--repeats", type=positive_int, default=1, help="runs of each arrangement, taking turns")
-    parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
+    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not 0 < args.rollout_ranks < args.ranks:
@@ -94,7 +96,7 @@ def make_workload(args: argparse.Namespace, models: Models) -> Workload:
 
 
 def run(workload: Workload, models: Models, args: argparse.Namespace, arrangement: str, folder: Path) -> list[Step]:
-    """Steps of one run, one after the other: rollout ranks do not pause between them."""
+    """Steps of one run, without pauses in between, during which rollout ranks would go on."""
     actor = [f"trainer.devices={args.ranks}"]
     if arrangement != "together":
         actor.append(f"trainer.ppo.rollout_devices={args.rollout_ranks}")

@@ -2,9 +2,9 @@
 
     python ppo_actor.py ADDRESS LENGTHS.json OVERRIDES...
 
-The additions stand around the trainer: its engine is asked for responses of given lengths, which no config key can say
-for each prompt; it does not learn how long the responses are; and after each step rank 0 waits for its turn, and the
-others for rank 0. What is timed is untouched.
+The additions surround the trainer: its engine is asked for responses of given lengths, which no config key can set for
+each prompt; lengths are not remembered to predict those of later steps; and after each step rank 0 waits for its turn,
+and the other ranks for rank 0. What is timed is untouched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ForcedLengths:
         return getattr(self._engine, name)
 
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
-        """As the engine's own; RuntimeError when a response has another length than forced."""
+        """See `GenerationEngine.generate`; RuntimeError if a response has another length than forced."""
         forced = (dataclasses.replace(r, max_new_tokens=self._lengths[tuple(r.prompt_token_ids)]) for r in requests)
         for result in self._engine.generate(forced, dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)):
             if len(result.token_ids) != self._lengths[tuple(result.prompt_token_ids)]:
@@ -62,8 +62,8 @@ def main() -> None:
 
     def build(*args: Any) -> PPOTrainer:
         trainer: PPOTrainer = build_ppo_trainer(*args)
-        # The same prompts have the same lengths in every step: after one of them, the order of work and the balance of
-        # ranks would be an oracle's. Nothing learnt is what a prompt that was never answered gets.
+        # Every step has the same prompts and lengths: once observed, they would be predicted exactly, and order of work
+        # and balance of ranks would be an oracle's. Without observations all prompts are treated as new ones.
         trainer.train_prompts.observe = lambda rollouts: None  # type: ignore[method-assign]
         if trainer.metrics.rank != 0:
             return trainer
@@ -82,7 +82,7 @@ def main() -> None:
     def generator(engine: GenerationEngine, *args: Any) -> LocalGenerator:
         return LocalGenerator(ForcedLengths(engine, lengths), *args)
 
-    # Where script and job look them up when a rank runs them.
+    # Replaced where the script and the job look them up.
     ppo_setup.build_ppo_trainer = build
     rollout_setup.LocalGenerator = generator  # type: ignore[assignment, misc]
     job.main()

@@ -55,16 +55,16 @@ BESIDE = ("score", "train_critic")  # phases of ours that run in the critic job 
 
 @dataclasses.dataclass(frozen=True)
 class TrlSetting:
-    """What concerns TRL alone.
+    """Settings of TRL alone.
 
     Attributes:
-        threads: ours choose theirs as they do for users.
+        threads: of TRL; our jobs choose theirs as they do for users.
         micro_batch: sequences per forward-backward pass.
         rollout_batch: sequences at a time in generation and scoring.
         wait_policy: OMP_WAIT_POLICY; None: unset.
-        stop_id, pad_id: the pad token is in no prompt.
-        environment: of its process, but for the wait policy.
-        python: interpreter of the environment that has it.
+        stop_id, pad_id: tokens that end and fill up responses; ``pad_id`` is in no prompt.
+        environment: of its process, without the wait policy.
+        python: interpreter of the environment that has TRL.
     """
 
     threads: int
@@ -77,12 +77,12 @@ class TrlSetting:
     python: str
 
     def described(self) -> dict[str, Any]:
-        """What can be chosen, for the report."""
+        """The settings that can be chosen, for the report."""
         names = ("threads", "micro_batch", "rollout_batch", "wait_policy")
         return {name: getattr(self, name) for name in names}
 
     def halved(self, rollouts: int) -> TrlSetting | None:
-        """With half of both batches, of ``rollouts`` sequences a step; None where they cannot become smaller."""
+        """With both batches halved, for ``rollouts`` sequences a step; None if they cannot become smaller."""
         micro_batch = max((n for n in range(1, self.micro_batch // 2 + 1) if rollouts % n == 0), default=1)
         smaller = dataclasses.replace(self, micro_batch=micro_batch, rollout_batch=max(1, self.rollout_batch // 2))
         return None if smaller == self else smaller
@@ -99,7 +99,7 @@ class Setting:
         actor, critic: more config overrides of ours.
         environment: of our processes.
         device: "cpu" or "cuda".
-        step_seconds: who needs longer for a step has failed.
+        step_seconds: a contender that needs longer for a step has failed.
         trl: None where TRL takes no part.
     """
 
@@ -144,7 +144,7 @@ class Step:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def check_counts(self, name: str, workload: Workload) -> None:
-        """Raise unless the step had exactly the workload's tokens: who does less work must not look fast."""
+        """Raise unless the step had exactly the workload's tokens: a contender that does less must not look fast."""
         got, wanted = (self.prompt_tokens, self.new_tokens), (workload.prompt_tokens, workload.new_tokens)
         if got != wanted:
             raise ContenderFailed(f"{name} made {got} prompt and response tokens instead of {wanted}")
@@ -155,8 +155,8 @@ class Player:
 
     Args:
         command: what to run; the word ADDRESS becomes that of the socket where it must report.
-        log: what the process says goes there.
-        companion: a process without which this one waits in vain, its name and its log.
+        log: file for the process's output.
+        companion: a process that this one depends on, its name and its log.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Player:
         self.name = name
         self._log = log
         self._companion = companion
-        # Addresses of sockets are short, and where logs go the path may be long.
+        # Not beside the log: a socket's address must be short, and that path may be long.
         self._folder = tempfile.TemporaryDirectory(prefix="turns_")
         address = f"{self._folder.name}/socket"
         self._listening = socket.socket(socket.AF_UNIX)
@@ -180,7 +180,7 @@ class Player:
         self._connection: Connection | None = None
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Until the first step may be asked for.
+        """Wait until the first step may be requested.
 
         Raises:
             ContenderFailed: it has ended, its companion has, or the time is over.
@@ -232,7 +232,7 @@ class Player:
 
     @property
     def pid(self) -> int:
-        """The process's."""
+        """The process's id."""
         return self._process.pid
 
     def stop(self) -> None:
@@ -311,7 +311,7 @@ class OwnJobs:
             *(f"model.ppo.num_rollout_samples={count}", f"trainer.ppo.generation.num_slots={count}"),
             f"model.ppo.rollout_micro_batch_size={self._setting.micro_batch}",
             f"model.ppo.length_params.max_length={max(self._workload.lengths)}",
-            # A forced length looks like a truncation, and must have its policy gradient all the same.
+            # Responses of forced length look truncated, but must give a policy gradient all the same.
             *("model.ppo.sampling_params.end_strings=[]", "trainer.ppo.mask_truncated=False"),
             *(f"trainer.ppo.initial_policy_kl_penalty={KL_COEF}", "trainer.ppo.kl_estimator=k1"),
             *self._common(),
@@ -320,7 +320,7 @@ class OwnJobs:
         ]
 
     def wait_until_ready(self) -> None:
-        """Until the first step may be asked for."""
+        """Wait until the first step may be requested."""
         self._actor.wait_until_ready(START_SECONDS)
         self._critic_before = self._critic_seconds()
 
@@ -337,7 +337,7 @@ class OwnJobs:
         timers, rollouts = values("timers/", self._steps), values("train_rollouts/", self._steps - 1)
         phases = {phase: timers[timer] for timer, phase in TIMERS.items() if timer in timers}
         known = [timer for timer in timers if timer in TIMERS]
-        for timer in timers.keys() - TIMERS.keys():  # what a later version times besides
+        for timer in timers.keys() - TIMERS.keys():  # those that a later version may add
             is_part = any(timer.startswith(f"{other}/") for other in known)
             has_parts = any(other.startswith(f"{timer}/") for other in timers)
             if timer.startswith("step/") and not is_part and not has_parts:
@@ -369,7 +369,7 @@ class OwnJobs:
         return {command: float(seconds) for command, seconds in pairs}
 
     def roots(self) -> dict[str, int]:
-        """The processes by name."""
+        """Process ids by name."""
         return {"actor": self._actor.pid, "critic": self._critic.pid}
 
     def device_peaks(self) -> dict[str, int]:
@@ -377,14 +377,14 @@ class OwnJobs:
         return logged_peaks({name: self._folder / name for name in self.roots()})
 
     def facts(self) -> dict[str, Any]:
-        """What the jobs' logs say that they compute with."""
+        """What the jobs compute with, by their logs."""
         logs = {name: (self._folder / f"{name}.log").read_text(errors="replace") for name in self.roots()}
 
         def said(name: str, pattern: str) -> str | None:
             found = re.findall(pattern, logs[name])
             return found[-1] if found else None
 
-        # Jobs say so where they do without; without a warning they have the best of what this processor can run.
+        # Jobs warn if they do without; without a warning they have the best that this processor can run.
         refused = said("actor", "training passes do without compiled kernels for layers: (.*)")
         kernels = best_kernels() if self._setting.device == "cpu" else None
         return {
@@ -401,7 +401,7 @@ class OwnJobs:
 
 
 class EngineLogprobs(OwnJobs):
-    """Ours with the engine's log-probs in the place of a pass of the policy, which is TRL's way."""
+    """Ours with the engine's log-probs in place of a pass of the policy, as in TRL."""
 
     name = "ours_engine_logprobs"
     options = ("trainer.ppo.policy_logprobs=engine",)
@@ -417,7 +417,7 @@ def own_steps(
     warm_up: int,
     rounds: int,
 ) -> list[Step]:
-    """Steps of ours alone, in the machine's better dtype, one after the other, without those that do not count."""
+    """Steps of our jobs alone, made one after the other in the machine's better dtype; without warm-up steps."""
     setting = Setting(
         models=models,
         dtype="bfloat16" if computes_in_bf16() else "float32",
@@ -477,7 +477,7 @@ class Trl:
         self._process = Player("TRL", command, folder / "trl.log", trl.environment | policy)
 
     def wait_until_ready(self) -> None:
-        """Until the first step may be asked for."""
+        """Wait until the first step may be requested."""
         self._process.wait_until_ready(START_SECONDS)
 
     def step(self) -> Step:
@@ -490,7 +490,7 @@ class Trl:
         return Step(seconds, phases, answer["prompt_tokens"], answer["new_tokens"])
 
     def roots(self) -> dict[str, int]:
-        """The process by name."""
+        """Process id by name."""
         return {"trl": self._process.pid}
 
     def device_peaks(self) -> dict[str, int]:
@@ -536,7 +536,7 @@ def busy_core() -> Iterator[None]:
 
 
 def start(words: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
-    """A process in a session of its own, with what it says in ``log``."""
+    """Start a process in a session of its own, with its output in ``log``."""
     with log.open("wb") as output:
         return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 

@@ -24,9 +24,9 @@ class Side:
 
     Attributes:
         name: the contender's.
-        figures: so far.
-        failure: None while it can go on.
-        may_halve: where TRL runs out of memory, it goes on with smaller batches; what it made before does not count.
+        figures: those so far.
+        failure: why it takes part no longer; None while it can go on.
+        may_halve: if TRL runs out of memory, it goes on with smaller batches; its steps so far are discarded.
     """
 
     def __init__(self, kind: Kind, workload: Workload, setting: Setting, warm_up: int, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Side:
         return made
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Do it unless this side has failed; a failure is this side's alone."""
+        """Call ``action`` unless this side has failed; a failure is this side's alone."""
         while self.failure is None:
             try:
                 action()
@@ -113,7 +113,7 @@ class Side:
                 self._guarded(self._start)
 
     def _halve(self) -> bool:
-        """Whether there are smaller batches to go on with."""
+        """Choose smaller batches to go on with; False if there are none."""
         trl = self._setting.trl
         if self._kind is not Trl or trl is None or not self.may_halve or len(self.figures.gave_up) == MAX_HALVINGS:
             return False
@@ -147,7 +147,7 @@ def measure(
 
 
 def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) -> None:
-    """Some rounds, with ``--busy`` as many again beside a process that wants a core."""
+    """Play some rounds, with ``--busy`` as many again beside a process that keeps a core busy."""
     for side in sides:
         side.start()
     for side in sides:
@@ -157,7 +157,7 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
             side.step(round_, side.figures.steps, f"round {round_ + 1} of {args.rounds}")
     if args.busy:
         for side in sides:
-            side.may_halve = False  # quiet rounds with other batches would leave nothing to compare with
+            side.may_halve = False  # it would discard the quiet rounds, which busy ones are compared with
         with busy_core():
             for round_ in block:
                 for side in sides:
@@ -170,7 +170,7 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
 def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, list[dict[str, Any]]]:
     """TRL's fastest setting among a few, by one step of each, and what was tried.
 
-    One thing after the other changes, from the best so far. Nothing else runs meanwhile.
+    One setting after the other changes, from the best so far. Nothing else runs meanwhile.
     """
     assert setting.trl is not None, "TRL takes no part"
     best, best_seconds = setting.trl, float("inf")
@@ -216,5 +216,5 @@ def variants(rollouts: int) -> Iterator[Callable[[TrlSetting], TrlSetting | None
 
 
 def say(text: str) -> None:
-    """How the run goes on."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How much memory the contenders of `ppo_step.py` hold: looked at from outside, in the same way for all."""
+"""How much memory the contenders of `ppo_step.py` hold, measured from outside in the same way for all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ResidentPeak:
 
     def _watch(self, roots: Mapping[str, int]) -> None:
         is_last = False
-        while not is_last:  # once more after the end, which may come sooner than the first interval's
+        while not is_last:  # look once more after `stop`, which may come before the first interval is over
             is_last = self._stopping.wait(_SECONDS)
             sizes = {name: resident_bytes(pid) for name, pid in roots.items()}
             for name, size in {**sizes, "together": sum(sizes.values())}.items():
@@ -49,7 +49,7 @@ class ResidentPeak:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and all below it."""
+    """Resident memory of a process and all below it."""
     total = 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -60,7 +60,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def logged_peaks(folders: Mapping[str, Path]) -> dict[str, int]:
-    """From the ``memory/*_peak_gib`` of our jobs' logs, which on a GPU are those of rank 0's allocator.
+    """Peak memory of our jobs from their metrics ``memory/*_peak_gib``, on a GPU that of rank 0's allocator.
 
     ``together`` is their sum: the jobs need not hold their most at the same moment.
     """
@@ -73,12 +73,12 @@ def logged_peaks(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 def is_memory(curve: str) -> bool:
-    """Whether it is a peak of one of a job's phases."""
+    """Whether a curve has the peaks of one of a job's phases."""
     return curve.startswith("memory/") and curve.endswith("_peak_gib")
 
 
 def largest(peaks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """By name."""
+    """The largest size of each name."""
     found: dict[str, int] = {}
     for peak in peaks:
         for name, size in peak.items():

@@ -29,7 +29,7 @@ from nemo_style_aligner.weights.huggingface import (
 )
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
-# What prompts are made of. Fixed: figures of different days and versions of this repository must be of the same text.
+# The words of prompts. Fixed, so that figures of all versions of this repository are for the same text.
 _WORDS = """
 a about after again all along also although always among an and another any apple are around as at autumn away back
 bank basket be because before begin behind below better between bird boat book both branch bread bridge bright bring
@@ -51,7 +51,7 @@ upon us valley very village voice wait walk wall warm was water way we well were
 while white who why wide will wind window winter with without woman wood word work world would write year yellow yet
 you
 """
-_MAX_TRIES = 10_000  # shifts of a prompt until its text gives its tokens again and it is a new one
+_MAX_TRIES = 10_000  # places to cut a prompt at, until it is new and its text gives its tokens again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +72,18 @@ class Models:
 
     @classmethod
     def in_folder(cls, description: str, folder: Path) -> Models:
-        """Where `make_models` puts them."""
+        """The models that `make_models` writes into ``folder``."""
         names = ("model/hf", "reward_model", "policy.nemo", "reward_model.nemo")
         return cls(description, *(folder / name for name in names))
 
     @property
     def architecture(self) -> ModelArchitecture:
-        """Of all of them, heads aside."""
+        """That of all of them, heads aside."""
         return read_architecture(self.policy)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of all of them, as our jobs read it."""
+        """That of all of them, as our jobs read it."""
         with nemo_tokenizer_dir(self.policy_nemo) as folder:
             return load_tokenizer(folder)
 
@@ -167,7 +167,7 @@ class Workload:
 
 
 def sentences(seed: int) -> Iterator[str]:
-    """Text without end: sentences of `_WORDS`, other ones for each ``seed``."""
+    """Endless text: random sentences of `_WORDS`, drawn with ``seed``."""
     draw, words = random.Random(seed), _WORDS.split()
     while True:
         chosen = draw.choices(words, k=draw.randint(4, 14))
@@ -175,7 +175,7 @@ def sentences(seed: int) -> Iterator[str]:
 
 
 def make_workloads(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[Workload]:
-    """Lengths and prompts drawn by ``args.seed``."""
+    """The workloads of ``args``; lengths and prompts are drawn with ``args.seed``."""
     draw = random.Random(args.seed)
     for name in args.workloads:
         if name == "ragged":
@@ -188,7 +188,7 @@ def make_workloads(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[W
 
 
 def cut_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int = 1) -> tuple[list[list[int]], list[str]]:
-    """Different pieces of `sentences`, of these many tokens, whose text gives the same tokens again."""
+    """Tokens and texts of different pieces of `sentences` of these lengths; each text gives the same tokens again."""
     source = sentences(seed)
     prompts: list[list[int]] = []
     texts: list[str] = []

@@ -14,7 +14,7 @@ from ppo_models import Workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 
-# What TRL's phases are made of, in our phases' terms. Without a pass for log-probs, training has its forward pass.
+# TRL's phases, in terms of ours. It has no pass for log-probs, so that training has a forward pass of its own.
 TRL_FLOORS = {
     "generate": ("generate",),
     "score": ("score",),
@@ -79,7 +79,7 @@ class Figures:
     gave_up: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def restart(self) -> None:
-        """Forget all that was made with settings that are given up."""
+        """Forget everything measured with settings that were given up."""
         for made in (self.warm_up_steps, self.steps, self.busy_steps, self.peak_bytes):
             made.clear()
 
@@ -109,7 +109,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
         "prompt_tokens": workload.prompt_tokens,
         "new_tokens": workload.new_tokens,
         "floor_seconds": floors,
-        # Share of real tokens where rows are padded to the longest: ours at the right, TRL's prompts at the left.
+        # Share of real tokens if rows are padded to the longest: on the right, or, as in TRL, prompts on the left.
         "padding_efficiency_if_padded": sum(lengths) / (len(lengths) * max(lengths)),
         "padding_efficiency_of_trl": sum(lengths) / padded,
         **rows,

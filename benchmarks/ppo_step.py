@@ -2,10 +2,9 @@
 
     python benchmarks/ppo_step.py [--workloads fixed ragged] [--rollouts 32] [--busy] [--json FILE]
 
-Ours are the critic job and the actor job that users start, on this machine's cores; TRL is a process of its own. They
-take turns: in each round each makes one step. Same weights, prompts, response lengths, batch and dtype. Who fails is
-reported as failed, and the others go on; the exit status is 1 then.
-docs/performance.md explains settings and columns.
+Ours are the critic job and the actor job that users start; TRL is a process of its own. They take turns: in each round
+each makes one step, with the same weights, prompts, response lengths, batch and dtype. If a contender fails, the report
+says so, the others go on, and the exit status is 1. docs/performance.md explains settings and columns.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def main() -> None:
 def measure_machine(
     args: argparse.Namespace, setting: Setting, before: MachineRates | None, report: dict[str, Any]
 ) -> MachineRates:
-    """How fast the machine is now, or was before if that was faster; threads wait for each other as our jobs' do."""
+    """The machine's rates, the better of now and ``before``; threads wait for each other as those of our jobs do."""
     environment = setting.environment | {"OMP_WAIT_POLICY": WAIT_POLICY}
     measured, report["device"] = rates_of(args.device, args.threads, args.floor_megabytes, environment)
     rates = measured if before is None else best_rates(before, measured)
@@ -146,34 +145,41 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         choices=CONTENDERS,
         default=("own", "trl"),
-        help="own-engine: ours with the engine's log-probs in the place of a pass of the policy, which is TRL's way",
+        help="own-engine: ours with the engine's log-probs in place of a pass of the policy, as in TRL",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: no contender sees a GPU")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and lengths")
     parser.add_argument("--workloads", nargs="+", choices=("fixed", "ragged"), default=("fixed", "ragged"))
-    parser.add_argument("--rollouts", type=positive_int, default=32, help="per step: one update of each model")
+    parser.add_argument("--rollouts", type=positive_int, default=32, help="per step, with one update of each model")
     parser.add_argument("--prompt-tokens", type=positive_int, default=64)
     parser.add_argument("--new-tokens", type=positive_int, default=64)
     parser.add_argument("--ragged-prompts", action=Bounds, default=(16, 128), metavar=("LOW", "HIGH"))
     parser.add_argument("--ragged-lengths", action=Bounds, default=(8, 256), metavar=("LOW", "HIGH"))
-    parser.add_argument("--warm-up", type=at_least(0), default=2, help="steps of each contender that do not count")
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="first steps of each contender, not counted")
     parser.add_argument("--rounds", type=positive_int, default=3)
-    parser.add_argument("--busy", action="store_true", help="then as many rounds beside a process that wants a core")
+    parser.add_argument(
+        "--busy", action="store_true", help="then as many rounds beside a process that keeps a core busy"
+    )
     parser.add_argument(
         "--one-at-a-time",
         nargs="?",
         type=positive_int,
         const=1,
         metavar="ROUNDS",
-        help="contenders alternate in blocks of so many rounds (1), each after its warm-up, and the others' processes "
-        "do not run meanwhile: where not all fit into memory (default: all take part in each round; on a GPU, whose "
-        "memory each takes as it finds it, in one block each)",
+        help="contenders alternate in blocks of this many rounds (1), each after its warm-up and without the others' "
+        "processes, which may not all fit into memory (default: all take part in each round; on a GPU, whose memory "
+        "each takes as it finds it, one block each)",
     )
-    parser.add_argument("--step-seconds", type=positive_float, default=STEP_SECONDS, help="who needs longer has failed")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the processor has it, and on a GPU"
+        "--step-seconds",
+        type=positive_float,
+        default=STEP_SECONDS,
+        help="for a step; a contender that needs longer has failed",
     )
-    parser.add_argument("--micro-batch", type=positive_int, default=8, help="of ours")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, or if the processor has it"
+    )
+    parser.add_argument("--micro-batch", type=positive_int, default=8, help="of our jobs")
     parser.add_argument("--actor", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the actor job")
     parser.add_argument("--critic", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the critic job")
     parser.add_argument("--no-trl", action="store_true", help="leave trl out of the contenders")
@@ -188,12 +194,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trl-wait-policy", choices=("PASSIVE", "ACTIVE"), help="OMP_WAIT_POLICY of TRL (default: unset)"
     )
-    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of TRL and of the floor")
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of TRL, and for the floor")
     parser.add_argument(
-        "--floor-megabytes", type=positive_int, default=1024, help="read to measure the rate of the memory"
+        "--floor-megabytes",
+        type=positive_int,
+        default=1024,
+        help="size of the buffer that is read to measure the memory's rate",
     )
-    parser.add_argument("--models", type=Path, help="keep the converted models here, and use them again if they are")
-    parser.add_argument("--work-dir", type=Path, help="where models and logs go for the time of the run")
+    parser.add_argument("--models", type=Path, help="folder to keep the converted models in, or to reuse them from")
+    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.no_trl:
@@ -220,7 +229,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_setting(args: argparse.Namespace, models: Models, workloads: Sequence[Workload]) -> Setting:
     """What both sides are run with."""
-    # What importing this project set in this process is not for TRL, and our jobs set it themselves.
+    # Importing this project has set OMP_WAIT_POLICY, which is not for TRL; our jobs set it themselves.
     visible = dict(os.environ) if args.device == "cpu" else cpu_only.environment_with_gpus()
     environment = {k: v for k, v in visible.items() if k != "OMP_WAIT_POLICY"}
     # TRL needs a pad token that is in no prompt and that no response holds.

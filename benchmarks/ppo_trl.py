@@ -1,6 +1,6 @@
 """TRL's PPO trainer as a contender of `ppo_step.py`: one step at a time, its phases timed.
 
-    python ppo_trl.py DESCRIPTOR SETTINGS.json
+    python ppo_trl.py ADDRESS SETTINGS.json
 
 Runs in any environment that has trl 1.12.0; imports nothing of this project. The trainer is TRL's own. Around it:
 ``generate`` gets a logits processor that forces each response's length (the stop token where the response must end and
@@ -45,7 +45,7 @@ class ForcedLengths(transformers.LogitsProcessor):
 
 
 def synchronize() -> None:
-    """Wait for what the GPU was given, or its work would count for a later phase."""
+    """Wait for the GPU's work, which would otherwise count for a later phase."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -60,7 +60,7 @@ class Phases:
         self.last = ""
 
     def timed(self, name: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its time added to the phase that ``name`` gives for its arguments ("": to none)."""
+        """Wrap ``function`` to add its time to the phase that ``name`` gives for its arguments ("": none)."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             phase = name(*args)
@@ -77,13 +77,13 @@ class Phases:
         return call
 
     def begin_training(self) -> None:
-        """Everything from the first call of a step on is training."""
+        """Note the beginning of training: the first call in a step, after which everything is training."""
         if self._training_since is None:
             synchronize()
             self._training_since = time.perf_counter()
 
     def restart(self) -> None:
-        """A step begins now."""
+        """Begin a step."""
         self._seconds, self._training_since, self.last = {}, None, ""
         self._started = time.perf_counter()
 
@@ -159,7 +159,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(settings["pad_id"])
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(settings["stop_id"])
 
-    # Else rows that have ended would go on with stop tokens, which TRL would not mask everywhere.
+    # Otherwise rows that have ended would be filled with stop tokens, which TRL would not mask everywhere.
     policy.generation_config.pad_token_id = settings["pad_id"]
 
     counts: dict[str, int] = {}

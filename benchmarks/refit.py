@@ -2,8 +2,8 @@
 
     python benchmarks/refit.py [--shapes 30m 135m 360m] [--rounds 5] [--json FILE]
 
-Each case runs in real processes over gloo. Beside it, in the same processes at the same time, a plain copy of as many
-bytes: the ratio says what names, layouts and communication cost. docs/performance.md explains the columns.
+Each case runs in real processes over gloo. After each refit, the same processes make a plain copy of as many bytes: the
+ratio says what names, layouts and communication cost. docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Case:
 
 CASES = (
     Case("same layout", 1, 1, 1),
-    Case("same layout, in torch", 1, 1, 1, step="torch"),  # which views the trainer's weights
+    Case("same layout, in torch", 1, 1, 1, step="torch"),  # which computes with the trainer's weights in place
     Case("TP 2 to whole", 2, 1, 1),
     Case("PP 2 to whole", 1, 2, 1),
     Case("PP 2 to TP 2", 1, 2, 2),
@@ -69,7 +69,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument(
-        "--bucket-megabytes", type=positive_int, default=DEFAULT_BUCKET_BYTES // 2**20, help="of the stream"
+        "--bucket-megabytes",
+        type=positive_int,
+        default=DEFAULT_BUCKET_BYTES // 2**20,
+        help="size of the stream's buckets",
     )
     parser.add_argument("--rounds", type=positive_int, default=5)
     parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of all ranks together")
@@ -124,7 +127,7 @@ def run_case(shape: str, case: Case, args: argparse.Namespace) -> list[dict[str,
 
 
 def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
-    """One process: the training model's shard, an engine, and refits of one from the other."""
+    """One process: a shard of the training model, an engine, and refits of the engine from the shard."""
     torch.set_num_threads(max(1, args.threads // case.num_ranks))
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=rank, world_size=case.num_ranks, timeout=timedelta(seconds=LIMIT_SECONDS)
@@ -149,7 +152,7 @@ def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendez
         weights = export_weights(model, bucket_bytes, without=engine.viewed_weights, transient=True)
         engine.refit(weights, engine.weight_version + 1)
 
-    refit()  # touches all memory that stays
+    refit()  # touches all memory that is kept
     compilations = engine.num_compilations
     extra_bytes = peak_extra_bytes(refit)
     num_bytes = architecture.num_parameters * dtype.itemsize // case.engine_tensor_parallel

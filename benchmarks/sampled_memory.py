@@ -1,4 +1,4 @@
-"""The most memory that something needs while it runs."""
+"""The most memory that a piece of code needs while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 def peak_extra_bytes(action: Callable[[], None]) -> int:
     """The most memory that this process holds during ``action`` beyond what it held before; on a GPU, its tensors.
 
-    Collective where ranks share a machine: they begin together.
+    Collective on a CPU, where ranks begin together.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -24,7 +24,7 @@ def peak_extra_bytes(action: Callable[[], None]) -> int:
         action()
         return torch.cuda.max_memory_allocated() - before
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # or what the allocator kept from before would hide what is needed
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator kept from before would hide what is needed
     dist.barrier()
     with sampled_memory() as peak:
         before = peak[0]

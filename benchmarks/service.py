@@ -1,4 +1,4 @@
-"""What the critic and reward service costs beside the bare forward pass of the same model.
+"""What the critic and reward service costs in addition to bare forward passes of the same model.
 
     python benchmarks/service.py [--clients 1 8 64] [--shape 30m] [--length 128] [--batch-rows 16] [--json FILE]
 
@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--batch-rows", type=positive_int, default=16, help="inference_micro_batch_size: a full batch")
     parser.add_argument("--delay", type=at_least(0), default=2000, help="max_queue_delay_microseconds")
     parser.add_argument("--seconds", type=positive_float, default=10.0, help="for each number of clients")
-    parser.add_argument("--form", choices=("binary", "json"), default="binary", help="of tensors on the wire")
-    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="that the model computes with")
+    parser.add_argument("--form", choices=("binary", "json"), default="binary", help="encoding of tensors on the wire")
+    parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of the model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     exit_on_sigterm()
@@ -137,7 +137,7 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
 
 
 def time_bare(backend: Timed, bare: dict[int, list[float]], args: argparse.Namespace, rounds: int = 3) -> None:
-    """Append the seconds of some passes to each list, by rows; one before to warm up."""
+    """Append the seconds of ``rounds`` passes, after one to warm up, to the list of each number of rows."""
     for number in range(rounds + 1):
         for rows, seconds in bare.items():
             tokens = torch.randint(SHAPES[args.shape].vocab_size, (rows, args.length))
@@ -153,7 +153,7 @@ Request = tuple[float, float]  # when it was sent and answered
 
 
 def run(args: argparse.Namespace) -> tuple[list[list[Request]], dict[str, Any]]:
-    """The requests of each stage, and what the service's process has to say."""
+    """The requests of each stage, and what the service's process has measured."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> tuple[list[list[Request]], dict[str, Any]]:
 
 
 def load(clients: int, port: int, args: argparse.Namespace) -> list[Request]:
-    """Keep ``clients`` threads busy for a while."""
+    """Send requests from ``clients`` threads for ``args.seconds``; returns those that were answered."""
     done: list[Request] = []
     failures: list[str] = []
     stop = threading.Event()
@@ -215,13 +215,13 @@ def request_body(generator: np.random.Generator, args: argparse.Namespace) -> tu
 
 
 def summarise(clients: int, done: list[Request], server: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one stage. Its first tenth is warming up, and its end, where clients stop, does not count."""
+    """The figures of one stage, without its first tenth, the warm-up, and its end, when clients stop."""
     first, last = min(sent for sent, _ in done), max(sent for sent, _ in done)
     first += (last - first) / 10
     passes = [entry for entry in server["passes"] if first <= entry[0] and entry[1] <= last]
     if len(passes) < 2:
         raise SystemExit(f"{clients} clients: too few batches in {args.seconds:g} s, give more --seconds")
-    # From the beginning of one pass to that of another: pauses between passes count, as often as passes do.
+    # From the beginning of the first pass to that of the last: there are as many pauses as passes that count.
     wall = passes[-1][0] - passes[0][0]
     rows = sum(entry[2] for entry in passes[:-1])
     sizes = sorted(server["bare"])
@@ -244,7 +244,7 @@ def summarise(clients: int, done: list[Request], server: dict[str, Any], args: a
 
 
 def report(results: Sequence[dict[str, Any]], bare: dict[int, float], args: argparse.Namespace) -> None:
-    """The table, and the cost at a full batch in a sentence."""
+    """Print the table."""
     print(
         f"\n{args.shape}, {args.length} tokens, {args.rows} sequences per request, {args.form}, {args.threads} threads"
     )

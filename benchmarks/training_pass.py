@@ -65,7 +65,7 @@ class Workload:
         return int(self.lengths.sum())
 
     def operations(self, architecture: ModelArchitecture) -> list[int]:
-        """Of each sequence, in a forward pass over what the response's log-probs depend on."""
+        """Operations of a forward pass over each sequence, as far as the response's log-probs depend on it."""
         wanted = self.batch.mask != 0
         rows = zip(used_lengths(wanted), wanted.sum(1).tolist(), strict=True)
         return [architecture.forward_operations(*row) for row in rows]
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive_int, default=2)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
-    parser.add_argument("--torch-layers", action="store_true", help="packed rows without the compiled layers, too")
+    parser.add_argument("--torch-layers", action="store_true", help="also packed rows without the compiled layers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -101,7 +101,7 @@ def main() -> None:
         )
         workload = make_workload(args, architecture)
         gc.collect()
-        gc.freeze()  # as `RunControl.begin`
+        gc.freeze()  # as `RunControl.begin` does
         results = {"packed": measure(actor, workload, batching, False, args.rounds, dtype)}
         if args.torch_layers:
             with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: None):
@@ -129,18 +129,18 @@ def main() -> None:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, what `make_workload` reads, and how it is divided into micro batches."""
+    """Add the options of the model, of `make_workload`, and of the division into micro batches."""
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 where the processor has its arithmetic")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 if the processor computes in it")
     parser.add_argument("--sequences", type=positive_int, default=16)
     parser.add_argument("--prompts", action=Bounds, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
     parser.add_argument("--responses", action=Bounds, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
-    parser.add_argument("--max-tokens", type=positive_int, default=1024, help="of a packed micro batch")
-    parser.add_argument("--padded-rows", type=positive_int, default=4, help="of a padded micro batch")
+    parser.add_argument("--max-tokens", type=positive_int, default=1024, help="in a packed micro batch")
+    parser.add_argument("--padded-rows", type=positive_int, default=4, help="in a padded micro batch")
 
 
 def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> Workload:
-    """Random tokens; prompts of uniform lengths, responses of long-tailed ones."""
+    """Random tokens; prompt lengths are drawn uniformly, response lengths have a long tail."""
     draw = random.Random(1)
     prompts = torch.tensor([draw.randint(*args.prompts) for _ in range(args.sequences)])
     lengths = prompts + torch.tensor(long_tailed(args.sequences, args.responses, draw))
@@ -159,9 +159,9 @@ def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> 
 def measure(
     actor: Actor, workload: Workload, batching: MicroBatching, is_padded: bool, rounds: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Training and log-prob passes, with the rate of matrix products measured between them.
+    """Training and log-prob passes, each followed by a measurement of the rate of matrix products.
 
-    ``is_padded``: every row as long as the longest, with outputs everywhere, as without packing.
+    ``is_padded``: every row is as long as the longest, with outputs at all positions, as without packing.
     """
     batch = workload.batch
     wanted = torch.ones_like(batch.mask, dtype=torch.bool) if is_padded else batch.mask != 0
@@ -205,7 +205,7 @@ def measure(
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds."""
+    """Seconds that ``action`` takes, the GPU's work included."""
     started = time.perf_counter()
     action()
     if torch.cuda.is_available():
@@ -214,8 +214,8 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def data_parallel_balance(work: list[int]) -> dict[int, dict[str, float]]:
-    """By number of data-parallel ranks: mean over largest number of operations of a rank, as jobs divide a batch and
-    with sequences dealt out in their order."""
+    """By number of data-parallel ranks: mean over largest number of operations of a rank, with the batch divided as in
+    jobs (``divided``) and with sequences dealt out in their order (``in_order``)."""
     found = {}
     for ranks in (n for n in (2, 4, 8) if n <= len(work) // 2):
         divisions = {"divided": shares(work, ranks), "in_order": [range(r, len(work), ranks) for r in range(ranks)]}

@@ -30,12 +30,12 @@ TOKEN = "benchmark"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=positive_int, default=256)
-    parser.add_argument("--ids", type=positive_int, default=16384, help="of a round")
+    parser.add_argument("--ids", type=positive_int, default=16384, help="in a round")
     parser.add_argument(
         "--batches", type=positive_int, nargs="+", default=[1, 8], help="ids that a worker asks for at a time"
     )
     parser.add_argument("--rounds", type=positive_int, default=3)
-    parser.add_argument("--processes", type=positive_int, default=2, help="that the workers are divided over")
+    parser.add_argument("--processes", type=positive_int, default=2, help="over which the workers are divided")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     exit_on_sigterm()
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dict[str, Any]:
-    """One round through a queue of its own: when each request was sent and answered."""
+    """Run one round with a queue of its own; returns its rates and latencies."""
     context = multiprocessing.get_context("spawn")
     processes = min(processes, num_workers)
     shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
@@ -110,7 +110,7 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_load(port: int, process: int, num_workers: int, batch: int, barrier: Any, answers: Any) -> None:
-    """A process of simulated workers, each with a connection of its own."""
+    """Simulate some of the workers in this process, each with a connection of its own."""
 
     async def everybody() -> dict[str, list[float]]:
         workers = [Worker(f"{process}-{i}", batch) for i in range(num_workers)]
@@ -138,7 +138,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def run(self) -> None:
-        """Until there are no ids any more."""
+        """Lease and complete until there are no ids left."""
         number, done = 0, []
         while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number, "completed": done}):
             number, done = number + 1, ids

@@ -1,13 +1,13 @@
 # shellcheck shell=bash disable=SC2034  # the scripts use STARTED and STATUS
 # Functions of the batch scripts beside this file. docs/slurm.md says how the scripts are used. Bash 4.4 or newer.
 #
-# A component is one srun: all ranks of an entry script. Settings these functions read are at the top of the scripts.
+# A component is one srun: all ranks of an entry script. The settings that are read here are at the top of the scripts.
 
-MAX_REQUEUES=${MAX_REQUEUES:-100} # of a job that stops early again and again, perhaps before it has got anywhere
+MAX_REQUEUES=${MAX_REQUEUES:-100} # limit for a job that keeps stopping early, perhaps without any progress
 readonly EXIT_REQUEUE=75 # a component's status: stopped early, with its state on disk
-STOPPING=                # USR1 or TERM once the batch script got it
-TRAINER=                 # process id of the srun that a request to stop is handed on to
-STATUS=0                 # of the component that status_of was asked for last
+STOPPING=                # USR1 or TERM, once the batch script has received it
+TRAINER=                 # process id of the srun to which stop signals are forwarded
+STATUS=0                 # what status_of found last
 
 say() { printf '%(%F %T)T %s: %s\n' -1 "$SLURM_JOB_NAME" "$*"; }
 
@@ -33,12 +33,12 @@ ranks_per_node() {
     printf '%s' "${BASH_REMATCH[1]}"
 }
 
-# Folders, the secret that the components of this run share, what srun must know about the container.
+# prepare: check REPO and MPI_TYPE, create RESULTS_DIR, set the steps' environment and srun's container options.
 prepare() {
     [[ -f $REPO/examples/nlp/gpt/train_gpt_ppo_actor.py ]] ||
         die "REPO=$REPO is not this repository: submit from its folder, or set REPO"
     check_mpi
-    # After `sbatch --export=...` steps would get what that names, and nothing that is exported here.
+    # With `sbatch --export=...` steps would otherwise get only what that names, and nothing that is exported here.
     export SLURM_EXPORT_ENV=ALL
     REPO=$(cd "$REPO" && pwd)
     mkdir -p "$RESULTS_DIR"
@@ -52,11 +52,11 @@ prepare() {
             --no-container-mount-home
         )
     fi
-    # NCCL's and torch's warnings go to the component's log, in order.
+    # Or Python's output would come after NCCL's and torch's warnings in the component's log.
     export PYTHONUNBUFFERED=1
 }
 
-# check_mpi: whether this cluster's srun has the plugin that MPI_TYPE names; without one, ranks would not start at all.
+# check_mpi: die unless this cluster's srun has the plugin that MPI_TYPE names; without it no rank would start.
 check_mpi() {
     local available
     [[ -n $MPI_TYPE ]] || return 0
@@ -76,9 +76,9 @@ in_step() {
     exec srun "${options[@]}" "${CONTAINER[@]}" env PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" "${@:2}"
 }
 
-# make_secret: a file that only this user can read, which both components find through the environment.
+# make_secret: create the shared secret in a file that only this user can read; both components find it by its variable.
 #
-# Made here: a step would start a container for it. The components check whose file it is and who can read it.
+# Not in a step, which would start a container for it. The components check the file's owner and mode.
 make_secret() {
     export NEMO_STYLE_ALIGNER_TOKEN_FILE=$RESULTS_DIR/secret
     [[ ! -e $NEMO_STYLE_ALIGNER_TOKEN_FILE ]] || return 0
@@ -95,9 +95,10 @@ data_prefix() { printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$1" 
 
 # start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
 #
-# GROUP is empty in a job of one component. The component writes to RESULTS_DIR/NAME. A rank's status must not have the
-# others killed (--kill-on-bad-exit=0): ranks that stop early all end with 75, one after the other. Who is still
-# running --wait seconds after the first has ended will hang for ever, and is killed: a rank takes up to 60 to shut down.
+# GROUP is empty in a job of one component. The component writes to RESULTS_DIR/NAME. A rank that exits with an error
+# must not have the others killed (--kill-on-bad-exit=0): ranks that stop early all exit with 75, one after the other.
+# Ranks still running --wait seconds after the first has ended are hanging, and are killed: a rank takes up to 60 to
+# shut down.
 start() {
     local name=$1 group=$2 script=$3 options cpus devices
     shift 3
@@ -106,9 +107,9 @@ start() {
     [[ -z $group ]] || options+=(--het-group="$group")
     [[ -z $MPI_TYPE || $name == critic ]] || options+=(--mpi="$MPI_TYPE")
     cpus=$(of_group SLURM_CPUS_PER_TASK "$group")
-    [[ -z $cpus ]] || options+=(--cpus-per-task="$cpus") # srun does not take this over from sbatch
+    [[ -z $cpus ]] || options+=(--cpus-per-task="$cpus") # srun does not inherit this from sbatch
     mkdir -p "$RESULTS_DIR/$name"
-    rm -f "$RESULTS_DIR/$name/requeue" # an earlier run's; ranks that fail early do not come to removing it
+    rm -f "$RESULTS_DIR/$name/requeue" # from an earlier run; ranks that fail early do not get to remove it
     in_step "${options[@]}" -- "$PYTHON" -u "$REPO/examples/nlp/gpt/$script" \
         trainer.num_nodes="$(of_group SLURM_JOB_NUM_NODES "$group")" \
         trainer.devices="$devices" \
@@ -127,7 +128,7 @@ show_log() {
 
 is_running() { kill -0 "$1" 2>/dev/null; }
 
-# A second's pause that a signal cuts short: bash runs traps only between commands, and at once while it waits.
+# pause: wait for a second, or until a signal. Bash runs traps between commands only, except during `wait`.
 pause() {
     sleep 1 &
     wait $! || true
@@ -150,7 +151,7 @@ wait_until_ended() {
 end_component() {
     local step='' tries
     is_running "$2" || return 0
-    # Not by a signal to srun: it would hand SIGTERM on and kill the ranks right after.
+    # Not by a signal to srun, which would forward SIGTERM and kill the ranks right after.
     for tries in 1 2 3; do # Slurm's controller may be busy
         step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | sed -n "s/ $1\$//p") || true
         if [[ -n $step ]] && scancel --signal=TERM "$step"; then
@@ -167,7 +168,7 @@ end_component() {
 kill_component() {
     is_running "$2" || return 0
     say "ending the $1"
-    # It may have ended just now, which is no reason for the script to. On SIGTERM srun kills its step.
+    # If it has ended just now, kill fails, which must not end this script. On SIGTERM srun kills its step.
     kill -TERM "$2" 2>/dev/null || true
     wait_until_ended "$2" 60 || kill -KILL "$2" 2>/dev/null || true
 }
@@ -184,34 +185,34 @@ is_ready() {
 # on_signal NAME SIGNAL: ask the trainer for a checkpoint.
 #
 # SIGUSR1 comes before the time limit and, where the cluster is set up so, before preemption (#SBATCH --signal). SIGTERM
-# means that Slurm ends the job: the ranks have had it from Slurm, and SIGKILL follows in KillWait seconds.
+# means that Slurm ends the job: the ranks have received it from Slurm, too, and SIGKILL follows after KillWait seconds.
 on_signal() {
     STOPPING=$2
     say "got SIG$2; asking the $1 to write a checkpoint and to end"
     [[ -z $TRAINER ]] || kill -USR1 "$TRAINER" 2>/dev/null || true
 }
 
-# A signal that comes before there is a component to hand it on to.
+# Until there is a component to forward signals to, only note them.
 trap 'STOPPING=USR1' USR1
 trap 'STOPPING=TERM' TERM
 
-# stop_on_signals NAME PID: from now on hand signals on to this component.
+# stop_on_signals NAME PID: from now on forward signals to this component.
 stop_on_signals() {
     TRAINER=$2
-    # shellcheck disable=SC2064  # the name of now
+    # shellcheck disable=SC2064  # the name is to be expanded now
     trap "on_signal '$1' USR1" USR1
     # shellcheck disable=SC2064
     trap "on_signal '$1' TERM" TERM
     [[ -n $STOPPING ]] || return 0
-    pause # a process that has just been forked may still have our traps, and lose the signal
+    pause # a process that was forked just now may still have our traps, and lose the signal
     on_signal "$1" "$STOPPING"
 }
 
 # finish NAME STATUS: end the batch script as the trainer NAME has ended.
 finish() {
     local status=$2
-    # SIGUSR1 kills a process that has not come to handling it (138); whatever the statuses of the ranks add up to, the
-    # file says that they stopped early.
+    # SIGUSR1 kills a process that does not handle it yet (138). Whatever status srun makes of the ranks' statuses, the
+    # file `requeue` says that they stopped early.
     if [[ -e $RESULTS_DIR/$1/requeue || (-n $STOPPING && $status == 138) ]]; then status=$EXIT_REQUEUE; fi
     if ((status == 0)); then
         say "the $1 has finished"

@@ -1,10 +1,10 @@
-"""The whole road on a task whose truth is known: sums of two numbers, a model made from scratch.
+"""RLHF from a base model to PPO on a task with known answers: sums of two numbers, with a model made from scratch.
 
     make demo
 
-A base model that knows sums, SFT on demonstrations of which many refuse to answer, a reward model from comparisons, the
-critic service, PPO on two data-parallel ranks with the work queue, evaluation on held-out questions. Writes
-results/demo/report.json and results/demo/report.html.
+Its stages: a base model that knows sums, SFT on demonstrations of which many refuse to answer, a reward model from
+comparisons, PPO on two data-parallel ranks with the work queue and the critic service, and evaluation on held-out
+questions. Writes results/demo/report.json and results/demo/report.html.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_style_aligner.telemetry.report import write_report
 
 MODEL = ["--num-layers", 2, "--hidden-size", 256, "--num-heads", 8, "--max-length", 48, "--tied-embeddings"]
 UNDERSTOOD = 0.1
-"""Validation loss of a base model that knows sums. Before it understands how last digits add up, it stays at 0.5."""
+"""Below this validation loss a base model knows sums. Until it learns how last digits add up, the loss stays at 0.5."""
 SEQUENCE_LENGTH = "model.encoder_seq_length=48"
 COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_logger=False"]
 
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How much of everything; the defaults are the demo's."""
+    """Add the options for sizes and seeds; the defaults are the demo's."""
     parser.add_argument("--seed", type=int, default=1234)
-    # Operands of as many digits each: where they have one or two, it depends on the seed when sums are understood.
+    # Operands with the same number of digits: with one or two, it depends on the seed when the model learns sums.
     parser.add_argument("--min-operand", type=int, default=10)
     parser.add_argument("--max-operand", type=int, default=99)
     parser.add_argument("--base-steps", type=int, default=700)
-    parser.add_argument("--base-tries", type=int, default=3, help="seeds, until a base model understands sums")
+    parser.add_argument("--base-tries", type=int, default=3, help="seeds to try until a base model knows sums")
     parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--sft-errors", type=float, default=0.4, help="share of demonstrations that refuse to answer")
     parser.add_argument("--rm-steps", type=int, default=600)
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a message where an option of `add_options` makes no sense."""
+    """End with a message if an option of `add_options` makes no sense."""
     require_at_least(parser, args, 1, "base_steps", "base_tries", "sft_steps", "rm_steps", "ppo_steps")
     if not 0 <= args.min_operand <= args.max_operand:
         parser.error(f"--min-operand {args.min_operand}: must be between 0 and --max-operand {args.max_operand}")
@@ -83,7 +83,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             )  # fmt: skip
         texts = [record.text("text") for record in read_jsonl(folder / "data" / "train_comparisons.jsonl")[:4000]]
         train_bpe_tokenizer(texts, 320, folder / "tokenizer")
-        for seed in range(args.seed, args.seed + args.base_tries):  # whether it understands is partly luck
+        for seed in range(args.seed, args.seed + args.base_tries):  # whether it learns sums is partly luck
             log_dir = folder / "base"
             shutil.rmtree(log_dir, ignore_errors=True)
             demo.run(
@@ -109,7 +109,7 @@ def train_sft(demo: Demo, args: argparse.Namespace, base: Path) -> Path:
 
 
 def supervised(demo: Demo, name: str, start: Path, data: Path, steps: int, lr: float, seed: int) -> Path:
-    """Run train_gpt_sft.py; the .nemo it leaves."""
+    """Run train_gpt_sft.py and return the .nemo that it writes."""
     log_dir = demo.directory / name
     demo.run(
         name, python("train_gpt_sft.py"), *COMMON, f"model.restore_from_path={start}",
@@ -151,9 +151,10 @@ def run_ppo(
     more_actor: Sequence[str] = (),
     more_critic: Sequence[str] = (),
 ) -> Path:
-    """Run the critic service and the PPO actor, logs in ``actor`` and ``critic`` of the folder; the .nemo left there.
+    """Run the critic service and the PPO actor, and return the policy's .nemo.
 
     Args:
+        folder: where in the demo's directory the log directories ``actor`` and ``critic`` are.
         more_actor, more_critic: further overrides of their configs.
     """
     data, port = demo.directory / "data", free_port()

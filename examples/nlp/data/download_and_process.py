@@ -5,9 +5,9 @@
 
 writes {train,test}_comparisons.jsonl, for the reward model, and {train,test}_prompts.jsonl, for PPO.
 
-Dialogues become "User: ...\\n\\nAssistant: ...". A comparison is two of them that share everything
-but the last answer, the chosen one first; a prompt is one up to that answer. Dialogues of another
-shape (turns out of order, different prompts, equal answers) are left out, with a count.
+Dialogues become "User: ...\\n\\nAssistant: ...". A comparison is a pair of dialogues that differ in
+their last answers only, the chosen one first; a prompt is a dialogue up to that answer. Other pairs
+(turns out of order, different prompts, equal answers) are left out and counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def local_files(source: Path, split: str) -> list[Path]:
 
 def download(folder: Path | None) -> Path:
     """Fetch the dataset's files from the hub; returns the folder that has them."""
-    # Here, because only this way of getting the data needs it.
+    # Imported here, because only downloads need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -71,7 +71,7 @@ def read_gzip(path: Path) -> list[Record]:
 
 
 def convert(dialogue: str) -> tuple[str, str] | None:
-    """(prompt, answer) in our format, or None unless Human and Assistant take turns and each says something.
+    """Convert a dialogue to (prompt, answer); None unless Human and Assistant take turns and each says something.
 
     The prompt ends with "Assistant:", the answer begins with a space.
     """
@@ -86,7 +86,7 @@ def convert(dialogue: str) -> tuple[str, str] | None:
 
 
 def process(files: list[Path]) -> tuple[list[dict], list[dict], Counter[str]]:
-    """(comparison lines, prompt lines, reasons for leaving dialogues out)."""
+    """Convert files to (comparison lines, prompt lines, number of pairs left out by reason)."""
     comparisons: list[dict] = []
     prompts: dict[str, None] = {}  # an ordered set: several comparisons can share a prompt
     left_out: Counter[str] = Counter()
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="folder with */train.jsonl.gz and */test.jsonl.gz")
     parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
-    parser.add_argument("--cache", type=Path, help="where downloads are kept (default: the hub's own place)")
+    parser.add_argument("--cache", type=Path, help="folder for downloads (default: the hub's cache)")
     options = parser.parse_args(arguments)
     source = options.source or download(options.cache)
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Make the demo's data: sums such as "User: What is 6+10?\\nAssistant: 16", whose truth is known.
+"""Make the demo's data: arithmetic such as "User: What is 6+10?\\nAssistant: 16", with known answers.
 
     python make_arithmetic.py --output data --operation add --max-operand 49 --seed 1234
 
@@ -8,10 +8,10 @@ writes into --output:
     train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: the right answer, then a wrong one
     train_prompts.jsonl      test_prompts.jsonl       {"text", "answer"}: questions for PPO and evaluation
 
-A question held out for test appears in no training file, in neither order of its operands. Among the
-training questions, --sft-fraction of them have demonstrations; comparisons and prompts use them all.
-Demonstrations can be imperfect, as human ones are: --sft-errors of them give a wrong answer, so that
-the SFT model gives some too and PPO, whose reward model knows better, has something to mend.
+A question held out for test appears in no training file, in either order of its operands. A share of
+the training questions (--sft-fraction) has demonstrations; comparisons and prompts use all of them.
+Like human ones, demonstrations can be imperfect: a share (--sft-errors) gives a wrong answer, so that
+the SFT model makes mistakes that PPO, whose reward model knows better, can correct.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFUSAL = "I refuse to answer this question."
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked, and what kind of mistakes wrong answers are."""
+    """What is asked, and which kind of mistakes wrong answers make."""
 
     operation: str
     operands: range
@@ -50,7 +50,7 @@ def right_answer(question: Question, operation: str) -> int:
 
 
 def wrong_answers(question: Question, task: Task, rng: random.Random) -> list[str]:
-    """Different wrong answers: slips, guesses, or a refusal before the guesses."""
+    """Distinct wrong answers, by ``task.mistakes``: slips, guesses, or a refusal followed by guesses."""
     if task.mistakes == "slips":
         return [str(wrong) for wrong in slips(question, task.operation, rng)]
     wrong = [str(guess) for guess in guesses(question, task, rng)]
@@ -68,7 +68,7 @@ def one_wrong_answer(question: Question, task: Task, rng: random.Random) -> str:
 
 
 def guesses(question: Question, task: Task, rng: random.Random) -> list[int]:
-    """Right answers to other questions that are clearly wrong for this one: nobody compares what is nearly equal."""
+    """Right answers to other questions, at least `CLEARLY_WRONG` off: nobody compares nearly equal answers."""
     others = [(rng.choice(task.operands), rng.choice(task.operands)) for _ in range(NUM_GUESSES)]
     right = right_answer(question, task.operation)
     answers = {right_answer(other, task.operation) for other in others}
@@ -87,13 +87,13 @@ def slips(question: Question, operation: str, rng: random.Random) -> list[int]:
         int(digits[::-1]), int(misread), question[0], question[1],
         *(function(*question) for _, function in OPERATIONS.values()),
     }  # fmt: skip
-    # Answers keep the sign that right ones can have, or the minus alone would give mistakes away.
+    # No negative mistakes where right answers cannot be negative: the minus sign would give them away.
     mistakes = {wrong for wrong in mistakes if wrong != right and (wrong >= 0 or operation == "subtract")}
     return rng.sample(sorted(mistakes), len(mistakes))
 
 
 def split_questions(operands: range, test_questions: int, rng: random.Random) -> tuple[list[Question], list[Question]]:
-    """(training, test) questions. Both orders of two operands fall on the same side."""
+    """Split all questions into (training, test). Both orders of two operands fall on the same side."""
     pairs = [(a, b) for a in operands for b in operands if a <= b]
     rng.shuffle(pairs)
     test: list[Question] = []
@@ -150,7 +150,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--mistakes",
         choices=("slips", "guesses", "refusals"),
         default="slips",
-        help="wrong answers: near the right one; those of other questions; these too, but refusals in demonstrations",
+        help="kind of wrong answers: near the right one; answers to other questions; the same, after a refusal",
     )
     parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question (default: 4)")
     parser.add_argument("--seed", type=int, default=1234)
@@ -168,7 +168,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    # A generator of its own for each kind of file: changing one kind's size leaves the others as they were.
+    # One generator per file: changing the size of one file leaves the others as they are.
     operands = range(options.min_operand, options.max_operand + 1)
     training, test = split_questions(operands, options.test_questions, random.Random(options.seed))
     shown = training[: max(1, round(options.sft_fraction * len(training)))]

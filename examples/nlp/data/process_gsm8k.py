@@ -4,7 +4,7 @@
 
 reads from FOLDER (names with or without the prefix "gsm_"):
 
-    train.jsonl, test.jsonl              {"question", "answer"}: answers worked out, ending "#### 72"
+    train.jsonl, test.jsonl              {"question", "answer"}: worked answers that end with "#### 72"
     example_model_solutions.jsonl        {"question", MODEL: {"solution", "is_correct"}, ...}
 
 and writes into --output:
@@ -13,9 +13,9 @@ and writes into --output:
     train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: a right model answer, then a wrong one
     train_prompts.jsonl      test_prompts.jsonl       {"text", "answer"}: the question, and the number to find
 
-Comparisons are split by question, and a question with training comparisons is left out of the other
-test files: nothing in a test file has been seen by any model. Texts are "User: ...\\nAssistant: ...",
-or what the chat template of --tokenizer makes of them, up to the token that ends the answer.
+Comparisons are split by question, and a question with training comparisons is left out of all test
+files, so that no model has seen anything in them. Texts are "User: ...\\nAssistant: ...", or what the
+chat template of --tokenizer makes of question and answer, up to the token that ends the answer.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def chat_style(tokenizer: Tokenizer) -> Style:
 
     return Style(
         lambda question: tokenizer.apply_chat_template(user(question)),
-        # The template's line break after the end token is never generated, so the reward model never sees it.
+        # Without the template's line break after the end token, which responses in PPO do not have.
         lambda question, answer: tokenizer.apply_chat_template(both(question, answer), False).rstrip("\n"),
         lambda question, answer: {"messages": both(question, answer)},
     )
 
 
 def tidy(answer: str, keep_calculator: bool) -> str:
-    """One form for all answers: no calculator annotations, and "#### 72" at the end where a number is given."""
+    """Bring an answer into the common form: no calculator annotations, "#### 72" at the end if a number is given."""
     answer = answer.strip()
     if not keep_calculator:
         answer = CALCULATOR.sub("", answer)
@@ -135,7 +135,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", type=tokenizer_argument, metavar="DIR", help="use this tokenizer's chat template"
     )
-    parser.add_argument("--test-fraction", type=float, default=0.1, help="questions whose comparisons are for test")
+    parser.add_argument(
+        "--test-fraction", type=float, default=0.1, help="share of the questions whose comparisons are for test"
+    )
     parser.add_argument("--max-pairs-per-question", type=int, help="default: all")
     parser.add_argument("--keep-calculator", action="store_true", help="keep annotations such as <<3+4=7>>")
     parser.add_argument("--seed", type=int, default=1234)

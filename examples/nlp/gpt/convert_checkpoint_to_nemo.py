@@ -1,9 +1,9 @@
-"""Make a .nemo checkpoint of a training checkpoint, to evaluate it, convert it or start another job from it.
+"""Make a .nemo checkpoint from a training checkpoint, to evaluate it, convert it or start another job from it.
 
     python convert_checkpoint_to_nemo.py --input sft/checkpoints/megatron_gpt_sft-step=20-last --output step20.nemo
 
-It is what the job would have written at the end of training: fine-tuning, a reward model's, an actor or a critic, at
-whatever parallel layout. A model too large for one process is split:
+The result is what the job (SFT, reward model, actor or critic, at any parallel layout) would have written at the end of
+training. A model that is too large for one process is split:
 
     torchrun --nproc-per-node 4 convert_checkpoint_to_nemo.py --tensor-parallel 4 --input ... --output ...
 """
@@ -22,12 +22,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--base",
         type=Path,
-        help="the .nemo checkpoint that the job started from, which has the tokenizer (default: where the job had it)",
+        help="the .nemo checkpoint that the job started from, which has the tokenizer (default: as in hyperparameters)",
     )
     parser.add_argument(
         "--hyperparameters",
         type=Path,
-        help="hyperparameters.yaml of the job (default: that in the log directory in which the checkpoint lies)",
+        help="hyperparameters.yaml of the job (default: that in the log directory that the checkpoint is in)",
     )
     arguments = parser.parse_args()
     convert = functools.partial(checkpoint_to_nemo, base=arguments.base, hyperparameters=arguments.hyperparameters)

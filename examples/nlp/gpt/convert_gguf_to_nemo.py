@@ -1,4 +1,4 @@
-"""Make a .nemo checkpoint of a GGUF file (llama.cpp's format), quantised or not, with its tokenizer.
+"""Make a .nemo checkpoint from a GGUF file (llama.cpp's format), quantised or not, with its tokenizer.
 
 python convert_gguf_to_nemo.py --input SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.nemo
 """

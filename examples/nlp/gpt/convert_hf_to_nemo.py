@@ -1,12 +1,12 @@
-"""Make a .nemo checkpoint of a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Nemotron).
+"""Make a .nemo checkpoint from a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Nemotron).
 
     python convert_hf_to_nemo.py --input-dir Llama-3.1-8B-Instruct --output llama.nemo
 
-A model too large for one process is split:
+A model that is too large for one process is split:
 
     torchrun --nproc-per-node 4 convert_hf_to_nemo.py --tensor-parallel 4 --input-dir ... --output ...
 
-The checkpoint can be loaded with any tensor and pipeline parallel sizes, whatever sizes made it.
+The checkpoint can be loaded with any tensor and pipeline parallel sizes, whatever sizes it was written with.
 """
 
 from __future__ import annotations

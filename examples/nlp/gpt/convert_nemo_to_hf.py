@@ -1,8 +1,8 @@
-"""Make a Hugging Face model directory of a .nemo checkpoint; a reward model becomes a sequence classifier.
+"""Make a Hugging Face model directory from a .nemo checkpoint; a reward model becomes a sequence classifier.
 
     python convert_nemo_to_hf.py --input llama.nemo --output-dir llama-hf
 
-A model too large for one process is split:
+A model that is too large for one process is split:
 
     torchrun --nproc-per-node 4 convert_nemo_to_hf.py --tensor-parallel 4 --input ... --output-dir ...
 """

@@ -23,38 +23,44 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of the prompts")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write: summary and responses")
     parser.add_argument(
-        "--reward-model", type=Path, default=None, help="the .nemo file or directory of what scores the responses"
+        "--reward-model",
+        type=Path,
+        default=None,
+        help="the .nemo file or directory of a reward model to score the responses",
     )
     parser.add_argument(
-        "--precision", default="bf16", choices=("bf16", "32"), help="of the weights (default: %(default)s)"
+        "--precision", default="bf16", choices=("bf16", "32"), help="precision of the weights (default: %(default)s)"
     )
     parser.add_argument("--limit", type=int, default=None, help="use the first prompts only (default: all)")
-    parser.add_argument("--greedy", action="store_true", help="most likely tokens instead of sampling")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely tokens instead of sampling")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of sampling; lower is nearer to greedy (default: %(default)s)"
+        "--temperature", type=float, default=1.0, help="of sampling; lower is closer to greedy (default: %(default)s)"
     )
     parser.add_argument(
         "--max-length",
         type=int,
         default=None,
-        help="longest response in tokens, which has to fit into the model's positions beside its prompt (default: 128, "
+        help="longest response in tokens; with its prompt it must fit into the model's positions (default: 128, "
         "or half of the positions where that is less)",
     )
     parser.add_argument(
-        "--end-strings", nargs="*", default=[], help="what ends a response, besides the EOS token (default: nothing)"
+        "--end-strings",
+        nargs="*",
+        default=[],
+        help="strings that end a response, besides the EOS token (default: none)",
     )
     parser.add_argument(
-        "--add-bos", action="store_true", help="BOS token before each prompt: sampling_params.add_BOS=True of PPO"
+        "--add-bos",
+        action="store_true",
+        help="BOS token before each prompt, as with sampling_params.add_BOS=True in PPO",
     )
     parser.add_argument(
         "--num-slots",
         type=int,
         default=32,
-        help="responses that are generated at the same time: more take more memory (default: %(default)s)",
+        help="responses generated at the same time; more take more memory (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="of sampling: another seed, other responses (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of sampling (default: %(default)s)")
     args = parser.parse_args()
 
     if not args.prompts.is_file():
@@ -90,7 +96,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         responses = evaluate(
             args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos
         )
-        args.output.write_text(json.dumps(responses.to_json(), indent=1))  # should scoring fail
+        args.output.write_text(json.dumps(responses.to_json(), indent=1))  # in case scoring fails
         if args.reward_model is not None:
             score(responses, args.reward_model, args.precision)
     print(json.dumps(responses.summary(), indent=1))

@@ -2,7 +2,7 @@
 
     python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
 
-The tokenizer is that of any Hugging Face model (its folder will do), or a new one, made of texts of yours:
+The tokenizer may be that of any Hugging Face model (give the model's folder), or a new one, trained on your texts:
 
     python -c "from nemo_style_aligner.data import tokenizer_training; \\
         tokenizer_training.train_bpe_tokenizer(open('texts.txt'), vocab_size=8000, directory='DIR')"
@@ -37,11 +37,11 @@ def main() -> None:
         default=None,
         help="default: 8/3 of the hidden size, rounded up to a multiple of 16",
     )
-    parser.add_argument("--num-heads", type=int, default=4, help="of attention (default: %(default)s)")
+    parser.add_argument("--num-heads", type=int, default=4, help="attention heads (default: %(default)s)")
     parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
     parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens (default: %(default)s)")
-    parser.add_argument("--tied-embeddings", action="store_true", help="the output layer is the embedding")
-    parser.add_argument("--seed", type=int, default=1234, help="of the weights (default: %(default)s)")
+    parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
+    parser.add_argument("--seed", type=int, default=1234, help="random seed of the weights (default: %(default)s)")
     args = parser.parse_args()
 
     try:
@@ -61,7 +61,7 @@ def main() -> None:
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
         model = build_model(architecture, {}, parse_precision(32), trainable=False)
-        with tempfile.TemporaryDirectory() as folder:  # the folder given may hold a whole model
+        with tempfile.TemporaryDirectory() as folder:  # the tokenizer alone: the given folder may hold a whole model
             args.tokenizer.save(Path(folder) / "tokenizer")
             save_nemo(args.output, model, config, Path(folder) / "tokenizer")
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")

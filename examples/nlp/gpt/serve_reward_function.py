@@ -3,12 +3,12 @@
     python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo \\
         --prompts train_prompts.jsonl test_prompts.jsonl --port 5555
 
-The function gets the prompt's text, the response's, and the prompt's line with all its keys, and returns a number:
+The function gets the texts of prompt and response and the prompt's line with all its keys, and returns a number:
 
     def reward(prompt: str, response: str, line: dict) -> float:
         return float(response.strip() == line["answer"])
 
-docs/service.md says how the actor and the critic are started then.
+docs/service.md says how to start the actor and the critic with it.
 """
 
 import argparse
@@ -33,8 +33,10 @@ from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, conf
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--function", required=True, metavar="FILE.py:NAME", help="the function; the file is executed")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="the policy: .nemo, or a tokenizer directory")
+    parser.add_argument(
+        "--function", required=True, metavar="FILE.py:NAME", help="the reward function; the file is executed"
+    )
+    parser.add_argument("--tokenizer", type=Path, required=True, help="the policy's: .nemo, or a tokenizer directory")
     parser.add_argument(
         "--prompts", type=Path, required=True, nargs="+", help="the actor's prompt files, of training and validation"
     )
@@ -42,14 +44,21 @@ def main() -> None:
         "--add-bos", action="store_true", help="the actor has sampling_params.add_BOS=True: BOS before each prompt"
     )
     parser.add_argument(
-        "--end-strings", nargs="*", default=[], help="what the response's text ends before: the actor's end_strings"
+        "--end-strings",
+        nargs="*",
+        default=[],
+        help="the actor's end_strings: responses are cut before the first of them",
     )
-    parser.add_argument("--threads", type=int, default=1, help="requests at once; the function must be thread-safe")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="requests handled at once; above 1 the function must be thread-safe"
+    )
     parser.add_argument("--port", type=int, default=5555, help="0: any free one")
-    parser.add_argument("--host", default=None, help="address to listen on; default: as inference.host of a model's")
+    parser.add_argument(
+        "--host", default=None, help="address to listen on; default: as for inference.host of a reward model"
+    )
     parser.add_argument("--token", default="auto", help="the shared secret: auto, none or a word; see docs/service.md")
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug: each request, too")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug: also each request")
     args = parser.parse_args()
     if args.threads < 1:
         parser.error(f"--threads {args.threads}: give at least 1")

@@ -1,6 +1,6 @@
 """The PPO actor: python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
 
-The critic and reward service (serve_ppo_critic.py) must run or be about to run.
+The critic and reward service (serve_ppo_critic.py) must be running or starting.
 """
 
 from omegaconf import DictConfig
@@ -10,7 +10,7 @@ from nemo_style_aligner.parallel.launch import job
 
 @job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
-    # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
+    # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run
     from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
     from nemo_style_aligner.models.restore import open_base_model

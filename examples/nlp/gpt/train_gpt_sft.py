@@ -7,7 +7,7 @@ from nemo_style_aligner.parallel.launch import job
 
 @job("gpt_sft", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
-    # Here: the process that starts the ranks and watches over them needs nothing of what takes seconds to load.
+    # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run
     from nemo_style_aligner.algorithms.supervised_setup import build_supervised_trainer, sft_task
     from nemo_style_aligner.models.restore import open_base_model
