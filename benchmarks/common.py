@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -14,8 +15,9 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,15 @@ def exit_on_sigterm() -> None:
 
 
 # ---- what comes out -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def work_folder(place: Path | None) -> Iterator[Path]:
+    """A new folder in ``place``, which is made if need be (None: the system's temporary folder), deleted at the end."""
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=place) as name:
+        yield Path(name)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -17,7 +17,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from common import (
     positive_int,
     print_table,
     spread,
+    work_folder,
     write_json,
 )
 from contenders import CONTENDERS, Setting, Workload
@@ -58,8 +58,8 @@ def main() -> None:
     args = parse_arguments()
     exit_on_sigterm()
     rates: MachineRates | None = None
-    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as folder:
-        files = make_files(args, Path(folder))
+    with work_folder(args.work_dir) as folder:
+        files = make_files(args, folder)
         skipped = {name: CONTENDERS[name].obstacle(files, args.device) for name in args.contenders}
         for name, reason in skipped.items():
             if reason:
@@ -274,11 +274,12 @@ class Runner:
 
     def call(self, action: str, workload: Workload) -> Any:
         """Request ``action`` and return the answer; None once the contender has failed, died or taken too long."""
-        if self.failure is None:
-            self._is_busy = True
+        if self.failure is not None:
+            return None
+        self._is_busy = True
+        with contextlib.suppress(OSError):  # its process has died, which `_receive` reports
             self._connection.send((action, workload))
-            return self._receive(self._limit)
-        return None
+        return self._receive(self._limit)
 
     def stop(self) -> None:
         """End the process, at once if it is at work."""
@@ -296,7 +297,7 @@ class Runner:
                 return None
             outcome, answer = self._connection.recv()
             self._is_busy = False
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             self._fail(f"its process died with status {self._process.exitcode}: {self._last_words()}")
             return None

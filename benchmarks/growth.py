@@ -13,13 +13,22 @@ import dataclasses
 import itertools
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import SHAPES, available_cores, exit_on_sigterm, plot_path, positive_int, print_table, spread, write_json
+from common import (
+    SHAPES,
+    available_cores,
+    exit_on_sigterm,
+    plot_path,
+    positive_int,
+    print_table,
+    spread,
+    work_folder,
+    write_json,
+)
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
@@ -59,11 +68,11 @@ def main() -> None:
     exit_on_sigterm()
     series = {name: list(points) for name, points in make_series(args)}
     results: dict[Point, Measured] = {}
-    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
+    with work_folder(args.work_dir) as work:
         for point in dict.fromkeys(point for points in series.values() for point in points):
-            folder = Path(name) / f"{point.model}_{point.rollouts}_{point.length}_{point.ranks}"
+            folder = work / f"{point.model}_{point.rollouts}_{point.length}_{point.ranks}"
             folder.mkdir()
-            models = make_models(point.model, Path(name) / point.model)
+            models = make_models(point.model, work / point.model)
             results[point] = measure(point, models, args, folder)
             print(f"{point}: {results[point].seconds}", file=sys.stderr, flush=True)
     report = [figures(name, point, results[point]) for name, points in series.items() for point in points]
@@ -144,11 +153,15 @@ def figures(name: str, point: Point, measured: Measured) -> dict[str, Any]:
 
 
 def exponents(lines: Sequence[dict[str, Any]]) -> list[float | None]:
-    """For each line, e such that seconds grew like size ** e from the line before (None for the first); 1 is linear."""
+    """For each line, e such that seconds grew like size ** e from the line before; 1 is linear.
+
+    None for the first line, and for one of the same size as the line before.
+    """
     found: list[float | None] = [None]
     for before, line in itertools.pairwise(lines):
         growth = math.log(line["seconds"]["median"] / before["seconds"]["median"])
-        found.append(growth / math.log(line["size"] / before["size"]))
+        ratio = math.log(line["size"] / before["size"])
+        found.append(growth / ratio if ratio else None)
     return found
 
 

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from common import (
     positive_int,
     print_table,
     spread,
+    work_folder,
     write_json,
 )
 from ppo_contenders import Step, own_steps, typical_phases
@@ -45,8 +45,7 @@ PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy
 def main() -> None:
     args = parse_arguments()
     exit_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
-        folder = Path(name)
+    with work_folder(args.work_dir) as folder:
         models = make_models(args.model, folder / "policy")
         critic = make_models(args.critic_model, folder / "critic")
         models = dataclasses.replace(

@@ -15,7 +15,6 @@ import itertools
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from common import (
     exit_on_sigterm,
     positive_float,
     positive_int,
+    work_folder,
     write_json,
 )
 from machine_rates import rates_of
@@ -72,8 +72,7 @@ def main() -> None:
         "workloads": {},
         "failed": {},
     }
-    with tempfile.TemporaryDirectory(prefix="benchmark_", dir=args.work_dir) as name:
-        folder = Path(name)
+    with work_folder(args.work_dir) as folder:
         models = make_models(args.model, args.models or folder / "models")
         workloads = list(make_workloads(args, models.tokenizer))
         setting = make_setting(args, models, workloads)

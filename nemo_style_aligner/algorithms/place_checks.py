@@ -13,6 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.checkpoints.directory import DAMAGED
+from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.config import log_directory
@@ -73,7 +75,7 @@ def _why_unwritable(folder: Path) -> str | None:
 
 
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if ``resume_from_checkpoint`` is no checkpoint, and no checkpoint here is of a run resumed from it."""
+    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it."""
     named = exp_manager.get("resume_from_checkpoint")
     if not named:
         return
@@ -81,8 +83,9 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     if os.path.isfile(path / MANIFEST):
         return
     with contextlib.suppress(OSError, RuntimeError):
-        own = [log for log in (log_directory(exp_manager) / "checkpoints").iterdir() if os.path.isfile(log / MANIFEST)]
-        if any(_origin(checkpoint) == str(path.resolve()) for checkpoint in own):
+        own = filter(None, map(_manifest, (log_directory(exp_manager) / "checkpoints").iterdir()))
+        newest = max(own, key=lambda manifest: manifest.sequence, default=None)
+        if newest is not None and newest.resumed_from == str(path.resolve()):
             return
     reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
     yield (
@@ -91,10 +94,13 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     )
 
 
-def _origin(checkpoint: Path) -> str | None:
+def _manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest of a finished checkpoint, None if it has none that can be read."""
+    if checkpoint.name.endswith((UNFINISHED, DAMAGED)):
+        return None
     try:
-        return Manifest.read(checkpoint).resumed_from
-    except DamagedCheckpointError:  # reported when it is loaded
+        return Manifest.read(checkpoint)
+    except DamagedCheckpointError:  # reported when it is loaded, if it is a checkpoint
         return None
 
 

@@ -89,7 +89,7 @@ def run_conversion(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         _initialize(arguments.tensor_parallel, arguments.pipeline_parallel)
-        dtype = None if arguments.precision is None else parse_precision(arguments.precision)
+        dtype = None if arguments.precision is None else parse_precision(arguments.precision, "--precision")
         architecture = convert(Path(source).expanduser(), Path(target).expanduser(), dtype)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -31,8 +31,11 @@ _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "squared-relu": squared_relu}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
-def parse_precision(precision: Any) -> torch.dtype:
+def parse_precision(precision: Any, name: str = "trainer.precision") -> torch.dtype:
     """The weights' dtype for ``trainer.precision``: "bf16" or 32 ("fp32"), with or without "-mixed" or "-true".
+
+    Args:
+        name: where the value comes from, for the error.
 
     Raises:
         ValueError: any other value (fp16 with loss scaling is not supported: use bf16).
@@ -42,7 +45,7 @@ def parse_precision(precision: Any) -> torch.dtype:
         return torch.bfloat16
     if text in ("32", "fp32"):
         return torch.float32
-    raise ValueError(f"trainer.precision={precision!r}: choose bf16 or 32")
+    raise ValueError(f"{name}={precision!r}: choose bf16 or 32")
 
 
 @dataclasses.dataclass

@@ -298,17 +298,25 @@ _Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def _check_attention(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
     lengths, scale = torch.tensor([19, 1, 40], dtype=torch.int32), 24**-0.5
-    x, grad = numbers(60, 2, 4, 24).requires_grad_(), numbers(60, 4, 24)
-    expected = _attention_in_torch(x, lengths)
+    x, grad, angles = numbers(60, 2, 4, 24).requires_grad_(), numbers(60, 4, 24), 3 * numbers(60, 10)
+    rotary = torch.cat([angles.cos(), angles.cos()], -1), torch.cat([angles.sin(), angles.sin()], -1)
+    expected = _attention_in_torch(x, rotary, lengths)
     (expected_grad,) = torch.autograd.grad(expected, x, grad)
     given, given_grad = numbers.narrow(x, grad)
-    out, lse = kernels.attention(given, None, lengths, scale)
+    out, lse = kernels.attention(given, rotary, lengths, scale)
     yield out, expected
-    yield kernels.attention_backward(given_grad, lse, given, None, lengths, scale), expected_grad
+    yield kernels.attention_backward(given_grad, lse, given, rotary, lengths, scale), expected_grad
 
 
-def _attention_in_torch(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """As `LayerKernels.attention`, with two query heads per group and without rotation."""
+def _attention_in_torch(
+    x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], lengths: torch.Tensor
+) -> torch.Tensor:
+    """As `LayerKernels.attention`, with two query heads per group."""
+    cos, sin = (table[:, None, None] for table in rotary)
+    turned, rest = x[:, :, :3].split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    x = torch.cat([torch.cat([turned, rest], -1), x[:, :, 3:]], 2)
     sequences = []
     for part in x.split(lengths.tolist()):
         query, key, value = (

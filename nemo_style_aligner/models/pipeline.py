@@ -398,8 +398,10 @@ def forward(
     model.module.train(keep is not None)  # activations are recomputed in training mode only
     own = plan.by_rank[model.layout.dp_rank]
     packed = _micro_batches(model, batch, wanted, own, scoring)
-    outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
-    model.module.train(was_training)
+    try:
+        outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
+    finally:
+        model.module.train(was_training)
     local = torch.cat(outputs).float() if outputs else None
     local = broadcast_from_last_stage(local, (sum(map(len, own)), *row_shape), torch.float32)
     gathered = all_gather_rows(local, data_parallel_group())

@@ -29,6 +29,7 @@ INCLUDES = Path(__file__).parent
 
 _VERSION_SECONDS = 60.0
 _COMPILE_SECONDS = 600.0
+_WAIT_SECONDS = 4 * _COMPILE_SECONDS  # the check is compiled and run first, and the library compiled twice at most
 
 
 FMA, DOT, AMX = range(3)
@@ -213,8 +214,8 @@ def _cache_folder() -> Path:
 
 
 def _wait_for(lock: object) -> None:
-    """Take the file lock within the time a compilation may take."""
-    deadline = time.monotonic() + _COMPILE_SECONDS
+    """Take the file lock within the time for which its holder may need it."""
+    deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]

@@ -38,8 +38,12 @@ def supervise(num_ranks: int) -> int:
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
+    num_told = 0  # ranks that were there when the first signal came
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal num_told
+        if not received:
+            num_told = len(children)
         received.append(number)
         # A second Ctrl-C: the ranks have not reacted to the first, since they compute in C code.
         is_repeated = received.count(signal.SIGINT) > 1
@@ -52,8 +56,8 @@ def supervise(num_ranks: int) -> int:
             # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `forward`.
             env = rank_environment(os.environ, rank, num_ranks, port)
             children.append(subprocess.Popen(command, env=env, start_new_session=True))
-        for number in received[:1]:  # a signal may have come before the last rank was started
-            _signal_all(children, number)
+        for number in received[:1]:  # it may have come before the last rank was started
+            _signal_all(children[num_told:], number)
         return _wait(children)
     finally:
         _end(children)

@@ -161,8 +161,8 @@ class SidecarEngine(EngineLifecycle):
                 try:
                     finished, reply = self._on_leader(lambda: self._next_reply(pending, sent, sampling, stop))
                 except SidecarLost as lost:
+                    sent.clear()  # numbers of a process that is gone
                     self._recover(lost)
-                    sent.clear()
                     continue
                 yield self._result(pending.pop(finished), reply, sampling, stop)
         finally:
