@@ -305,6 +305,11 @@ def test_nothing_outside_an_archive_can_be_reached(tmp_path: Path) -> None:
     (directory / "model_config.yaml").symlink_to(tmp_path / "secret")
     with pytest.raises(FileNotFoundError, match=r"is a symbolic link, which is not followed: copy .*cp -rL"):
         load_nemo_config(directory)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("secret")
+    (directory / "tokenizer").symlink_to(tmp_path / "outside")
+    with open_source(directory) as source, pytest.raises(FileNotFoundError, match=r"tokenizer is a symbolic link"):
+        source.open("tokenizer/file")
 
 
 def test_metadata_that_would_execute_something_is_refused(tmp_path: Path) -> None:
@@ -743,6 +748,16 @@ def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
     file = tmp_path / MANIFEST
     file.write_text(file.read_text().replace("0.25", "0.75"))
     with pytest.raises(DamagedCheckpointError, match=rf"{file} is damaged"):
+        Manifest.read(tmp_path)
+
+
+def test_a_manifest_with_keys_of_a_later_version_is_told(tmp_path: Path) -> None:
+    Manifest(12, 1, 0.25, {}).write(tmp_path)
+    file = tmp_path / MANIFEST
+    content = json.loads(file.read_text()) | {"compression": "zstd"}
+    del content["sha256"]
+    file.write_text(json.dumps(content | {"sha256": manifest._checksum(content)}))
+    with pytest.raises(DamagedCheckpointError, match=rf"{file} is of another version: .*compression"):
         Manifest.read(tmp_path)
 
 

@@ -346,6 +346,24 @@ def test_a_critic_that_is_lost_for_good_ends_a_job_that_waits_for_others(
         assert isinstance(lost[0], SequenceConflictError) and "cannot go on with this run" in str(lost[0])
 
 
+def test_a_critic_that_cannot_be_asked_to_go_back_ends_a_job_that_waits_for_others(
+    job: CriticJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something between the two, or another program that has the port now, does not know the request."""
+    monkeypatch.setattr(training_session, "_GIVE_UP_SECONDS", 0.2)
+    lost: list[Exception] = []
+    with actor(job, tmp_path, on_lost=lost.append) as critic:
+        session = critic.client._session
+
+        def unknown() -> bool:
+            raise RequestRefusedError("no such model: critic_restore", 404, {})
+
+        monkeypatch.setattr(session, "try_bring_level", unknown)
+        job.restart()
+        wait_for(lambda: bool(lost))
+        assert isinstance(lost[0], RequestRefusedError)
+
+
 def test_training_that_is_under_way_survives_the_critic(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path) as critic:
         train(critic, 1)

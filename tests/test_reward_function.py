@@ -160,6 +160,7 @@ def test_the_function_in_the_documentation_works(folder: Path) -> None:
         ("functions.py:rewards", [], r"functions.py has no function rewards; it has reward$"),
         ("functions.py:not_a_function", [], r"has no function not_a_function"),
         ("broken.py:reward", [], r"broken.py cannot be loaded: NameError: .*broken.py:2\)"),
+        ("script.py:reward", [], r"script.py cannot be loaded: SystemExit: .*script.py:2\)"),
         (
             "functions.py:reward",
             [TRAIN[0], {"text": "1+1=", "answer": "3"}],
@@ -177,6 +178,7 @@ def test_mistakes_are_errors_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (folder / "broken.py").write_text("\nreward = rewrad\n")
+    (folder / "script.py").write_text("import sys\nsys.exit(0)\n")
     prompts = write_lines(tmp_path / "again.jsonl", lines)
     arguments = {"--function": folder / function, "--tokenizer": folder / "tokenizer", "--prompts": prompts}
     words = (str(word) for pair in arguments.items() for word in pair)

@@ -306,7 +306,7 @@ class CriticWatch:
                 away_since, last_line = None, 0.0
             if (instance != self._instance or is_woken) and self._is_brought_level():
                 self._instance = instance
-            if self.failure is not None and self._on_lost is not None:
+            if self._on_lost is not None and self.failure is not None and _is_final(self.failure):
                 if not self._stopped.wait(_GIVE_UP_SECONDS):
                     self._on_lost(self.failure)
                 return
@@ -325,6 +325,11 @@ class CriticWatch:
                 logger.error("the critic cannot be brought level: %s", error)
                 self.failure = error
         return False
+
+
+def _is_final(failure: Exception) -> bool:
+    """Whether trying again would not bring the critic level."""
+    return not isinstance(failure, RequestRefusedError) or failure.status < 500
 
 
 def output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarray:
