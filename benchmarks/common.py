@@ -344,21 +344,25 @@ class Floor:
 
 
 def generation_floor(
-    architecture: ModelArchitecture, prompt_lengths: Sequence[int], new_lengths: Sequence[int], rates: MachineRates
+    architecture: ModelArchitecture,
+    prompt_lengths: Sequence[int],
+    new_lengths: Sequence[int],
+    rates: MachineRates,
+    dtype: str = "bfloat16",
 ) -> Floor:
-    """The floor of generating all of these responses at the same time with weights and KV cache of 2 bytes a number.
+    """The floor of generating all of these responses at the same time with weights and KV cache in ``dtype``.
 
     Each pass takes the time to read the weights and the KV cache of the responses under way, or the time of its
     arithmetic at the rate of square matrix products, whichever is longer. Sampling, norms and all else are free.
     """
-    a = architecture
+    a, itemsize = architecture, 2 if dtype == "bfloat16" else 4
     head, body = a.output_parameters, a.layer_parameters
     kv_numbers = 2 * a.num_layers * a.num_query_groups * a.kv_channels
 
     def pass_cost(num_tokens: int, num_outputs: int, num_pairs: float, kv_tokens: int) -> tuple[float, float]:
         operations = 2 * body * num_tokens + 2 * head * num_outputs + a.attention_operations * num_pairs
-        num_bytes = 2 * (body + head) + 2 * kv_numbers * kv_tokens
-        return max(num_bytes / rates.memory, operations / rates.best_gemm), num_bytes
+        num_bytes = itemsize * (body + head + kv_numbers * kv_tokens)
+        return max(num_bytes / rates.memory, operations / rates.gemm_of(dtype)), num_bytes
 
     pairs = sum(n * (n + 1) / 2 for n in prompt_lengths)
     prefill, _ = pass_cost(sum(prompt_lengths), len(prompt_lengths), pairs, 0)  # gives the first token of each

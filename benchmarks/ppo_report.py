@@ -50,7 +50,7 @@ def phase_floors(
     logprobs, values = forward(new_lengths), forward([0] * len(lengths))
     return {
         "refit": 2 * num_bytes / rates.memory,
-        "generate": generation_floor(a, prompt_lengths, new_lengths, rates).seconds,
+        "generate": generation_floor(a, prompt_lengths, new_lengths, rates, dtype).seconds,
         "score": 2 * values,
         "logprobs": logprobs,
         "init_logprobs": logprobs,
