@@ -513,6 +513,11 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp
         with pytest.raises(ValueError, match=r"reads \d+ tokens at most; prompt and response have 10000"):
             score(Responses([row]), artefacts.rm, "32")
     require_same_tokenizer(artefacts.sft, artefacts.rm)
+    prompts, output = artefacts.data("test_prompts"), tmp_path / "evaluation.json"
+    options = {"model": wrong, "reward-model": wrong, "prompts": prompts, "output": output}
+    job = Job(script("evaluate_gpt.py", *(f"--{name}={value}" for name, value in options.items())), tmp_path / "log")
+    assert job.wait(TIMEOUT) == 2 and f"{wrong} has no reward head" in job.output().splitlines()[-1], job.describe()
+    assert not output.exists()  # it is known before anything is generated
     other = tmp_path / "other"
     train_character_tokenizer("abc", other)
     output = tmp_path / "none.json"

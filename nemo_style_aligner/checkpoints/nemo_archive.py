@@ -21,7 +21,7 @@ import shutil
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -321,15 +321,30 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         if _EMBEDDING in stored and rows < vocab_size:
             raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model {vocab_size} [vocab_size]")
         head = model.has_reward_head
-        if head and not any(key.startswith(_HEAD) for key in stored):
-            if needs_head:
-                raise CheckpointMismatchError(
-                    f"{path} has no reward head: it is a language model's, and its rewards would be of a head that "
-                    "nobody has trained. Give a reward model (train_reward_model.py makes one)"
-                )
+        if needs_head:
+            _require_reward_head(path, stored)
+        elif head and not _has_reward_head(stored):
             logger.info("%s has no reward head: it starts from its initial values", path)
         optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
         load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)
+
+
+def require_reward_head(path: Path) -> None:
+    """Raise CheckpointMismatchError if an archive is a language model's: rewards of its head would be random."""
+    with open_source(Path(path)) as source:
+        _require_reward_head(path, stored_shapes(source, _WEIGHTS))
+
+
+def _require_reward_head(path: Path, stored: Iterable[str]) -> None:
+    if not _has_reward_head(stored):
+        raise CheckpointMismatchError(
+            f"{path} has no reward head: it is a language model's, and its rewards would be of a head that nobody has "
+            "trained. Give a reward model (train_reward_model.py makes one)"
+        )
+
+
+def _has_reward_head(stored: Iterable[str]) -> bool:
+    return any(key.startswith(_HEAD) for key in stored)
 
 
 def load_nemo_tokenizer(path: Path) -> Tokenizer:

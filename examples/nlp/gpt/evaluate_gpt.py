@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
+from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
@@ -92,6 +93,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     if args.reward_model is not None:
         require_same_tokenizer(args.model, args.reward_model)
+        require_reward_head(args.reward_model)
     with single_process(args.seed):
         responses = evaluate(
             args.model, args.prompts, sampling, args.precision, args.num_slots, args.limit, args.add_bos
