@@ -385,7 +385,7 @@ class OwnJobs:
             return found[-1] if found else None
 
         # Jobs warn if they do without; without a warning they have the best that this processor can run.
-        refused = said("actor", "training passes do without compiled kernels for layers: (.*)")
+        refused = said("actor", "training passes run without compiled layer kernels: (.*)")
         kernels = best_kernels() if self._setting.device == "cpu" else None
         return {
             "threads": {name: said(name, r"(\d+) threads each") for name in logs},

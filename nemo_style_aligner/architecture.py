@@ -96,7 +96,7 @@ class ModelArchitecture:
         if self.turned_channels > self.kv_channels:
             raise ValueError(
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
-                "channels of each head would be turned, an even number; heads need at least as many"
+                "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
@@ -105,7 +105,7 @@ class ModelArchitecture:
             )
         if self.qk_layernorm and self.normalization != "rmsnorm":
             raise ValueError(
-                f"qk_layernorm with normalization={self.normalization!r}: queries and keys are normed by RMSNorm only"
+                f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
             )
         for field in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
             if getattr(self, field) < 1:
@@ -150,10 +150,10 @@ class ModelArchitecture:
                 # NeMo 2.0's and 2.1's converter of Llama 3.1 sets both.
                 hint = (
                     ". If the checkpoint was trained with Llama 3.1's frequency scaling alone "
-                    f"(scale_positional_embedding), say so: in a job by model.{_INTERPOLATION}=1, for the conversion "
-                    f"by {_INTERPOLATION}: 1 in the archive's model_config.yaml"
+                    f"(scale_positional_embedding), set model.{_INTERPOLATION}=1 in a job, or {_INTERPOLATION}: 1 in "
+                    "the archive's model_config.yaml for the conversion"
                 )
-            raise ValueError(f"models with {named} are not supported: they would compute other numbers{hint}")
+            raise ValueError(f"models with {named} are not supported: their results would be wrong{hint}")
         act, gated = _NEMO_ACTIVATIONS[activation]
         scaling = cfg.get("scale_factor") or _LLAMA3_FACTOR if cfg.get("scale_positional_embedding") else None
         qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's

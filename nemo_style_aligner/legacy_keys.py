@@ -37,7 +37,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     # Moved
     LegacyKey("trainer.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
     LegacyKey("model.ppo.trt_llm.*", moved_to="trainer.ppo.trt_llm.*"),
-    LegacyKey("model.ppo.trt_llm", "is trainer.ppo.trt_llm"),
+    LegacyKey("model.ppo.trt_llm", "this section is trainer.ppo.trt_llm here"),
     LegacyKey("trainer.flask_server.enable", moved_to="trainer.ppo.batch_iterator.use_flask"),
     LegacyKey("trainer.flask_server.port", moved_to="trainer.ppo.batch_iterator.port"),
     LegacyKey("trainer.ppo.flask_server.enable", moved_to="trainer.ppo.batch_iterator.use_flask"),
@@ -54,11 +54,11 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.enable_checkpointing", "has no effect: save_interval of the job's own section decides"),
     LegacyKey(
         "exp_manager.create_checkpoint_callback",
-        "set save_interval=0 in the job's own section to save at the end, and when the run is stopped, only",
+        "to save only at the end and when the run is stopped, set save_interval=0 in the job's own section",
         allowed=(True,),
     ),
-    LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers know of all ranks"),
-    LegacyKey("trainer.ppo.model_?bs", "has no effect: model.micro_batch_size and model.global_batch_size are read"),
+    LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers always divide the data among all ranks"),
+    LegacyKey("trainer.ppo.model_?bs", "has no effect: model.micro_batch_size and model.global_batch_size are used"),
     LegacyKey("trainer.ppo.trt_model_dir", "has no effect: engines are built in memory"),
     LegacyKey(
         "exp_manager.checkpoint_callback_params.model_parallel_size", "has no effect: read from the model section"
@@ -83,12 +83,12 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
     LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it can be"),
-    LegacyKey("model.use_flash_attention", "has no effect: the fastest attention there is gets used"),
+    LegacyKey("model.use_flash_attention", "has no effect: the fastest available attention is used"),
     LegacyKey("model.gradient_as_bucket_view", "has no effect: gradients are always views of Megatron-Core's buckets"),
     LegacyKey("model.sync_batch_comm", "has no effect: pipeline stages need no synchronisation after sends"),
     LegacyKey("model.batch_p2p_comm", "has no effect"),
     LegacyKey("model.*_fusion", "has no effect: fused kernels are used where they are available"),
-    LegacyKey("model.ub_tp_comm_overlap*", "has no effect: communication of tensor parallelism is not overlapped"),
+    LegacyKey("model.ub_tp_comm_overlap*", "has no effect: tensor-parallel communication is not overlapped"),
     LegacyKey("model.use_tp_pp_dp_mapping", "ranks are ordered TP, DP, PP", allowed=(False,)),
     LegacyKey("model.virtual_pipeline_model_parallel_size", "not supported", allowed=(*_NONE, 1)),
     LegacyKey("model.context_parallel_size", "not supported", allowed=(*_NONE, 1)),

@@ -166,9 +166,9 @@ def test_what_nemos_converters_put_in_is_not_taken_for_a_tokenizer(tmp_path: Pat
     broken = {"ab_tokenizer.json": '{"model": {"type": "BPE"}, "added_tokens": []}'}
     with pytest.raises(TokenizerError, match="transformers cannot load this tokenizer"):
         load_nemo_tokenizer(archive(broken, library="huggingface", model="nemo:ab_tokenizer.json"))
-    with pytest.raises(TokenizerError, match="library tiktoken are not read; unpack it"):
+    with pytest.raises(TokenizerError, match="library tiktoken are not supported; unpack it"):
         load_nemo_tokenizer(archive({"ab_vocab.json": "[]"}, library="tiktoken", model="nemo:ab_vocab.json"))
-    with pytest.raises(TokenizerError, match="library megatron GPT2BPETokenizer are not read"):
+    with pytest.raises(TokenizerError, match="library megatron GPT2BPETokenizer are not supported"):
         load_nemo_tokenizer(
             archive(vocabulary, library="megatron", type="GPT2BPETokenizer", vocab_file="nemo:ab_vocab.json")
         )
@@ -267,7 +267,7 @@ def test_a_critic_that_goes_on_with_another_reward_model_says_so(caplog: pytest.
     first, _ = resumed(None, "first")
     for _ in range(2):
         state, warning = resumed(first, "second")
-        assert "/models/rm.nemo" in warning and "rewards are those of another reward model now" in warning
+        assert "/models/rm.nemo" in warning and "the rewards are now those of another reward model" in warning
         assert state["reward_archive"] == "first"
     assert not resumed(first, "first")[1] and not resumed(first, None)[1]
     without, _ = resumed(None, None)  # a run that had no reward model
@@ -446,10 +446,10 @@ def test_a_job_that_fails_still_finishes_its_checkpoint(multirank: dict[str, Any
 def test_an_archive_that_is_not_written_leaves_the_checkpoint_whole(multirank: dict[str, Any]) -> None:
     """And nothing that is logged or raised says otherwise."""
     given_up, failed, raised, newest = multirank["behind"]["no archive"]
-    assert given_up == "an archive is given up: it is not whole after 0 s"
+    assert given_up == "an archive was given up: it was not complete after 0 s"
     assert failed.startswith("an archive was not written: the archive ")
     for error in (failed, raised):
-        assert error.endswith("megatron_gpt.nemo was not written: no room. The checkpoints are whole")
+        assert error.endswith("megatron_gpt.nemo was not written: no room. The checkpoints are intact")
     assert newest == "megatron_gpt-step=7-last"
 
 
@@ -587,7 +587,7 @@ def test_a_save_killed_at_random_instants_loses_nothing(multirank: dict[str, Any
 
 def test_older_checkpoints_stay_until_the_new_one_was_read_back(multirank: dict[str, Any]) -> None:
     error, names = multirank["not_trusted"]["bad disk"]
-    assert "__0_0.distcp: its contents have changed" in error and "what came back from disk" in error
+    assert "__0_0.distcp: its contents have changed" in error and "what was read back from disk" in error
     assert names == ["megatron_gpt-step=1-last"]
 
 

@@ -116,7 +116,7 @@ def test_llama31_as_nemo_2s_converter_wrote_it_can_be_gone_on_with(model: Path, 
     (tmp_path / "model_config.yaml").write_text(config + both)
     (problem,) = problems(tmp_path, "gpt_sft", "")
     assert "seq_len_interpolation_factor=8.0 are not supported" in problem
-    assert "in a job by model.seq_len_interpolation_factor=1" in problem
+    assert "set model.seq_len_interpolation_factor=1 in a job" in problem
     assert not problems(tmp_path, "gpt_sft", "model.seq_len_interpolation_factor=1")
 
 
@@ -156,7 +156,7 @@ def test_templates_are_unescaped_as_typed_on_a_command_line() -> None:
 
 def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:
     (line,) = problems(model, "gpt_sft", "model.qk_layernorm=True model.normalization=layernorm1p")
-    assert "normed by RMSNorm only" in line
+    assert "only RMSNorm can normalise" in line
 
 
 # job, ranks, what is typed, what the message must say (a part of one line each)
@@ -215,11 +215,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "no room beside BOS": (
         "gpt_ppo_actor", 1, "model.ppo.length_params.max_length=4095 model.ppo.sampling_params.add_BOS=True",
-        ("max_length=4095 leaves no room for a prompt behind its BOS token",),
+        ("max_length=4095 leaves no room for a BOS token and a prompt",),
     ),
     "BOS alone": (
         "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.max_input_len=1 model.ppo.sampling_params.add_BOS=True",
-        ("trainer.ppo.trt_llm.max_input_len=1: must be 2 or more, for a prompt behind",),
+        ("trainer.ppo.trt_llm.max_input_len=1: must be 2 or more, for a BOS token and",),
     ),
     "prompt and response": (
         "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.max_input_len=4000",
@@ -280,7 +280,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "one address": (
         "gpt_ppo_actor", 1,
         "remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5556",
-        ("two services at one address",),
+        ("the critic and the reward model cannot share an address",),
     ),
     "monitor": (
         "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.monitor=val_rewards",
@@ -300,24 +300,24 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "name that is none": (
         "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.filename='\"..\"'",
-        ("filename='..': checkpoints need a name",),
+        ("filename='..': a checkpoint needs a name",),
     ),
     "no name": (
-        "gpt_sft", 1, "exp_manager.checkpoint_callback_params.filename='\"\"'", ("filename='': checkpoints need a",),
+        "gpt_sft", 1, "exp_manager.checkpoint_callback_params.filename='\"\"'", ("filename='': a checkpoint needs",),
     ),
     "name of something unfinished": (
         "gpt_sft", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step}.unfinished\"'",
-        ("none that ends with .unfinished, .damaged, -last",),
+        ("it must not end with .unfinished, .damaged, -last",),
     ),
     "long name": (
         "gpt_sft", 1, f"exp_manager.checkpoint_callback_params.filename={'x' * 201}", ("names of more than 200 bytes",),
     ),
     "critic's address": (
         "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=http://node7",
-        ("critic.ip=http://node7: give a host's name or address alone, as node7; its port is remote_critic",),
+        ("critic.ip=http://node7: give only a host name or address, such as node7; the port goes into remote_critic",),
     ),
     "address with a port": (
-        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=node7:5556", ("critic.ip=node7:5556: give a host's name",),
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=node7:5556", ("critic.ip=node7:5556: give only a host name",),
     ),
     "reward model's address": (
         "gpt_ppo_actor", 1,
@@ -346,11 +346,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "kept, with nothing to keep": (
         "gpt_ppo_actor", 1, "model.ppo.keep_activations=always trainer.ppo.policy_logprobs=engine "
         "model.ppo.num_rollout_samples=64",
-        ("model.ppo.keep_activations=always: with trainer.ppo.policy_logprobs=engine no pass is made",),
+        ("model.ppo.keep_activations=always: with trainer.ppo.policy_logprobs=engine there is no log-prob pass",),
     ),
     "kept by stages": (
         "gpt_ppo_critic", 2, "model.keep_activations=always model.pipeline_model_parallel_size=2",
-        ("model.keep_activations=always: pipeline stages",),
+        ("model.keep_activations=always: with pipeline stages",),
     ),
     "kept with dropout": (
         "gpt_ppo_critic", 1, "model.keep_activations=always model.hidden_dropout=0.1",
@@ -400,7 +400,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "checkpoint that is not there": (
         "gpt_sft", 1, "exp_manager.resume_from_checkpoint=/typo",
-        ("exp_manager.resume_from_checkpoint=/typo is no checkpoint: there is no such folder",),
+        ("exp_manager.resume_from_checkpoint=/typo is not a checkpoint: there is no such folder",),
     ),
     "folder that is no checkpoint": (
         "gpt_ppo_critic", 1, f"exp_manager.resume_from_checkpoint={Path(DATA).parent}", ("it has no manifest.json",),
@@ -443,7 +443,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 2,
         "model.activations_checkpoint_granularity=full model.activations_checkpoint_num_layers=4 "
         "model.pipeline_model_parallel_size=2",
-        ("model.activations_checkpoint_num_layers=4: a stage has 3 layers only",),
+        ("model.activations_checkpoint_num_layers=4: a pipeline stage has only 3 layers",),
     ),
     "service": (
         "gpt_ppo_critic", 1,
@@ -468,15 +468,15 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "model that is not there": ("inference_rm", 1, "rm_model_file=/none.nemo", ("rm_model_file=/none.nemo does not",)),
     "log-probs that nothing can be compared with": (
         "gpt_ppo_actor", 1, "trainer.ppo.policy_logprobs=engine trainer.ppo.importance_weight_cap=2",
-        ("trainer.ppo.policy_logprobs=engine, trainer.ppo.importance_weight_cap=2: without log-probs of the trainer",),
+        ("trainer.ppo.policy_logprobs=engine, trainer.ppo.importance_weight_cap=2: without the trainer's log-probs",),
     ),
     "log-probs of earlier weights": (
         "gpt_ppo_actor", 2, "trainer.ppo.policy_logprobs=engine trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1",
-        ("trainer.ppo.importance_weight_cap=2.0: without log-probs of the trainer's there is nothing to correct by",),
+        ("trainer.ppo.importance_weight_cap=2.0: without the trainer's log-probs there are no importance ratios",),
     ),
     "nobody to generate beside training": (
         "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",
-        ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: nobody could generate while a step trains",),
+        ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: no rank is free to generate while a step",),
     ),
     "staler than the loop can be": (
         "gpt_ppo_actor", 3, "trainer.ppo.staleness=2 trainer.ppo.rollout_devices=1",
@@ -484,7 +484,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "nobody to train": (
         "gpt_ppo_actor", 2, "trainer.ppo.rollout_devices=2",
-        ("trainer.ppo.rollout_devices=2: of 2 ranks none is left to train",),
+        ("trainer.ppo.rollout_devices=2: none of the 2 ranks is left to train",),
     ),
     "ranks that train": (
         "gpt_ppo_actor", 4, "trainer.ppo.rollout_devices=1 model.tensor_model_parallel_size=2",
@@ -495,8 +495,8 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "trainer.ppo.rollout_devices=2 trainer.ppo.generation.engine=megatron "
         "trainer.ppo.trt_llm.unload_engine_train=True trainer.ppo.importance_sequence_bounds=[2,0.5]",
         (
-            "ranks that only generate do it with the embedded engine",
-            "trainer.ppo.trt_llm.unload_engine_train=True, trainer.ppo.rollout_devices=2: training needs no memory",
+            "ranks that only generate use the embedded engine",
+            "trainer.ppo.trt_llm.unload_engine_train=True, trainer.ppo.rollout_devices=2: training shares no memory",
             "trainer.ppo.importance_sequence_bounds=[2, 0.5]: give two numbers",
         ),
     ),
@@ -542,7 +542,7 @@ def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, mon
     asked: list[str] = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(str(path)))
     (line,) = problems(model, "gpt_sft", f"exp_manager.explicit_log_dir={tmp_path}/a/b")
-    assert f"(this user may not write in {tmp_path}): give a folder of yours" in line
+    assert f"(this user may not write in {tmp_path}): give a folder that you may write to" in line
     assert asked == [str(tmp_path)]
 
 
@@ -657,7 +657,7 @@ def test_arguments_that_weights_and_biases_do_not_take(model: Path, monkeypatch:
         "exp_manager.wandb_logger_kwargs.projekt: wandb.init takes no such argument; leave it out"
     ]
     assert found("log_model=True") == [
-        "exp_manager.wandb_logger_kwargs.log_model is Lightning's, and nothing here: leave it out"
+        "exp_manager.wandb_logger_kwargs.log_model is an option of Lightning's logger, not of this one: leave it out"
     ]
 
 

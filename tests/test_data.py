@@ -78,11 +78,11 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ('{"text": "a"', "not valid JSON"),
         ("plain words", "not valid JSON"),
         ('["text"]', "should be an object"),
-        ('{"txt": "a"}', "key 'text' is missing .* the keys there are: 'txt'"),
+        ('{"txt": "a"}', "key 'text' is missing .* the keys present are: 'txt'"),
         ('{"text": 3}', "'text' should be a string, not 3"),
         ('{"text": null}', "'text' should be a string, not null"),
         ('{"text": ""}', "'text' is empty"),
-        (r'{"text": "a\ud800"}', r"'text' holds half of a surrogate pair, '\\ud800'"),
+        (r'{"text": "a\ud800"}', r"'text' holds an unpaired surrogate, '\\ud800'"),
         ('{"text": "a", "n": 1' + "0" * 5000 + "}", "cannot be read"),
         ('{"text": "a", "n": ' + "[" * 10**5 + "}", "cannot be read"),
     ],
@@ -219,7 +219,7 @@ def test_texts_that_are_no_pairs_are_warned_of(
     for wrong in (prompts, shifted):
         caplog.clear()
         ComparisonDataset([wrong], tokenizer, 64)
-        assert f"{wrong}: the texts of" in caplog.text and "begin no more alike than those of different" in caplog.text
+        assert f"{wrong}: in " in caplog.text and "share no longer a prefix than texts of different" in caplog.text
 
 
 CHOSEN = {"role": "assistant", "content": "4"}
@@ -255,7 +255,7 @@ def test_both_responses_on_a_line(tmp_path: Path, tokenizer: Tokenizer, row: dic
     [
         ({"prompt": "a", "chosen": "b"}, "key 'rejected' is missing"),
         ({"text": "a"}, "key 'chosen' is missing"),
-        ({"prompt": [QUESTION], "chosen": "4", "rejected": "5"}, "should be the one or the other"),
+        ({"prompt": [QUESTION], "chosen": "4", "rejected": "5"}, "give both in the same form"),
         ({"chosen": [CHOSEN], "rejected": "5", "prompt": 3}, "'prompt' should be a string, or a list of messages"),
         ({"chosen": ["4"], "rejected": ["5"]}, "'chosen' should be a string, or a list of messages, each an object"),
         ({"chosen": [{"role": "assistant"}], "rejected": [REJECTED]}, "key 'content' is missing"),
@@ -636,12 +636,12 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
         ({"mask": None, "conversations": [{"from": "User", "value": "q"}]}, {}, "'mask' should be a string"),
         ({"messages": "hello"}, {}, "'messages' should be a list of turns"),
         ({"messages": [{"role": "user"}]}, {}, "key 'content' is missing"),
-        ({"messages": [{"role": "user", "content": "\ud83d"}]}, {}, "'content' holds half of a surrogate pair"),
-        ({"system": "\ud83d", "conversations": []}, {}, "'system' holds half of a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, {}, "'content' holds an unpaired surrogate"),
+        ({"system": "\ud83d", "conversations": []}, {}, "'system' holds an unpaired surrogate"),
         (
             {"conversations": [{"from": "User", "value": "a", "label": "\ud83d"}]},
             {},
-            "'label' holds half of a surrogate pair",
+            "'label' holds an unpaired surrogate",
         ),
         ({"conversations": [{"from": "User"}]}, {}, "key 'value' is missing"),
         ({"input": "a", "output": "b"}, {"chats_only": True}, "data.chat is on"),
@@ -661,7 +661,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, token
         "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 in another way.*change the template"):
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 differently.*change the template"):
         sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
 
 
@@ -757,7 +757,7 @@ def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path
         ([SUM[0], CALL | {"tool_calls": "add"}], {}, "'tool_calls' should be a list of calls"),
         ([SUM[0], CALL | {"tool_calls": [{"function": {}}]}], {}, "key 'name' is missing"),
         ([SUM[0], CALL | {"tool_calls": [{"name": "add", "arguments": "{"}]}], {}, "'arguments' of the call of 'add'"),
-        ([SUM[0] | {"name": "\ud83d"}, THOUGHTFUL], {}, "'name' holds half of a surrogate pair"),
+        ([SUM[0] | {"name": "\ud83d"}, THOUGHTFUL], {}, "'name' holds an unpaired surrogate"),
         ([SUM[0], THOUGHTFUL], {"tools": "add"}, "'tools' should be a list of tools"),
         ([SUM[0], THOUGHTFUL], {"functions": TOOLS}, "old form of 'tools'"),
     ],
@@ -791,7 +791,7 @@ def test_a_template_that_leaves_out_part_of_a_response_is_refused(tmp_path: Path
     cut = turns.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}")
     with pytest.raises(DataError, match=r"sft\.jsonl:1: .*leaves out part of the response, turn 2"):
         sft(tmp_path, with_template(tokenizer, tmp_path / "cut", cut + "{% endif %}"), row)
-    with pytest.raises(DataError, match=r"sft\.jsonl:1: the generation prompt .* ends in '<think>\\n', which turn 2"):
+    with pytest.raises(DataError, match=r"sft\.jsonl:1: the generation prompt .* ends in '<think>\\n', but turn 2"):
         sft(tmp_path, with_template(tokenizer, tmp_path / "open", cut + "<think>\n{% endif %}"), row)
     spaced = turns.replace("CONTENT", "{{ m.content.replace('<think>', '<think>\n') }}")
     for name, prompt, want in (
@@ -932,7 +932,7 @@ def test_another_batch_size_goes_on_at_the_same_place(
     assert not caplog.text
     third = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
     third.load_state_dict(first.state_dict() | {"num_samples": 3})
-    assert "a run on 3 samples, and there are" in caplog.text
+    assert "a run on 3 samples, but there are" in caplog.text
     assert third.consumed_samples == first.consumed_samples == batch * batches
 
 

@@ -12,7 +12,7 @@ def test_an_output_folder_with_other_things_is_left_alone(tmp_path: Path) -> Non
     precious = tmp_path / "results" / "model.nemo"
     precious.parent.mkdir()
     precious.touch()
-    with pytest.raises(StageFailed, match="is not empty, nor made by a demo"):
+    with pytest.raises(StageFailed, match="is not empty and was not made by a demo"):
         Demo(tmp_path / "results", num_stages=1)
     assert precious.exists()
 

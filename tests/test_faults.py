@@ -261,7 +261,7 @@ class Campaign:
         elif kind == "frozen":
             self._freeze()
         elif kind == "damage":
-            self._damage()
+            self._damage(deadline)
         else:
             name = "critic" if kind == "critic" else "actor"
             is_alone = name == "critic" and CRITIC_RANKS == 1
@@ -286,15 +286,18 @@ class Campaign:
             if number == signal.SIGSTOP:
                 time.sleep(self.random.uniform(0.5, FROZEN_SECONDS))
 
-    def _damage(self) -> None:
-        """Kill a job, and spoil a file of its newest checkpoint if it has one before that."""
+    def _damage(self, deadline: float) -> None:
+        """Kill a job as soon as it has two checkpoints, and spoil a file of the newer one."""
         name = self.random.choice(["actor", "critic"])
+        directory = CheckpointDirectory(self.pair.folder / name / "checkpoints", CheckpointSettings())
+        self.injected[-1] = f"damage: {name}, too late"
+        while len(directory.entries()) < 2:
+            if not self.pair.keep_running() or time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
         self.harmed[name] += 1
         self.pair.jobs[name].kill()
-        checkpoints = CheckpointDirectory(self.pair.folder / name / "checkpoints", CheckpointSettings()).entries()
-        self.injected[-1] = f"damage: {name}, without a checkpoint before"
-        if len(checkpoints) < 2:
-            return
+        checkpoints = directory.entries()
         files = sorted(path for path in checkpoints[0].path.rglob("*") if path.is_file())
         chosen, how = self.random.choice(files), self.random.choice(["a bit", "cut short", "gone"])
         self.injected[-1] = f"damage: {name}, {chosen.relative_to(checkpoints[0].path)}, {how}"

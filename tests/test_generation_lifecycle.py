@@ -193,7 +193,7 @@ def test_order_of_calls() -> None:
         with pytest.raises(RuntimeError, match="build"):
             call()
     engine.build()
-    with pytest.raises(RuntimeError, match="built already"):
+    with pytest.raises(RuntimeError, match="already built"):
         engine.build()
 
 

@@ -316,7 +316,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
     curves = check_actor_log(actor_log, steps=2)
     assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
     assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
-    assert "TensorRT-LLM is not installed" in output and "the embedded engine does its work" in output
+    assert "TensorRT-LLM is not installed" in output and "the embedded engine is used" in output
     assert "timers/step/rollout_time/unload" in curves
     first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
     assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-5
@@ -475,10 +475,10 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
             "base.nemo is not what the job started from: num_layers: base 1, checkpoint 2; .* vocab_size", base=base
         )
         refused("nowhere.nemo, which the job started from, does not exist: say where", base=tmp_path / "nowhere.nemo")
-        refused("is of a language model, but .* a reward", hyperparameters=artefacts.rm_log / HYPERPARAMETERS_FILE)
+        refused("holds a language model, but .* a reward", hyperparameters=artefacts.rm_log / HYPERPARAMETERS_FILE)
         refused("in the checkpoint, but not in the model: model.output_layer.weight", hyperparameters=others)
-        refused("no.yaml is not what a job has written", hyperparameters=tmp_path / "no.yaml")
-        refused("hyperparameters.yaml is not there, .* from the log directory", moved)
+        refused("no.yaml is not a hyperparameters file written by a job", hyperparameters=tmp_path / "no.yaml")
+        refused("hyperparameters.yaml, .* does not exist: .* from the log directory", moved)
         refused("is not a training checkpoint: name a folder in", artefacts.sft)
         refused("there is no checkpoint at", tmp_path / "none")
         with next((moved / "state").glob("*.distcp")).open("ab") as stream:
@@ -510,7 +510,7 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp
         with pytest.raises(CheckpointMismatchError, match="has no reward head"):
             score(Responses([row]), artefacts.sft, "32")
         row.tokens = [1] * 10_000
-        with pytest.raises(ValueError, match=r"reads \d+ tokens at most; prompt and response have 10000"):
+        with pytest.raises(ValueError, match=r"takes \d+ tokens at most, .* prompt and response have 10000"):
             score(Responses([row]), artefacts.rm, "32")
     require_same_tokenizer(artefacts.sft, artefacts.rm)
     prompts, output = artefacts.data("test_prompts"), tmp_path / "evaluation.json"
@@ -526,7 +526,7 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp
     run(script("init_gpt.py", "--tokenizer", str(other), "--output", str(base), *shape), tmp_path / "init.log", TIMEOUT)
     command = ("--model", wrong, "--reward-model", str(base), "--prompts", prompts, "--output", str(output))
     evaluation = Job(script("evaluate_gpt.py", *command), tmp_path / "evaluate.log")
-    assert evaluation.wait(TIMEOUT) == 2 and "has another tokenizer than" in evaluation.output()
+    assert evaluation.wait(TIMEOUT) == 2 and "has a different tokenizer from" in evaluation.output()
     assert not output.exists()
 
 

@@ -319,7 +319,7 @@ def test_ranks_of_mpi_meet_where_the_user_says(monkeypatch: pytest.MonkeyPatch) 
     host, port = place(MPIRUN_INFO, MASTER_ADDR="node7")
     assert host == "node7" and port >= 1024
     for loopback in ("localhost", "127.0.0.1", "::1"):
-        with pytest.raises(LaunchError, match="leads other machines to themselves"):
+        with pytest.raises(LaunchError, match="is a loopback address, useless to other machines"):
             place(MPIRUN_INFO, MASTER_ADDR=loopback)
     monkeypatch.setattr(machine, "outgoing_address", lambda: None)
     _name_means(monkeypatch, "127.0.1.1")
@@ -651,7 +651,7 @@ def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> No
             subprocess.run(["ip", "netns", "delete", f"{name}{number}"], capture_output=True, check=False)
     for number in (1, 2):
         assert f"sum 3 on rank {number - 1} of 2" in result.stdout, result.stderr
-        assert f"(/etc/hosts): gloo uses link{number}" in result.stderr
+        assert f"(see /etc/hosts): gloo uses link{number}" in result.stderr
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)
@@ -793,7 +793,7 @@ def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -
     assert result.stderr.startswith("error: exp_manager.name={step} b cannot be read (no viable alternative"), (
         result.stderr
     )
-    assert "in quotes, and these within the shell's" in result.stderr and "hydra.cc" not in result.stderr
+    assert "in quotes, inside those of the shell" in result.stderr and "hydra.cc" not in result.stderr
 
 
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:

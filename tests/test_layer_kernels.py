@@ -149,7 +149,7 @@ def test_gradients_of_weights_are_added_in_fp32(kernels: LayerKernels, tokens: i
     again = start.clone()
     kernels.add_product(again, columns, rows)
     assert torch.equal(total, again), "it depends on the number of threads"
-    with pytest.raises(TypeError, match="not what add_product is for"):
+    with pytest.raises(TypeError, match="add_product does fp32"):
         kernels.add_product(total, columns.float(), rows)
     with pytest.raises(ValueError, match="cannot be added to"):
         kernels.add_product(total[1:], columns, rows)
@@ -283,7 +283,7 @@ def run_alone(program: str, **environment: str) -> list[str]:
 
 def test_too_little_memory_is_an_error_and_no_end() -> None:
     message, shape = run_alone(SHORT_OF_MEMORY)
-    assert "got no memory: use smaller micro batches" in message
+    assert "ran out of memory: use smaller micro batches" in message
     assert shape == "torch.Size([2048, 1, 66, 128])"
 
 
@@ -385,7 +385,7 @@ def test_what_the_compiler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_them_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert best_kernels.__wrapped__() is None
-    assert "do without compiled kernels" in caplog.text and "install g++" in caplog.text
+    assert "run without compiled layer kernels" in caplog.text and "install g++" in caplog.text
     assert layer_kernels.kernels_for(torch.zeros(1, dtype=torch.float64)) is None
 
 

@@ -84,7 +84,7 @@ OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.mark.parametrize("settings", [{"kv_channels": 11}, {"kv_channels": 8, "rotary_percentage": 1.5}])
 def test_heads_that_are_turned_further_than_they_reach_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="12 channels of each head would be turned"):
+    with pytest.raises(ValueError, match="12 channels of each head would be rotated"):
         ModelArchitecture(**SHAPE | settings)
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_is_too_short_for_its_schedule_says_so(
     assert bool(caplog.records) == expected
     if expected:
         first = 0 if settings["warmup_steps"] == 0 else 11
-        assert f"of its {max_steps} updates those after the first {first} are made at min_lr=0.1" in caplog.text
+        assert f"of {max_steps} updates, all after the first {first} run at min_lr=0.1" in caplog.text
         assert all(schedule(step) == 0.1 for step in range(first, max_steps))
 
 

@@ -343,7 +343,7 @@ def test_a_critic_that_is_lost_for_good_ends_a_job_that_waits_for_others(
         job.checkpoints.stored.clear()
         job.restart()
         wait_for(lambda: bool(lost))
-        assert isinstance(lost[0], SequenceConflictError) and "cannot go on with this run" in str(lost[0])
+        assert isinstance(lost[0], SequenceConflictError) and "cannot continue this run" in str(lost[0])
 
 
 def test_a_critic_that_cannot_be_asked_to_go_back_ends_a_job_that_waits_for_others(
@@ -565,7 +565,7 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
     with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
         pass
     assert "in which it was trained" not in str(refused.value)  # advice for a run that is not new
-    assert "Another run trained this critic 0 s ago. If its actor is at work" in str(refused.value)
+    assert "Another run trained this critic 0 s ago. If its actor is still running" in str(refused.value)
     job.restart()
     with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
         pass
@@ -576,14 +576,14 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
     with actor(job, tmp_path / "b") as critic:  # the same run again, before any save: from a's critic, not from scratch
         assert value(critic) == weights(1)[-1]
         train(critic, 2)
-    with pytest.raises(SequenceConflictError, match="cannot go on with this run"), actor(job, tmp_path / "a", of_a):
+    with pytest.raises(SequenceConflictError, match="cannot continue this run"), actor(job, tmp_path / "a", of_a):
         pass  # it would take back what b trained
 
 
 def test_two_actors_with_one_critic_are_told_of_each_other(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path / "a") as one, actor(job, tmp_path / "b") as other:  # both find it untrained
         train(one, 1)
-        with pytest.raises(SequenceConflictError, match=r"cannot go on .*\. Another run trained this critic \d s ago"):
+        with pytest.raises(SequenceConflictError, match=r"cannot continue .*\. Another run trained .* \d s ago"):
             train(other, 2)
         train(one, 3)  # the first has nothing of it
         assert job.critic.trained == [1, 3]

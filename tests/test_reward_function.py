@@ -113,8 +113,8 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
 
         train = re.escape(str(folder / "train.jsonl"))
         for response, message in (
-            ("0", rf"functions.py:reward raised ZeroDivisionError: .*functions.py:6\) at the prompt of {train}:2 with"),
-            ("9", rf"functions.py:reward returned nan, .*at the prompt of {train}:2 with the response '9'"),
+            ("0", rf"functions.py:reward raised ZeroDivisionError: .*functions.py:6\) for the prompt of {train}:2 "),
+            ("9", rf"functions.py:reward returned nan, .*for the prompt of {train}:2 with the response '9'"),
             ("99", r"functions.py:reward raised SystemExit: enough"),
         ):
             with pytest.raises(RequestRefusedError, match=rf"{port}/v2/.*sequence 1 of the request: .*{message}"):
@@ -136,7 +136,7 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
     log = job.output()
     assert "Traceback" in log and "return 1 / int(response)" in log
     # 1+1= in both files is one prompt, and 2+2= begins another.
-    assert re.search(r"WARNING .*: 1 prompts are the beginning of others \(.*train.jsonl:2 of .*valid.jsonl:2\)", log)
+    assert re.search(r"WARNING .*: 1 prompts are prefixes of others \(.*train.jsonl:2 of .*valid.jsonl:2\)", log)
 
 
 def test_the_function_in_the_documentation_works(folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_function_in_the_documentation_works(folder: Path) -> None:
         (
             "functions.py:reward",
             [TRAIN[0], {"text": "1+1=", "answer": "3"}],
-            r"again.jsonl:2: the prompt is that of .*again.jsonl:1, and the lines differ",
+            r"again.jsonl:2: the prompt is the same as that of .*again.jsonl:1, but the lines differ",
         ),
     ],
 )

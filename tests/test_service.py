@@ -321,7 +321,7 @@ def test_a_slow_service_that_gets_on_is_not_given_up() -> None:
         stuck = client.infer_async(tokens, lengths)
         wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
         late = client.infer_async(tokens, lengths)
-        with pytest.raises(ServerUnavailableError, match=r"limit 2 s.*The server is there, and busy"):
+        with pytest.raises(ServerUnavailableError, match=r"limit 2 s.*The server is running, but busy"):
             late.result(20)
         backend.gate.set()
         stuck.exception(20)
@@ -419,7 +419,7 @@ def test_non_finite_training_data_is_refused() -> None:
         good = torch.ones(1, 3)
         with pytest.raises(RequestRefusedError, match=r"critic_train/infer \(request_id=\w{16}\).*NaN"):
             client.train_async(torch.ones(1, 4, dtype=torch.int64), bad, good, good).result(20)
-        with pytest.raises(RuntimeError, match=r"since a request failed.*NaN"):  # it would have the bad one's number
+        with pytest.raises(RuntimeError, match=r"because a request failed.*NaN"):  # it would have the bad one's number
             client.train_async(torch.ones(1, 4, dtype=torch.int64), good, good, good).result(20)
     assert backend.trained == []
 
@@ -677,13 +677,13 @@ def test_a_server_that_cannot_take_the_jobs_sequences_is_refused(caplog: pytest.
     endpoints = critic_endpoints(ModelLimits(64, VOCAB, tokenizer="a", max_body_bytes=1000), combined=True)
     with serve(CountingBackend(), endpoints=endpoints) as server, critic_client(server.number) as client:
         client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "a"))
-        with pytest.raises(ValueError, match=r"64 tokens at most.* 65 together.*; its token ids end at 999.* at 1000"):
+        with pytest.raises(ValueError, match=r"at most 64 tokens.* 65 together.*; its token ids end at 999.* at 1000"):
             client.wait_until_ready(10, sequences=SequencesToScore(65, VOCAB + 1, "b"))
         client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_tokens=50))
         assert not any(record.levelname == "WARNING" for record in caplog.records)
         client.wait_until_ready(10, sequences=SequencesToScore(6, VOCAB, "a", training_tokens=51))
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert "requests of 1000 bytes" in warning and "up to 1020: raise its trainer.ppo.max_body_bytes" in warning
+        assert "at most 1000 bytes" in warning and "up to 1020: raise its trainer.ppo.max_body_bytes" in warning
         with pytest.raises(ValueError, match=r"'critic_infer' at .* does not fit this job: its tokenizer gives other"):
             client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "b"))
     silent = critic_endpoints(ModelLimits(), combined=True)  # a server that tells no limits

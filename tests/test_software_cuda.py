@@ -143,6 +143,6 @@ def test_rollouts_on_a_device_of_their_own(artefacts: Artefacts, tmp_path: Path)
             TIMEOUT,
         )
     # Triton has no driver for these devices: what it cannot do, torch does.
-    assert output.count("generation computes without Triton's kernels") == 1
+    assert output.count("generation runs without Triton's kernels") == 1
     curves = read_metrics(log_dir)
     assert [step for step, _ in curves["train_rollouts/rewards"]] == [0, 1]

@@ -133,12 +133,12 @@ def test_a_finished_run_started_again_with_other_settings_says_that_it_trains_no
     flags = [*artefacts.sft_flags(log_dir), *others]
     output = run(script("train_gpt_sft.py", *flags), tmp_path / "again.log", TIMEOUT)
     assert (
-        "with other settings than its checkpoint was written with: model.data.train_ds.global_batch_size=8 (before: 16)"
-        ", model.optim.lr=0.001 (before: 0.01). For a new run with these give another exp_manager.explicit_log_dir"
+        "with settings that differ from those of its checkpoint: model.data.train_ds.global_batch_size=8 (before: 16)"
+        ", model.optim.lr=0.001 (before: 0.01). To start a new run with them, give another exp_manager.explicit_log_dir"
     ) in output
-    assert "WARNING" in output and "all 4 steps of this run were made before: nothing is trained" in output
-    assert "other settings" not in artefacts.outputs["train_gpt_sft.py"]
-    assert "steps of this run were made" not in artefacts.outputs["train_gpt_sft.py"]
+    assert "WARNING" in output and "all 4 steps of this run are already done: nothing is trained" in output
+    assert "settings that differ" not in artefacts.outputs["train_gpt_sft.py"]
+    assert "steps of this run are already done" not in artefacts.outputs["train_gpt_sft.py"]
 
 
 # ---- regression, two attributes, over the wire --------------------------------------------------
@@ -211,7 +211,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         # Another one, from the same folder and so in the same log directory.
         second = Job(script("serve_reward_model.py", *model, "inference.port=0"), tmp_path / "second.log")
         assert second.wait(TIMEOUT) == 2, second.describe()
-        assert "another job works in nemo_experiments/inference_rm (inference_rm on host" in second.output()
+        assert "another job is using nemo_experiments/inference_rm (inference_rm on host" in second.output()
         assert "directory of its own with exp_manager.explicit_log_dir" in second.output()
         assert service.stop() == 0, service.describe()
     finally:

@@ -151,7 +151,7 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
         assert Run(tmp_path, layout, log, control, nothing).close() == EXIT_REQUEUE  # type: ignore[arg-type]
     assert is_waiting == [True]
     reason = "takes more than 0.5 s" if hangs else "failed: no way out"
-    assert f"{reason}. It is whole on disk: wandb sync {folder}" in caplog.text
+    assert f"{reason}. It is complete on disk; send it with: wandb sync {folder}" in caplog.text
 
 
 def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_backend_follows_what_is_installed(
         ("1.3.0rc24", "engine", TensorRTLLMMismatch, r"1\.3\.0rc24 is installed.*to 1\.2\.1.*tensorrt-llm==1\.2\.1"),
         ("0.13.0", None, TensorRTLLMMismatch, r"0\.13\.0 is installed.*from 1\.0\.0.*tensorrt-llm==1\.2\.1"),
         ("1.1.0", "pytorch", TensorRTLLMMismatch, r"1\.1\.0 is installed.*from 1\.2\.0 on.*tensorrt-llm==1\.3\.0rc24"),
-        ("unknown", None, TensorRTLLMMismatch, "'unknown', which is not one"),
+        ("unknown", None, TensorRTLLMMismatch, "'unknown', which is not a valid one"),
     ],
 )
 def test_a_missing_or_wrong_version_names_the_command(
@@ -112,7 +112,7 @@ def _config(**changes: Any) -> DictConfig:
 def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert choose_engine(_config(trainer__ppo__trt_llm__enable=True)) == "embedded"
-    assert "TensorRT-LLM is not installed" in caplog.text and "embedded engine does its work" in caplog.text
+    assert "TensorRT-LLM is not installed" in caplog.text and "embedded engine is used" in caplog.text
     assert choose_engine(_config()) == "embedded"
     assert choose_engine(_config(trainer__ppo__generation__engine="megatron")) == "megatron"
 

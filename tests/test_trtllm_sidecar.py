@@ -216,7 +216,7 @@ def test_requests_and_streams_that_do_not_fit(shared: tuple[SidecarEngine, Path]
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
         engine.refit([(name, t) for name, t in weights(3) if name != "lm_head.weight"], version=5)
     assert engine.weight_version == -1
-    with pytest.raises(RuntimeError, match="without whole weights"):
+    with pytest.raises(RuntimeError, match="without complete weights"):
         engine.generate([], GREEDY)
     engine.refit(weights(3), version=6)
 
@@ -242,7 +242,7 @@ def test_sleep_and_wake_up(version: str, switch: str, weight_tags: list[str], tm
         with pytest.raises(RuntimeError, match="reload"):
             engine.refit(weights(3), version=1)
         engine.reload()
-        with pytest.raises(RuntimeError, match="without whole weights"):
+        with pytest.raises(RuntimeError, match="without complete weights"):
             engine.generate([], GREEDY)
         engine.refit(weights(5), version=1)
         assert generate(engine, [10, 20])[0].token_ids == [25, 30, 35, 40, 45]

@@ -210,7 +210,7 @@ def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 8.0}}, "high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"config\.json: Missing required keys"),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "window of 32"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers does not obey in llama"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers ignores in llama"),
         ({"model_type": "qwen3", "rope_parameters": HALF_ROPE}, "partial_rotary_factor=0.5"),
         ({"rms_norm_eps": 1}, r"config\.json: .*'rms_norm_eps' expected float"),
         ({"hidden_size": 66}, r"config\.json: .*66\) is not a multiple"),

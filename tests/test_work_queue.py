@@ -309,7 +309,7 @@ def test_waiting_has_a_limit() -> None:
     with serve(queue) as server:
         queue.start_round(0, [1])
         assert client(server, worker="slow").lease(1) == [1]
-        with pytest.raises(TimeoutError, match=r"waits for 1 ids.*for 0\.2 s: ids 1 are held by slow, last heard of"):
+        with pytest.raises(TimeoutError, match=r"waits for 1 ids.*for 0\.2 s: ids 1 are held by slow, last heard from"):
             client(server, limits=dataclasses.replace(LIMITS, wait_seconds=0.2)).lease(1, wait=True)
 
 
@@ -701,7 +701,7 @@ def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.Monkey
     clock.now += 0.3
     assert not responses.are_scored(0.0)
     clock.now += 0.2
-    with pytest.raises(TimeoutError, match=r"no scores came for 0\.4 s.*samples \[4\] are missing"):
+    with pytest.raises(TimeoutError, match=r"no scores arrived for 0\.4 s.*samples \[4\] are missing"):
         responses.are_scored(0.0)
     client.answers[2].set_result(scores[2])
     assert responses.are_scored(5.0) and list(responses.scores()) == scores

@@ -95,7 +95,7 @@ def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:
             loss = last(log_dir, "val/loss")
             if loss < UNDERSTOOD:
                 break
-            results.append(f"seed {seed} has not understood sums (validation loss {loss:.3f})")
+            results.append(f"seed {seed} did not learn sums (validation loss {loss:.3f})")
         results.append(f"{len(read_jsonl(folder / 'data' / 'train_prompts.jsonl'))} questions, 500 held out")
         results.append(f"validation loss {loss:.3f}")
     return model

@@ -41,7 +41,9 @@ class Demo:
     def __init__(self, directory: Path, num_stages: int, keep: bool = False) -> None:
         if not keep and directory.exists():
             if any(directory.iterdir()) and not (directory / _MARKER).exists():
-                raise StageFailed(f"{directory} is not empty, nor made by a demo: give another --output, or delete it")
+                raise StageFailed(
+                    f"{directory} is not empty and was not made by a demo: give another --output, or delete it"
+                )
             shutil.rmtree(directory, ignore_errors=True)  # errors: it may be a mount point, which stays
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / _MARKER).touch()

@@ -26,7 +26,7 @@ def _rollout_lengths(view: JobView) -> Iterator[str]:
     if not length or not response:
         return
     prompt, bos = "trainer.ppo.trt_llm.max_input_len", bool(view.get("model.ppo.sampling_params.add_BOS"))
-    text = "a prompt behind its BOS token" if bos else "a prompt"
+    text = "a BOS token and a prompt" if bos else "a prompt"
     room = min(length, view.get("model.data.seq_length") or length) - response
     if room < 1 + bos:
         yield (
@@ -72,19 +72,19 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
     staleness, unload = "trainer.ppo.staleness", "trainer.ppo.trt_llm.unload_engine_train"
     if view.get(staleness) and not view.rollout_ranks:
         yield (
-            f"{view.said(staleness)} with {view.said(ROLLOUT_RANKS)}: nobody could generate while a step trains; give "
-            f"{ROLLOUT_RANKS} some of the job's ranks, or set {staleness}=0"
+            f"{view.said(staleness)} with {view.said(ROLLOUT_RANKS)}: no rank is free to generate while a step trains; "
+            f"set {ROLLOUT_RANKS} to the number of ranks that only generate, or set {staleness}=0"
         )
     if not view.rollout_ranks:
         return
     engine, trt_llm = "trainer.ppo.generation.engine", "trainer.ppo.trt_llm.enable"
     if view.get(engine) != "embedded" or view.get(trt_llm):
         yield (
-            f"{view.said(engine, trt_llm)} with {view.said(ROLLOUT_RANKS)}: ranks that only generate do it with the "
+            f"{view.said(engine, trt_llm)} with {view.said(ROLLOUT_RANKS)}: ranks that only generate use the "
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
     if view.get(unload):
-        yield f"{view.said(unload, ROLLOUT_RANKS)}: training needs no memory of ranks that only generate; leave it out"
+        yield f"{view.said(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
 
 
 def _importance(view: JobView) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _importance(view: JobView) -> Iterator[str]:
         return
     numbers = list(bounds) if isinstance(bounds, ListConfig) else []
     if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] < numbers[1]:
-        yield f"{key}={bounds}: give two numbers, a lower bound from 0 on and a higher one"
+        yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
 
 
 def _policy_logprobs(view: JobView) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _policy_logprobs(view: JobView) -> Iterator[str]:
     corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
     if asked := [name for name in corrections if view.get(name) is not None]:
         yield (
-            f"{view.said(key, *asked)}: without log-probs of the trainer's there is nothing to correct by; choose "
+            f"{view.said(key, *asked)}: without the trainer's log-probs there are no importance ratios; choose "
             f"{key}=trainer, or set {' and '.join(asked)} to null"
         )
 
@@ -123,8 +123,8 @@ def _services(view: JobView) -> Iterator[str]:
     yield from _host(view, f"{reward}.ip")
     if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
         yield (
-            f"{view.said(f'{critic}.port', f'{reward}.port')}: two services at one address; give the reward model's, "
-            "or set remote_critic_rm.combine_rm_and_critic_server=True"
+            f"{view.said(f'{critic}.port', f'{reward}.port')}: the critic and the reward model cannot share an "
+            "address; give the reward model's, or set remote_critic_rm.combine_rm_and_critic_server=True"
         )
 
 
@@ -136,7 +136,7 @@ def _host(view: JobView, key: str) -> Iterator[str]:
             is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
     if not is_plain:
         port = key.removesuffix("ip") + "port"
-        yield f"{view.said(key)}: give a host's name or address alone, as node7; its port is {port}"
+        yield f"{view.said(key)}: give only a host name or address, such as node7; the port goes into {port}"
 
 
 ACTOR_CHECKS: tuple[Check, ...] = (

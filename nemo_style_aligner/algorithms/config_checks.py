@@ -180,8 +180,8 @@ def _checkpoint_name(template: Any) -> Iterator[str]:
     taken = (UNFINISHED, DAMAGED, LAST)
     if name.strip() in ("", ".", "..") or name.endswith(taken):
         yield (
-            f"{key}={template!r}: checkpoints need a name, and none that ends with {', '.join(taken)}, which say what "
-            "became of them; try megatron_gpt-{step}"
+            f"{key}={template!r}: a checkpoint needs a name, and it must not end with {', '.join(taken)}, which "
+            "mark its state; try megatron_gpt-{step}"
         )
     elif len(os.fsencode(name)) > _LONGEST_NAME:
         yield f"{key}={template}: makes names of more than {_LONGEST_NAME} bytes; choose a shorter one"
@@ -246,8 +246,8 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
     reshard = "trainer.ppo.trt_llm.reshard"
     if OmegaConf.select(cfg, reshard) and (OmegaConf.select(cfg, PP) or 1) == 1:
         yield (
-            f"{reshard}=True has no effect without pipeline stages ({PP}=1): how many ranks share an engine is said by "
-            "trainer.ppo.generation.tensor_parallel_size"
+            f"{reshard}=True has no effect without pipeline stages ({PP}=1): the number of ranks that share an engine "
+            "is set by trainer.ppo.generation.tensor_parallel_size"
         )
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
@@ -255,7 +255,10 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
         if other is not None and size != other:
             yield f"{of_data}={other} has no effect: {key}={size} wins"
     if OmegaConf.select(cfg, "model.answer_only_loss") is False:
-        yield "model.answer_only_loss=False: prompts are learnt, too; NeMo-Aligner's file says so, its job never does"
+        yield (
+            "model.answer_only_loss=False: prompts are trained on, too; NeMo-Aligner's file says the same, but its job "
+            "ignores it"
+        )
 
 
 # ---- layout -------------------------------------------------------------------------------------
@@ -264,7 +267,10 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
 def _ranks(view: JobView) -> Iterator[str]:
     parts = view.tp_size * view.pp_size
     if view.training_ranks < 1:
-        yield f"{view.said(ROLLOUT_RANKS)}: of {view.world_size} ranks none is left to train; lower it or start more"
+        yield (
+            f"{view.said(ROLLOUT_RANKS)}: none of the {view.world_size} ranks is left to train; lower it or start more "
+            "ranks"
+        )
     elif view.training_ranks % parts:
         rest = f", less {view.said(ROLLOUT_RANKS)}" if view.rollout_ranks else ""
         yield (
@@ -304,7 +310,7 @@ def _recompute(view: JobView) -> Iterator[str]:
     if view.get("model.activations_checkpoint_granularity") != "full" or own is None or view.get(layers) is None:
         return
     if view.get(layers) > own.num_layers // view.pp_size:
-        yield f"{view.said(layers)}: a stage has {own.num_layers // view.pp_size} layers only"
+        yield f"{view.said(layers)}: a pipeline stage has only {own.num_layers // view.pp_size} layers; lower it"
 
 
 def _monitor(view: JobView) -> Iterator[str]:
@@ -338,7 +344,7 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     if is_actor and view.get(GLOBAL_BATCH) not in (None, view.get(samples)):
         reasons.append(f"with {view.said(samples, GLOBAL_BATCH)} a step makes several updates")
     if is_actor and view.get(logprobs) == "engine":
-        reasons.append(f"with {view.said(logprobs)} no pass is made that could be kept")
+        reasons.append(f"with {view.said(logprobs)} there is no log-prob pass to keep")
     yield from (f"{view.said(key)}: {why}; choose auto or never" for why in reasons if why)
 
 

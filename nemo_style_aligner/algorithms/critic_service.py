@@ -157,12 +157,14 @@ class CriticService:
         # sorted is stable: the newest of those that hold the same history comes first
         for path in sorted(reachable, key=lambda path: -reachable[path]):
             if self.checkpoints.is_whole(path):
-                logger.warning("going back from step %d to %s, as run '%s' asks", self.step, path, run_id)
+                logger.warning("going back from step %d to %s, as requested by run '%s'", self.step, path, run_id)
                 self.load_state_dict(self.checkpoints.load(path, self.critic.model, self.critic.optimizer))
                 return reachable[path]
         start = TrainingLedger().state_dict()
         if INITIAL_HISTORY in wanted and self.ledger.is_ahead_by_run_alone(start, run_id):
-            logger.warning("going back from step %d to the initial weights, as run '%s' asks", self.step, run_id)
+            logger.warning(
+                "going back from step %d to the initial weights, as requested by run '%s'", self.step, run_id
+            )
             self.reset()
             self.ledger.load_state_dict(start)
             return wanted[INITIAL_HISTORY]
@@ -191,8 +193,8 @@ class CriticService:
         if archive.is_another:  # said at every start: nothing else shows it
             logger.warning(
                 "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the critic "
-                "goes on from its checkpoint, but rewards are those of another reward model now. Stop the job and put "
-                "the archive back, or start a new run with this one in another log directory",
+                "continues from its checkpoint, but the rewards are now those of another reward model. Stop the job "
+                "and put the archive back, or start a new run with this one in another log directory",
                 archive.path,
             )
 

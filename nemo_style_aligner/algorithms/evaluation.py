@@ -120,8 +120,8 @@ def evaluate(
     room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
     if room < 1:
         raise DataError(
-            f"{model_path} has {base.architecture.max_position_embeddings} positions: no prompt has room beside "
-            f"responses of {sampling.max_new_tokens} tokens; lower --max-length"
+            f"{model_path} has {base.architecture.max_position_embeddings} positions, which leaves no room for a "
+            f"prompt beside responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
     dataset = PromptDataset([prompts_path], base.tokenizer, room)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
@@ -160,7 +160,7 @@ def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
     policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
     if policy != reward_model:
         raise CheckpointMismatchError(
-            f"{reward_model_path} has another tokenizer than {model_path}: it would read other text than was written. "
+            f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
             "Give a reward model that was trained from the policy's base model"
         )
 
@@ -175,7 +175,8 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     longest, positions = max(len(row.tokens) for row in responses.rows), base.architecture.max_position_embeddings
     if longest > positions:
         raise CheckpointMismatchError(
-            f"{reward_model_path} reads {positions} tokens at most; prompt and response have {longest}"
+            f"{reward_model_path} takes {positions} tokens at most, but the longest prompt and response have "
+            f"{longest}; lower --max-length"
         )
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
     model = base.load(head=head, trainable=False, needs_head=True)

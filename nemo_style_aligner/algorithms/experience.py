@@ -87,10 +87,10 @@ def leave_out_nonfinite(
     trouble = "NaN or Inf in " + "; in ".join(troubles)
     if policy.action == "stop" or not valid.any():
         raise NonFiniteError(
-            f"{trouble}. Nothing was trained on them. Look at these prompts, the critic and the reward service, or set "
-            "trainer.ppo.on_nonfinite=skip to leave out such samples as long as there are others"
+            f"{trouble}. These samples were not trained on. Check their prompts, the critic and the reward service, or "
+            "set trainer.ppo.on_nonfinite=skip to leave such samples out as long as others remain"
         )
-    warn_for_all_ranks(logger, "%s: left out", trouble)
+    warn_for_all_ranks(logger, "%s: these samples are left out", trouble)
 
     def cleared(tensor: torch.Tensor) -> torch.Tensor:
         keep = valid.to(tensor.device)
@@ -178,7 +178,7 @@ def why_nothing_is_learnt(rollouts: RolloutBatch, experience: Experience, settin
     named = ", ".join(f"{int(left_out.sum())} {reason}" for reason, left_out in reasons.items())
     others = "" if settings.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
     return (
-        f"all of {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
+        f"all {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
         f"{named}{others}"
     )
 

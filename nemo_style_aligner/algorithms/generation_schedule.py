@@ -123,12 +123,14 @@ class GenerationSchedule:
             return
         if self._staleness == 0:
             warn_for_all_ranks(
-                logger, "the rollouts kept for step %d are left out: trainer.ppo.staleness=0 makes new ones", step
+                logger,
+                "the rollouts kept for step %d are discarded: with trainer.ppo.staleness=0 new ones are generated",
+                step,
             )
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(base64.b64decode(part))]
         if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
-            warn_for_all_ranks(logger, "the rollouts kept for step %d are left out: they answer other prompts", step)
+            warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])

@@ -77,8 +77,8 @@ class Run:
         changed = changed_settings(before, self.checkpoints.run_settings or {})
         if changed and self.metrics.rank == 0:
             logger.warning(
-                "the run goes on with other settings than its checkpoint was written with: %s. For a new run with "
-                "these give another exp_manager.explicit_log_dir",
+                "the run continues with settings that differ from those of its checkpoint: %s. To start a new run with "
+                "them, give another exp_manager.explicit_log_dir",
                 some_of(changed, shown=10),
             )
 

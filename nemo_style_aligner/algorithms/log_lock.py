@@ -42,8 +42,8 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
     except OSError as error:
         raise ConfigError(
-            f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror}): give a folder of "
-            "yours with exp_manager.explicit_log_dir"
+            f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror}): set "
+            "exp_manager.explicit_log_dir to a folder that you may write to"
         ) from error
     deadline = time.monotonic() + wait_seconds
     while not _is_taken(descriptor, path):
@@ -51,16 +51,16 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
             holder = os.read(descriptor, 1000).decode("utf-8", "replace").strip() or "unknown"
             os.close(descriptor)
             raise ConfigError(
-                f"another job works in {log_dir} ({holder}), and two would delete or overwrite each other's files: "
+                f"another job is using {log_dir} ({holder}), and the two would delete or overwrite each other's files: "
                 f"end it, or give this one a directory of its own with exp_manager.explicit_log_dir. If its machine is "
-                f"lost, and the file system keeps the lock all the same, delete {path}"
+                f"gone but the file system still holds the lock, delete {path}"
             )
         time.sleep(_POLL_SECONDS)
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
     except OSError as error:  # a full disk: the lock counts all the same
-        logger.warning("%s does not say who holds it: %s", path, error)
+        logger.warning("could not write to %s which job holds the lock: %s", path, error)
 
 
 def _is_taken(descriptor: int, path: Path) -> bool:
@@ -72,5 +72,7 @@ def _is_taken(descriptor: int, path: Path) -> bool:
             return False
         if error.errno not in _UNSUPPORTED:
             raise
-        logger.warning("%s cannot be locked (%s): see to it that no other job works there", path, error.strerror)
+        logger.warning(
+            "%s cannot be locked (%s): make sure that no other job uses this directory", path, error.strerror
+        )
     return True

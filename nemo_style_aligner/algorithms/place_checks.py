@@ -62,7 +62,9 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield f"{said}: {error}"
         return
     if (reason := _why_unwritable(log_dir)) is not None:
-        yield f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder of yours"
+        yield (
+            f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
+        )
 
 
 def _why_unwritable(folder: Path) -> str | None:
@@ -70,7 +72,7 @@ def _why_unwritable(folder: Path) -> str | None:
     # A link counts as what it points to. A dangling one is no folder, and none can be made in its place.
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
-        return f"{nearest} is no folder"
+        return f"{nearest} is not a folder"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"this user may not write in {nearest}"
 
 
@@ -89,7 +91,7 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
             return
     reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
     yield (
-        f"exp_manager.resume_from_checkpoint={named} is no checkpoint: {reason}; give one of the folders in "
+        f"exp_manager.resume_from_checkpoint={named} is not a checkpoint: {reason}; give one of the folders in "
         "<log directory>/checkpoints"
     )
 

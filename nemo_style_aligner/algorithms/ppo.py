@@ -328,9 +328,9 @@ class PPOTrainer(TrainingLoop):
         if archive is None or not archive.is_another or self.settings.advantages.kl_coef <= 0:
             return
         logger.warning(
-            "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the initial "
-            "policy, to which the KL penalty (trainer.ppo.initial_policy_kl_penalty) refers, is another one now. Stop "
-            "the job and put the archive back, or start a new run with this one in another log directory",
+            "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the KL "
+            "penalty (trainer.ppo.initial_policy_kl_penalty) now refers to another initial policy. Stop the job and "
+            "put the archive back, or start a new run with this one in another log directory",
             archive.path,
         )
 

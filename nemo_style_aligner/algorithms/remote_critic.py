@@ -92,7 +92,7 @@ class RemoteCritic:
         Raises:
             SequenceConflictError: the critic cannot go there.
         """
-        with activity.phase("bringing the critic level"), activity.bounded(self.timeout_s):
+        with activity.phase("bringing the critic up to date"), activity.bounded(self.timeout_s):
             thread = concurrent.futures.ThreadPoolExecutor(1, "critic-begin")
             future = None if self._journal is None else thread.submit(self._bring_level, self._journal)
             self.client.follow(result_on_every_rank(future))
@@ -115,7 +115,7 @@ class RemoteCritic:
                 actions = [
                     "start the critic in a new log directory (its exp_manager.explicit_log_dir)",
                     "keep the critic's weights: remote_critic_rm.trained_critic=keep",
-                    "if an earlier run shall go on, start this job in that run's log directory",
+                    "to continue an earlier run, start this job in that run's log directory",
                 ]
                 # The conflict's own advice is left out: it is for runs that are not new.
                 raise SequenceConflictError(

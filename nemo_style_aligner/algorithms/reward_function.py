@@ -111,8 +111,8 @@ class PromptLines:
             known = self._records.setdefault(_as_bytes([*bos, *ids]), record)
             if known.fields != record.fields:
                 record.fail(
-                    f"the prompt is that of {known.path}:{known.line}, and the lines differ: whose a response is "
-                    "cannot be told. Leave out one of them, or let them say the same"
+                    f"the prompt is the same as that of {known.path}:{known.line}, but the lines differ: there is no "
+                    "telling which of them a response belongs to. Leave one of them out, or make them identical"
                 )
         # In bytes, the longest first: the longest prompt that fits is the one.
         self._sizes = sorted({len(key) for key in self._records}, reverse=True)
@@ -135,9 +135,9 @@ class PromptLines:
         without = "without" if self._add_bos else "with"
         raise ProtocolError(
             400,
-            f"it begins with none of the {len(self)} prompts of {some_of(self._paths)}: name all files of the actor's "
-            f"model.data.data_prefix (--prompts), those of validation, too, and the policy's tokenizer (--tokenizer); "
-            f"start this service {without} --add-bos where the actor's sampling_params.add_BOS is {not self._add_bos}",
+            f"it begins with none of the {len(self)} prompts of {some_of(self._paths)}: give --prompts all files of "
+            "the actor's model.data.data_prefix, those of validation included, and --tokenizer the policy's tokenizer; "
+            f"start this service {without} --add-bos if the actor's sampling_params.add_BOS is {not self._add_bos}",
         )
 
     def _warn_of_ambiguity(self) -> None:
@@ -147,8 +147,8 @@ class PromptLines:
         if pairs:
             short, long = (self._records[key] for key in pairs[0])
             logger.warning(
-                "%d prompts are the beginning of others (%s:%d of %s:%d): a response that goes on as the longer prompt "
-                "does is taken for one to that",
+                "%d prompts are prefixes of others (%s:%d of %s:%d): a response that continues like the longer prompt "
+                "is taken for a response to the longer one",
                 len(pairs),
                 *(short.path, short.line, long.path, long.line),
             )
@@ -259,17 +259,21 @@ class RewardFunctionService:
         record, prompt_length = self._prompts.find(tokens)
         response = before_end(self._tokenizer.ids_to_text(tokens[prompt_length:].tolist()), self._end_strings)
         excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
-        sample = f"at the prompt of {record.path}:{record.line} with the response {excerpt!r}"
+        sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"
         try:
             reward = self._function(record.fields["text"], response, dict(record.fields))
         except (Exception, SystemExit) as error:
             logger.exception("the reward function %s raised an error %s", self._name, sample)
             raise ProtocolError(
-                500, f"the reward function {self._name} raised {_describe(error)} {sample}; the service's log has more"
+                500,
+                f"the reward function {self._name} raised {_describe(error)} {sample}; the traceback is in "
+                "the service's log",
             ) from error
         number = _as_number(reward)
         if number is None:
-            trouble = f"the reward function {self._name} returned {reward!r:.80}, which is no finite number, {sample}"
+            trouble = (
+                f"the reward function {self._name} returned {reward!r:.80}, which is not a finite number, {sample}"
+            )
             logger.error(trouble)
             raise ProtocolError(500, trouble)
         return number

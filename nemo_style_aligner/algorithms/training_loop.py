@@ -103,8 +103,8 @@ class TrainingLoop(abc.ABC):
             logger.info("%s", self.describe_length())
         elif rank == 0:
             logger.warning(
-                "all %d steps of this run were made before: nothing is trained. For a new run give another "
-                "exp_manager.explicit_log_dir; with more max_epochs or max_steps this one goes on",
+                "all %d steps of this run are already done: nothing is trained. For a new run give another "
+                "exp_manager.explicit_log_dir; to continue this one raise max_epochs or max_steps",
                 self.step,
             )
         with self.checkpoints.last_chance(), ProgressBar(total, self.title, rank, initial=self.step) as progress:
@@ -218,8 +218,8 @@ class TrainingLoop(abc.ABC):
             self._has_warned_of_monitor = True
             if self.metrics.rank == 0:
                 logger.warning(
-                    "exp_manager.checkpoint_callback_params.monitor=%s is not measured, so that no checkpoint is the "
-                    "best: choose one of %s, and start again",
+                    "exp_manager.checkpoint_callback_params.monitor=%s is not measured, so no checkpoint counts as "
+                    "the best: choose one of %s, and restart",
                     monitor,
                     ", ".join(sorted(named)),
                 )

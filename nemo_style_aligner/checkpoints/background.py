@@ -133,7 +133,7 @@ class BackgroundWriter:
                 done, _ = concurrent.futures.wait([pending.future], _LAST_CHANCE_SECONDS)
                 missing = "an archive" if pending.whole.done() and not pending.whole.exception() else "a checkpoint"
                 if not done:
-                    logger.error("%s is given up: it is not whole after %.0f s", missing, _LAST_CHANCE_SECONDS)
+                    logger.error("%s was given up: it was not complete after %.0f s", missing, _LAST_CHANCE_SECONDS)
                 elif error := pending.future.exception():
                     logger.error("%s was not written: %s", missing, error)
 

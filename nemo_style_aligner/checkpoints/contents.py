@@ -103,7 +103,7 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
     if spoilt := nonfinite_tensors(tensors):
         raise FloatingPointError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
-            "The earlier checkpoints are as they were; start from one of them, with a lower model.optim.lr"
+            "The earlier checkpoints are unaffected; resume from one of them, with a lower model.optim.lr"
         )
     prepared = prepare(tensors)
     own = (OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
@@ -128,7 +128,7 @@ def write_contents(contents: Contents, manifest: Manifest, directory: Path, grou
     files = describe_files(directory, group)
     on_first_rank(lambda: _seal(directory, dataclasses.replace(manifest, files=files)), group)
     if problems := verify_on_disk(directory, group):
-        raise OSError(f"what was written is not what came back from disk: {'; '.join(problems)}")
+        raise OSError(f"what was read back from disk differs from what was written: {'; '.join(problems)}")
 
 
 def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:

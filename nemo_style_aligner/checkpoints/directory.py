@@ -87,7 +87,7 @@ class CheckpointDirectory:
         try:
             self._prune(protected)
         except OSError as error:
-            logger.warning("older checkpoints are not pruned this time: %s", error)
+            logger.warning("older checkpoints could not be pruned; the next save tries again: %s", error)
 
     def _prune(self, protected: Collection[Path]) -> None:
         """Delete what is not among the best, the newest or ``protected``; only the newest keeps its ``-last``."""
@@ -145,7 +145,7 @@ class CheckpointDirectory:
                 content = (entry.path / TRAINER_STATE).read_text(encoding="utf-8")
                 states[entry.path] = json.loads(content)["trainer"]
             except (OSError, ValueError, KeyError) as error:
-                logger.error("%s is damaged and not considered: %s", entry.path, error)
+                logger.error("%s is damaged and is ignored: %s", entry.path, error)
         return states
 
     def damaged(self) -> list[str]:

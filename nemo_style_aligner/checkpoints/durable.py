@@ -63,7 +63,7 @@ def put_back(target: Path) -> None:
     if target.exists():
         discard(aside)
     else:
-        logger.warning("%s is put back: whoever was replacing it was killed", target)
+        logger.warning("restoring %s: the process that was replacing it was killed", target)
         os.rename(aside, target)
         sync_file(target.parent)
 

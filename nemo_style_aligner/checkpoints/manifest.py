@@ -93,7 +93,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
                 raise
             if pause is None:
                 raise OSError(error.errno, error.strerror, str(path)) from error  # it may lack the path
-            logger.warning("%s: %s; it is tried again", path, error)
+            logger.warning("%s: %s; retrying", path, error)
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
 

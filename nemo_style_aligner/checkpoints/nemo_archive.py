@@ -313,13 +313,13 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
     """
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
-            raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it anew")
+            raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
         stored = stored_shapes(source, _WEIGHTS)
         per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
         tensors = model_tensors(model.gpt, per_layer_keys=per_layer_keys)
         rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
         if _EMBEDDING in stored and rows < vocab_size:
-            raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model {vocab_size} [vocab_size]")
+            raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model needs {vocab_size} (vocab_size)")
         head = model.has_reward_head
         if needs_head:
             _require_reward_head(path, stored)
@@ -338,8 +338,8 @@ def require_reward_head(path: Path) -> None:
 def _require_reward_head(path: Path, stored: Iterable[str]) -> None:
     if not _has_reward_head(stored):
         raise CheckpointMismatchError(
-            f"{path} has no reward head: it is a language model's, and its rewards would be of a head that nobody has "
-            "trained. Give a reward model (train_reward_model.py makes one)"
+            f"{path} has no reward head: it is a language model's, and its rewards would come from an untrained head. "
+            "Give a reward model (train_reward_model.py makes one)"
         )
 
 
@@ -403,7 +403,7 @@ def _refuse_foreign_tokenizers(path: Path, section: Mapping[str, Any]) -> None:
     library, kind = section.get("library"), section.get("type")
     if library == "tiktoken" or (library == "megatron" and str(kind).startswith("GPT2BPE")):
         name = library if library == "tiktoken" else f"{library} {kind}"
-        raise TokenizerError(f"{path}: tokenizers of the library {name} are not read; {_WHAT_TO_DO}")
+        raise TokenizerError(f"{path}: tokenizers of the library {name} are not supported; {_WHAT_TO_DO}")
 
 
 def _tokenizer_of_file(file: Path) -> Path | None:

@@ -136,13 +136,13 @@ def _refuse_other_formats(source: FileSource, folder: str) -> None:
     names = source.names()
     if any(name.startswith(f"{folder}/") and name.endswith("/.zarray") for name in names):
         raise UnsupportedFormatError(
-            f"{source.location}: {folder}/ is a distributed checkpoint in the zarr format; torch_dist is read here. "
-            "Load it with NeMo and save it with model.dist_ckpt_format=torch_dist"
+            f"{source.location}: {folder}/ is a distributed checkpoint in the zarr format; only torch_dist is "
+            "supported. Load it with NeMo and save it with model.dist_ckpt_format=torch_dist"
         )
     old = [name for name in names if name.endswith(".ckpt") or name.startswith(("mp_rank_", "tp_rank_"))]
     if old:
         raise UnsupportedFormatError(
-            f"{source.location}: {old[0]} is not a megatron-core checkpoint, which is read here. Convert it with "
+            f"{source.location}: {old[0]} is not a megatron-core checkpoint, the only kind supported. Convert it with "
             "NeMo's scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py"
         )
 
@@ -302,6 +302,6 @@ def _check_keys(
     if unexpected:
         problems.append(f"in the checkpoint, but not in the model: {', '.join(unexpected)}")
     if shapes:
-        problems.append(f"other shapes: {'; '.join(shapes)}")
+        problems.append(f"different shapes: {'; '.join(shapes)}")
     if problems:
         raise CheckpointMismatchError(f"{location} does not fit the model. " + ". ".join(problems))

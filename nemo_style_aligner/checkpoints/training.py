@@ -217,8 +217,8 @@ class CheckpointManager:
         suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # together, what was free before the save
         if not suffices and not self._is_short_of_memory:
             logger.warning(
-                "checkpoints are written before training goes on: a copy of the state takes %.1f GiB on this machine, "
-                "more than %.0f%% of the memory that is free",
+                "training waits while checkpoints are written: a copy of the state takes %.1f GiB on this machine, "
+                "more than %.0f%% of the free memory",
                 needed / 2**30,
                 100 * _SNAPSHOT_SHARE,
             )
@@ -238,9 +238,9 @@ class CheckpointManager:
                 free = on_first_rank(lambda: self._files.give_up(save.target), group)
                 if isinstance(error, OSError):
                     raise NotWrittenError(
-                        f"the checkpoint {save.target} was not saved: {error}. It needs {save.contents.size:,} bytes "
-                        f"and some more, {free:,} bytes are free now that what was written of it is gone. The earlier "
-                        "checkpoints are whole; start again when the cause is removed"
+                        f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
+                        f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are "
+                        "deleted. The earlier checkpoints are intact; start again once the cause is fixed"
                     ) from error
                 raise
             if may_publish := save.before_publishing:
@@ -321,7 +321,7 @@ class CheckpointManager:
                 path, tensors, self.nemo.model_config, Path(tokenizer_dir) if tokenizer_dir else None, group=group
             )
         except OSError as error:
-            raise NotWrittenError(f"the archive {path} was not written: {error}. The checkpoints are whole") from error
+            raise NotWrittenError(f"the archive {path} was not written: {error}. The checkpoints are intact") from error
         logger.info("saved %s", path)
 
     # ---- resuming ---------------------------------------------------------------------------
@@ -341,8 +341,8 @@ class CheckpointManager:
         damaged = on_first_rank(self._files.damaged)
         if path is None and damaged:
             raise DamagedCheckpointError(
-                f"every checkpoint in {self.directory} is damaged (the log says how): {', '.join(damaged)}. Put a copy "
-                "of one there, if there is any; to start from the beginning all the same, move them away or set "
+                f"every checkpoint in {self.directory} is damaged (the log says how): {', '.join(damaged)}. Put an "
+                "intact copy of one there if you have one; to start from the beginning anyway, move them away or set "
                 "exp_manager.resume_if_exists=False"
             )
         if path is None:
@@ -377,8 +377,8 @@ class CheckpointManager:
                 break
         if newest is not None:
             logger.warning(
-                "going on from %s, of a run that resumed from %s: move it away, with those before it that have, to go "
-                "back once more",
+                "continuing from %s, written by a run that resumed from %s: to start from the latter again, move away "
+                "the former and all other checkpoints of such runs",
                 newest,
                 self.settings.resume_from_checkpoint,
             )

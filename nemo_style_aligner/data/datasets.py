@@ -351,9 +351,9 @@ def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -
     if strangers > len(looked_at) / 4:
         warn_for_all_ranks(
             logger,
-            "%s: the texts of %d of %d pairs begin no more alike than those of different pairs. Both should begin with "
-            "the same prompt, the good response on one line and the bad one on the next: are these comparisons, and "
-            "is no line missing?",
+            "%s: in %d of %d pairs, the two texts share no longer a prefix than texts of different pairs do. Both "
+            "should begin with the same prompt, the good response on one line and the bad one on the next: are these "
+            "comparisons, and is no line missing?",
             ", ".join(map(str, paths)),
             strangers,
             len(looked_at),

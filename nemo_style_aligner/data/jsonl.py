@@ -36,7 +36,7 @@ class Record:
         """
         if key not in self.fields:
             present = ", ".join(map(repr, self.fields)) or "none"
-            self.fail(f"key {key!r} is missing (it should be {meaning}); the keys there are: {present}")
+            self.fail(f"key {key!r} is missing (it should be {meaning}); the keys present are: {present}")
         value = self.fields[key]
         # A bool is an int in Python, but `true` is no number in a data file.
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -54,7 +54,7 @@ class Record:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            self.fail(f"{key!r} holds half of a surrogate pair, {text[error.start]!a}, which is no character")
+            self.fail(f"{key!r} holds an unpaired surrogate, {text[error.start]!a}, which is not a valid character")
 
 
 def _excerpt(value: Any) -> str:

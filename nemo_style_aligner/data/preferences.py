@@ -35,7 +35,7 @@ def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
     prompt = "" if record.fields.get("prompt") is None else record.require("prompt", (str, list), _KINDS)
     if isinstance(response, str):
         if not isinstance(prompt, str):
-            record.fail(f"'prompt' is a list of messages, {key!r} a string: both should be the one or the other")
+            record.fail(f"'prompt' is a list of messages, but {key!r} is a string: give both in the same form")
         text = (record.text("prompt") if prompt else "") + record.text(key)
         return Record(record.path, record.line, {"text": text})
     text = _rendered(record, key, _conversation(record, key, prompt, response), tokenizer)
@@ -54,7 +54,7 @@ def _conversation(record: Record, key: str, prompt: str | list[Any], response: l
     if not prompt or any(prompt == turn.fields["content"] for turn in turns):
         return turns
     if turns[0].fields["role"] != "assistant":
-        record.fail(f"'prompt' is none of the messages of {key!r}: leave it out, or the messages before the response")
+        record.fail(f"'prompt' is none of the messages of {key!r}: remove it, or the messages before the response")
     return [Record(record.path, record.line, {"role": "user", "content": record.text("prompt")}), *turns]
 
 

@@ -88,8 +88,8 @@ class EpochSampler:
         if (before := int(state["num_samples"])) != self.num_samples:
             warn_for_all_ranks(
                 logger,
-                "the checkpoint is of a run on %d samples, and there are %d now: the order is another one, so that "
-                "samples of this epoch come again, or not at all",
+                "the checkpoint was written by a run on %d samples, but there are %d now: their order has changed, so "
+                "that some samples of this epoch may be repeated or skipped",
                 before,
                 self.num_samples,
             )

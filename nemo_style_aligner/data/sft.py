@@ -140,8 +140,8 @@ class SFTDataset:
         if self.num_shortened:
             warn_for_all_ranks(
                 logger,
-                "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), pairs in "
-                "truncation_field=%s first: %d of them lost a part of a response",
+                "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), cutting "
+                "pairs in truncation_field=%s first: %d of them lost a part of a response",
                 ", ".join(map(str, paths)),
                 self.num_shortened,
                 len(records),
@@ -179,9 +179,9 @@ class SFTDataset:
         missing = [key for key in options.template_keys if key not in record.fields]
         if missing:
             record.fail(
-                f"key {missing[0]!r} is missing, which prompt_template {options.prompt_template!r} names; the keys "
-                f"there are: {', '.join(map(repr, record.fields)) or 'none'}. If prompt and response have other names, "
-                "give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
+                f"key {missing[0]!r} is missing, but prompt_template {options.prompt_template!r} needs it; the keys "
+                f"present are: {', '.join(map(repr, record.fields)) or 'none'}. If prompt and response have other "
+                "names, give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
             )
         # Stripped as in NeMo: beside a space of the template there would be two, which are other tokens.
@@ -455,16 +455,17 @@ class _TemplateRendering:
             answered = self._render(self._messages[: i + 1])
             if not whole.startswith(answered):
                 self._record.fail(
-                    f"the tokenizer's chat template renders turn {i + 1} in another way when it is not the last, so "
+                    f"the tokenizer's chat template renders turn {i + 1} differently when it is not the last, so "
                     'its place cannot be found: cut the conversation after one response, give the others "weight": 0 '
                     "(of 'messages'), or change the template"
                 )
             if not answered.startswith(prompt):
                 end = prompt[len(common_start(prompt, answered)) :]
                 self._record.fail(
-                    f"the generation prompt of the tokenizer's chat template ends in {end!r}, which turn {i + 1}, "
-                    "rendered as an answer, does not have: what is generated could not be what was learnt. Change "
-                    "the template (chat_template.jinja beside the tokenizer) so that answers have it, or prompts do not"
+                    f"the generation prompt of the tokenizer's chat template ends in {end!r}, but turn {i + 1}, "
+                    "rendered as an answer, does not have it: responses would be generated from prompts never trained "
+                    "on. Change the template (chat_template.jinja beside the tokenizer) so that answers have it, or "
+                    "prompts do not"
                 )
             self._find_response(i, prompt, answered)
             segments += [

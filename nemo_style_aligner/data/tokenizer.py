@@ -350,7 +350,8 @@ class SentencePieceTokenizer(Tokenizer):
         fast = to_fast_tokenizer(self._model)
         if fast is None:
             logger.warning(
-                "%s has no equal among Hugging Face's tokenizers: what is saved is for sentencepiece", self._model_file
+                "%s has no exact equivalent among Hugging Face's tokenizers: it is saved for sentencepiece only",
+                self._model_file,
             )
             config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
             config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}

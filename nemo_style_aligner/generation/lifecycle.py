@@ -77,7 +77,7 @@ class EngineLifecycle(GenerationEngine):
     def build(self) -> None:
         """See `GenerationEngine.build`."""
         if self._built:
-            raise RuntimeError("the engine is built already; build() comes once, reload() takes memory back")
+            raise RuntimeError("the engine is already built; call build() only once, and reload() to take memory back")
         self._build()
         self._built = self._loaded = True
 
@@ -95,7 +95,7 @@ class EngineLifecycle(GenerationEngine):
         self._require_ready("generate")
         if self._weight_version == NO_WEIGHTS:
             raise RuntimeError(
-                "generate() without whole weights: a refit must succeed after build, reload or a failed one"
+                "generate() without complete weights: a refit must succeed after build, reload or a failed refit"
             )
         stop = StopCondition(
             sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids

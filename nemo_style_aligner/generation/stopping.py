@@ -53,7 +53,7 @@ class StopCondition:
                     stop_ids.append(token)
             elif detokenize is None:
                 raise ValueError(
-                    f"stop string {string!r} is no single token and the engine was built without `detokenize`; "
+                    f"stop string {string!r} is not a single token, and the engine was built without `detokenize`; "
                     "give it the tokenizer's ids_to_text"
                 )
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_ids))

@@ -107,7 +107,7 @@ class CausalAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._attend_packed(query, key, value, packed_seq_params)
         if query.shape[0] not in (1, key.shape[0]):
-            raise NotImplementedError("a KV cache is filled from its start and then extended token by token")
+            raise NotImplementedError("with a KV cache, a pass must be the whole prompt or a single token")
         return self._attend(query, key, value)
 
     def _attend_packed(

@@ -223,13 +223,13 @@ def checkpoint_to_nemo(
     base = base or job.base
     _check_base(base, architecture)
     if problems := find_damage(checkpoint):
-        raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Take another one")
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Use another checkpoint")
     with open_source(checkpoint) as source:
         has_head = any(key.startswith(_WEIGHTS_OF_HEAD) for key in stored_shapes(source, STATE))
     if has_head != ("reward_model_type" in config):
         kinds = ("a language model", "a reward model or critic")
         raise CheckpointMismatchError(
-            f"{checkpoint} is of {kinds[has_head]}, but {job.path} is of a job that trains {kinds[not has_head]}: "
+            f"{checkpoint} holds {kinds[has_head]}, but {job.path} is from a job that trains {kinds[not has_head]}: "
             f"give the {HYPERPARAMETERS_FILE} of the job that wrote it (--hyperparameters)"
         )
     head = RewardHeadConfig.from_model_config(config) if has_head else None
@@ -262,7 +262,7 @@ class _Job:
 def _read_hyperparameters(path: Path) -> _Job:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is not there, which says what model the checkpoint is of: give the {HYPERPARAMETERS_FILE} from "
+            f"{path}, which describes the checkpoint's model, does not exist: give the {HYPERPARAMETERS_FILE} from "
             "the log directory of the job that wrote it (--hyperparameters)"
         )
     try:
@@ -271,7 +271,7 @@ def _read_hyperparameters(path: Path) -> _Job:
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
         return _Job(path, model, parse_precision(config["trainer"]["precision"]), Path(str(base)).expanduser())
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not what a job has written: {error!r}") from error
+        raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 
 
 def _check_base(base: Path, architecture: ModelArchitecture) -> None:

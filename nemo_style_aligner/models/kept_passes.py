@@ -141,8 +141,8 @@ class KeptPasses:
             if not self._is_told:
                 self._is_told = True
                 logger.info(
-                    "memory has no room for the activations of all sequences (%d MB for 1000 tokens): some forward "
-                    "passes are computed again in training (keep_activations)",
+                    "not enough memory to keep the activations of all sequences (%d MB per 1000 tokens): training "
+                    "recomputes some forward passes (keep_activations)",
                     self._bytes_per_token() * 1000 // 2**20,
                 )
             return False
@@ -306,9 +306,9 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
     if swaps:
         return "other weights take the place of the trained ones (reference_policy_placement or rm_placement: swap)"
     if pp_size > 1:
-        return "pipeline stages (model.pipeline_model_parallel_size) compute in another order in training"
+        return "with pipeline stages (model.pipeline_model_parallel_size), training runs passes in another order"
     if drops_out:
-        return "with dropout (model.hidden_dropout, model.attention_dropout) training computes something else"
+        return "with dropout (model.hidden_dropout, model.attention_dropout), training computes other activations"
     return None
 
 

@@ -71,7 +71,9 @@ class LayerKernels:
         """total += columns.T @ rows: fp32 [v, h], bf16 [n, v] and [n, h]. The sums are in fp32 throughout."""
         (n, v), h = columns.shape, rows.shape[1]
         if (total.dtype, columns.dtype, rows.dtype) != (torch.float32, torch.bfloat16, torch.bfloat16):
-            raise TypeError(f"{total.dtype} += {columns.dtype} @ {rows.dtype}: not what add_product is for")
+            raise TypeError(
+                f"add_product does fp32 += bf16 @ bf16, not {total.dtype} += {columns.dtype} @ {rows.dtype}"
+            )
         if total.shape != (v, h) or len(rows) != n or not total.is_contiguous():
             raise ValueError(f"{list(columns.shape)}.T @ {list(rows.shape)} cannot be added to {list(total.shape)}")
         columns, rows = columns.contiguous(), rows.contiguous()
@@ -132,7 +134,7 @@ class LayerKernels:
         if int(lengths.sum()) != t:
             raise ValueError(f"sequences of {int(lengths.sum())} tokens in a row of {t}")
         if cos is not None and cos.shape[-1] > d:
-            raise ValueError(f"{cos.shape[-1]} channels are to be turned, heads have {d}")
+            raise ValueError(f"rotary embedding of {cos.shape[-1]} channels, but heads have {d}")
         return _Attention(
             qkv=qkv.data_ptr(),
             cos=None if cos is None else cos.data_ptr(),
@@ -227,7 +229,9 @@ class LayerKernels:
     @staticmethod
     def _check(is_short_of_memory: int) -> None:
         if is_short_of_memory:
-            raise MemoryError("a layer's kernel got no memory: use smaller micro batches (max_tokens_per_micro_batch)")
+            raise MemoryError(
+                "a layer kernel ran out of memory: use smaller micro batches (max_tokens_per_micro_batch)"
+            )
 
 
 def kernels_for(x: torch.Tensor) -> LayerKernels | None:
@@ -264,7 +268,7 @@ def best_kernels() -> LayerKernels | None:
             return load(name)
         except NativeUnavailable as error:
             problem = error
-    logger.warning("training passes do without compiled kernels for layers: %s", problem)
+    logger.warning("training passes run without compiled layer kernels: %s", problem)
     return None
 
 

@@ -44,7 +44,7 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
         return False
     reason = _why_own_layers(dtype)
     if reason is not None:
-        logger.info("layers are this project's own, not Transformer Engine's: %s", reason)
+        logger.info("using this project's own layers, not Transformer Engine's: %s", reason)
     return reason is None
 
 

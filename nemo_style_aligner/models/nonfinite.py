@@ -76,9 +76,9 @@ class SkipCounter:
         trouble = f"{what}; from {origin}"
         if self.policy.action == "stop":
             raise NonFiniteError(
-                f"{trouble}. The update was not applied, the last checkpoint is as it was. Look at these samples, "
-                "lower model.optim.lr, or set on_nonfinite=skip in the job's section of trainer to go on without such "
-                "updates"
+                f"{trouble}. The update was not applied, the last checkpoint is unaffected. Look at these samples, "
+                "lower model.optim.lr, or set on_nonfinite=skip in the job's section of trainer to continue without "
+                "such updates"
             )
         self.total += 1
         self.consecutive += 1
@@ -86,6 +86,6 @@ class SkipCounter:
             raise NonFiniteError(
                 f"{trouble}. That is {self.consecutive} updates in a row, more than max_consecutive_skips="
                 f"{self.policy.max_consecutive_skips}: something other than these samples is wrong. The last "
-                "checkpoint is as it was; start from it with a lower model.optim.lr"
+                "checkpoint is unaffected; resume from it with a lower model.optim.lr"
             )
         warn_for_all_ranks(logger, "%s: skipped, %d so far", trouble, self.total)

@@ -85,8 +85,8 @@ class Schedule:
         is_short = warmup < self.max_steps <= self.warmup_steps + self.constant_steps
         if self.name == "CosineAnnealing" and is_short and self.min_lr < self.lr and dist.get_rank() == 0:
             logger.warning(
-                "model.optim.sched: of its %d updates those after the first %d are made at min_lr=%g; "
-                "constant_steps=%d leaves none for the way down from lr=%g. Lower it, to 0 for instance",
+                "model.optim.sched: of %d updates, all after the first %d run at min_lr=%g; constant_steps=%d leaves "
+                "none for the decay from lr=%g. Lower constant_steps, to 0 for instance",
                 self.max_steps,
                 warmup,
                 self.min_lr,

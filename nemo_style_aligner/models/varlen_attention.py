@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
-_SEVERAL_CALLS = "sequences in one row attend in several calls, not in one of torch's varlen attention"
+_SEVERAL_CALLS = "attention over packed sequences takes several calls, not one of torch's varlen attention"
 _TOLERANCE = 0.03  # for bf16 and fp16, relative to the largest number of each result
 
 
@@ -73,7 +73,7 @@ def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: t
         return False
     if error < _TOLERANCE:
         return True
-    logger.warning("%s: its results are %.2g of their size off", _SEVERAL_CALLS, error)
+    logger.warning("%s: the relative error of its results is %.2g", _SEVERAL_CALLS, error)
     return False
 
 

@@ -138,8 +138,8 @@ def find_or_compile(
         return _find_or_compile(command, sources[0], path, check)
     except OSError as error:
         raise NativeUnavailable(
-            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder on a disk of this machine "
-            "that can be written and executed from, or CXX to a compiler no newer than this Python's C++ library"
+            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder on a local "
+            "disk that is not mounted noexec, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
 
 
@@ -154,7 +154,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
         if library is not None:
             return library
         if path.exists():
-            logger.warning("%s is damaged, or may not be executed: it is compiled again", path)
+            logger.warning("%s is damaged or cannot be loaded: compiling it again", path)
         started = time.monotonic()
         if check is not None:
             check(path.parent)
@@ -204,10 +204,12 @@ def _cache_folder() -> Path:
         folder.mkdir(exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise NativeUnavailable(f"{folder} cannot be made ({error}): set NEMO_STYLE_ALIGNER_CACHE") from error
+        raise NativeUnavailable(
+            f"cannot create {folder} ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder"
+        ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise NativeUnavailable(
-            f"{folder} belongs to or can be written by another user, and what lies there is executed: "
+            f"{folder} belongs to another user or is writable by others, and the code in it is executed: "
             "chmod it to 700, or set NEMO_STYLE_ALIGNER_CACHE to a folder of your own"
         )
     return folder
@@ -222,7 +224,7 @@ def _wait_for(lock: object) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise NativeUnavailable("another process has been compiling the same for too long") from None
+                raise NativeUnavailable("another process has been compiling the same code for too long") from None
             time.sleep(0.2)
 
 

@@ -168,7 +168,7 @@ def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
     if world_size > 1 and missing:
         raise LaunchError(
             f"RANK and WORLD_SIZE={world_size} are set, but not {' and '.join(missing)}: set LOCAL_RANK to the "
-            "rank's number on its machine, LOCAL_WORLD_SIZE to how many there are on it"
+            "rank's number on its machine, and LOCAL_WORLD_SIZE to the number of ranks on it"
         )
     local_rank = integer(env, "LOCAL_RANK", 0)
     if world_size > 1 and not env.get("MASTER_ADDR"):

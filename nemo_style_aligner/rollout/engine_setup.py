@@ -42,7 +42,7 @@ def choose_engine(cfg: DictConfig) -> str:
         try:
             find_trtllm(cfg)
         except TensorRTLLMUnavailable as reason:
-            logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine does its work.", reason)
+            logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine is used.", reason)
         else:
             name = "trtllm"
     return name
@@ -104,8 +104,8 @@ def build_embedded_engine(
     except torch.OutOfMemoryError as error:
         gib = architecture.num_parameters * dtype.itemsize / ranks.size / 2**30
         raise ValueError(
-            f"the generation engine does not fit beside what is trained: its weights alone take {gib:.0f} GiB on each "
-            f"of the {ranks.size} ranks that share it. Let more ranks share it "
+            f"the generation engine does not fit into memory beside the model in training: its weights alone take "
+            f"{gib:.0f} GiB on each of the {ranks.size} ranks that share it. Let more ranks share it "
             "(trainer.ppo.generation.tensor_parallel_size, or trainer.ppo.trt_llm.reshard=True with pipeline stages), "
             "or give it less memory for keys and values (trainer.ppo.generation.kv_cache_tokens, num_slots)"
         ) from error

@@ -114,8 +114,9 @@ class ScoredResponses:
         if missing and time.monotonic() - max(self._last_heard, self._scorer.last_progress) > self.silence_limit:
             late = next(sample_ids for sample_ids, scores in self._requests if scores in missing)
             raise TimeoutError(
-                f"no scores came for {self.silence_limit:g} s, twice total_seconds and restart_seconds of "
-                f"remote_critic_rm.timeouts; those of samples {late[:20]} are missing: look at that service"
+                f"no scores arrived for {self.silence_limit:g} s (twice the sum of total_seconds and restart_seconds "
+                f"of remote_critic_rm.timeouts); those of samples {late[:20]} are missing: check the critic and the "
+                "reward service"
             )
         return not missing
 

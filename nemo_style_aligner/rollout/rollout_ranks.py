@@ -80,7 +80,7 @@ class RolloutRank:
         elif command["kind"] == "generate":
             self._generate(self._generator, command["round"])
         else:
-            raise RuntimeError(f"{command['kind']!r} is nothing that a rollout rank can do")
+            raise RuntimeError(f"{command['kind']!r} is not a command that a rollout rank knows")
 
     def _generate(self, generator: LocalGenerator, name: str) -> None:
         request = unpack_request(self._link.read(name))
@@ -89,7 +89,7 @@ class RolloutRank:
         try:
             generation.run(_Publisher(self._link, name))
         except StopEarlyError:
-            logger.info("the job ends: responses under way are given up")
+            logger.info("the job is ending: responses in progress are dropped")
             return
         metrics = generation.metrics()
         self._idle_since = time.monotonic()

@@ -185,15 +185,15 @@ class WorkQueueClient:
             if time.monotonic() - waiting_since > self._limits.wait_seconds:
                 raise TimeoutError(
                     f"round {self._round} of the work queue at {self._http.base_url} waits for {unfinished} ids, and "
-                    f"none was completed for {self._limits.wait_seconds:g} s: {self._holders()}. Look at these ranks; "
-                    "if responses take so long, raise trainer.ppo.batch_iterator.wait_seconds"
+                    f"none was completed for {self._limits.wait_seconds:g} s: {self._holders()}. Check these ranks; "
+                    "if responses do take that long, raise trainer.ppo.batch_iterator.wait_seconds"
                 )
 
     def _holders(self) -> str:
         status = self._http.request("GET", "/status", limits=self._http_limits).json()
         return "; ".join(
             f"ids {', '.join(map(str, holder['ids']))}{' and more' if holder['count'] > len(holder['ids']) else ''} "
-            f"are held by {worker}, last heard of {holder['silent_seconds']} s ago"
+            f"are held by {worker}, last heard from {holder['silent_seconds']} s ago"
             for worker, holder in status["holders"].items()
         )
 
@@ -246,7 +246,9 @@ class WorkQueueClient:
             self._completed.remove(completion)
             # No warning about ids that the worker never held: it reports those only to end an abandoned round.
             if late := held & refused:
-                logger.warning("worker %s was too late: its answers to ids %s are refused", self.worker, sorted(late))
+                logger.warning(
+                    "worker %s was too late: its responses for ids %s are refused", self.worker, sorted(late)
+                )
 
     def _renew(self) -> None:
         self._put("/renew", self._round, {})
@@ -312,7 +314,8 @@ class _Heartbeat:
             if now - moved > self._limits.stall_seconds:
                 if not stalled:
                     logger.warning(
-                        "no progress of this rank's engine for %.0f s: other ranks will get its prompts", now - moved
+                        "this rank's engine has made no progress for %.0f s: other ranks will get its prompts",
+                        now - moved,
                     )
                 stalled = True
             elif holds:

@@ -155,8 +155,8 @@ class WorkQueue:
             if self._lost is not None:
                 raise SampleLostError(
                     f"id {self._lost} of round {self._round} was lost {_MOST_LOSSES} times by workers that gave no "
-                    f"sign of life for {self.lease_seconds:g} s: look at the ranks that warn of no progress; if "
-                    "they only are slow, raise trainer.ppo.batch_iterator.stall_seconds and lease_seconds"
+                    f"sign of life for {self.lease_seconds:g} s: check the ranks that warn of no progress; if they "
+                    "are only slow, raise trainer.ppo.batch_iterator.stall_seconds and lease_seconds"
                 )
             if worker is None:
                 ids = self._pop(n)
@@ -295,7 +295,7 @@ class WorkQueue:
                 heapq.heappush(self._pending, (item.key, item_id))
             self._counts["expired"] += len(held)
             logger.warning(
-                "worker %s was not heard of for %g s: its %d ids of round %d are served again",
+                "worker %s was not heard from for %g s: its %d ids of round %d are handed out again",
                 worker,
                 self.lease_seconds,
                 len(held),
@@ -318,4 +318,4 @@ class WorkQueue:
             entry.expires += gap
         self._nothing_expires_before += gap
         if any(entry.held for entry in self._workers.values()):
-            logger.info("no worker was heard of for %.0f s: all leases are prolonged by that", gap)
+            logger.info("no worker was heard from for %.0f s: all leases are extended by that time", gap)

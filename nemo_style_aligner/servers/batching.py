@@ -61,7 +61,7 @@ def split(
         expected = f"[{rows}, {width - 1}]" if name == "values" else f"[{rows}, n]"
         fits = array.ndim == 2 and len(array) == rows and (name != "values" or array.shape[1] == width - 1)
         if not fits:
-            raise ValueError(f"the model answered '{name}' of shape {list(array.shape)}, expected {expected}")
+            raise ValueError(f"the model returned '{name}' of shape {list(array.shape)}, expected {expected}")
     results: list[dict[str, np.ndarray]] = []
     row = 0
     for job in jobs:

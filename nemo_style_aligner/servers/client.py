@@ -303,14 +303,17 @@ class CriticClient:
                     self.last_progress = since = time.monotonic()
                 elapsed = time.monotonic() - since
                 if elapsed > patience:
-                    message = f"the critic was not brought level, nor nearer, for {elapsed:.0f} s: {conflict}"
+                    message = (
+                        f"the critic has not been brought up to date, and has made no progress, for {elapsed:.0f} s: "
+                        f"{conflict}"
+                    )
                     raise SequenceConflictError(message, conflict.expected, conflict.history) from error
             if self._closed.wait(_LEVEL_POLL_SECONDS * random.uniform(0.5, 1.5)):
                 raise ServerUnavailableError(f"{self._critic.base_url}: the client was closed")
 
     def _train(self, inputs: dict[str, np.ndarray]) -> float:
         if self._failure is not None:  # this batch would take the failed one's place
-            raise RuntimeError(f"no critic training is sent any more, since a request failed: {self._failure}")
+            raise RuntimeError(f"critic training has stopped because a request failed: {self._failure}")
         try:
             return self._session.train(inputs)
         except (
@@ -327,7 +330,9 @@ class CriticClient:
     def _save(self, keep_history: str | None) -> None:
         status = self._session.save(keep_history)
         if status != 0:
-            raise RuntimeError(f"the critic at {self._critic.base_url} could not save: status {status}, see its log")
+            raise RuntimeError(
+                f"the critic at {self._critic.base_url} could not save its checkpoint (status {status}): see its log"
+            )
 
     def _command(
         self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
@@ -389,7 +394,7 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
                 raise _other_secret(server, error) from error
             if isinstance(error, RequestRefusedError) and error.status == 404:
                 raise UnfitServiceError(
-                    f"something else than a critic or reward service listens at {server.base_url}: give its port "
+                    f"the program listening at {server.base_url} is not a critic or reward service: correct its port "
                     f"(remote_critic_rm.critic.port, remote_critic_rm.reward_model.port). {error}"
                 ) from error
             now = time.monotonic()
@@ -421,8 +426,8 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
         shapes = {str(described["name"]): list(described["shape"]) for described in metadata["outputs"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UnfitServiceError(
-            f"the answer to {answer.request} is no model's metadata, an object with 'name' and 'shape' of each of its "
-            f"'outputs': {answer.content[:200].decode('utf-8', 'replace')}"
+            f"the answer to {answer.request} is not a model's metadata, an object whose 'outputs' each have 'name' and "
+            f"'shape': {answer.content[:200].decode('utf-8', 'replace')}"
         ) from error
     missing = outputs - shapes.keys()
     if missing:
@@ -432,8 +437,8 @@ def _model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: 
         )
     if "rewards" in outputs and shapes["rewards"][-1:] not in ([1], [-1]):
         raise UnfitServiceError(
-            f"model '{model}' at {server.base_url} gives rewards of shape {shapes['rewards']}, and this job needs one "
-            "for each sequence: start that service with model.regression.merge_attributes=True"
+            f"model '{model}' at {server.base_url} returns rewards of shape {shapes['rewards']}, but this job needs "
+            "one per sequence: start that service with model.regression.merge_attributes=True"
         )
     return metadata
 
@@ -454,8 +459,8 @@ def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScor
     largest, allowed = sequences.training_tokens * _TRAINING_BYTES, limits.get("max_body_bytes")
     if allowed is not None and largest > allowed:
         logger.warning(
-            "the critic's job takes requests of %d bytes, and a step's training batch may have up to %d: raise its "
-            "trainer.ppo.max_body_bytes, or lower model.ppo.num_rollout_samples of this job",
+            "the critic's job accepts requests of at most %d bytes, but a step's training batch may need up to %d: "
+            "raise its trainer.ppo.max_body_bytes, or lower model.ppo.num_rollout_samples of this job",
             allowed,
             largest,
         )
@@ -467,7 +472,7 @@ def _check_limits(server: HttpClient, model: str, limits: Mapping[str, Any], seq
     problems = []
     if length is not None and sequences.max_length > length:
         problems.append(
-            f"it takes sequences of {length} tokens at most, and this job's longest prompt and response may have "
+            f"it accepts sequences of at most {length} tokens, but this job's longest prompt and response may have "
             f"{sequences.max_length} together: raise model.encoder_seq_length of the server's job, or lower "
             "model.ppo.length_params.max_length or trainer.ppo.trt_llm.max_input_len of this one"
         )

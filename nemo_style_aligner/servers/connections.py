@@ -81,7 +81,8 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
                 and not may_send_body(self.headers)
             ):
                 self.error = RefusedRequest(
-                    401, "Unauthorized", "a body of this size is not read without the token of this run",
+                    401, "Unauthorized",
+                    "a body of this size is read only with the header 'Authorization: Bearer <token of this run>'",
                     [("WWW-Authenticate", "Bearer")],
                 )  # fmt: skip
             if self.error is not None:

@@ -224,7 +224,7 @@ class Dispatcher:
         try:
             self._do(jobs)
         except BaseException as error:
-            logger.error("failed at work on request_id=%s", ",".join(job.request_id for job in jobs))
+            logger.error("failed while working on request_id=%s", ",".join(job.request_id for job in jobs))
             failure = ProtocolError(500, f"the service failed: {_describe(error)}")
             for job in jobs:
                 if not job.future.done():
@@ -314,9 +314,9 @@ class Dispatcher:
         expected = self._ledger.expected(job.run_id)
         refusal = ProtocolError(
             409,
-            f"critic_restore: there is no checkpoint at any of {len(job.histories)} points from which run "
-            f"'{job.run_id}' could go on, or it lies before what other runs trained since. The critic has made "
-            f"{self._ledger.steps} training steps and expects number {expected} of this run",
+            f"critic_restore: run '{job.run_id}' cannot continue from any of the {len(job.histories)} points it gave: "
+            "the critic has no checkpoint there, or going back would undo what other runs have trained since. The "
+            f"critic has made {self._ledger.steps} training steps and expects number {expected} of this run",
             self._ledger.where(job.run_id),
         )
         job.future.set_exception(refusal)

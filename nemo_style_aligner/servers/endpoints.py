@@ -116,10 +116,10 @@ class Endpoint(abc.ABC):
         """The request's tensors, checked for name, datatype and shape against the endpoint's."""
         for name in request.inputs:
             if name not in self.inputs:
-                raise self._refuse(f"unknown input '{name}', known are {', '.join(self.inputs)}")
+                raise self._refuse(f"unknown input '{name}', known inputs are {', '.join(self.inputs)}")
         for output in request.outputs or ():
             if output.name not in self.outputs:
-                raise self._refuse(f"unknown output '{output.name}', known are {', '.join(self.outputs)}")
+                raise self._refuse(f"unknown output '{output.name}', known outputs are {', '.join(self.outputs)}")
         arrays: dict[str, np.ndarray] = {}
         for spec in self.inputs.values():
             tensor = request.inputs.get(spec.name)
@@ -144,14 +144,15 @@ class Endpoint(abc.ABC):
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (self.limits.vocab_size is not None and high >= self.limits.vocab_size):
             raise self._refuse(
-                f"input 'tokens' has a token id outside the vocabulary: ids from {low} to {high}; they begin with 0"
+                f"input 'tokens' has a token id outside the vocabulary: its ids are from {low} to {high}, but the "
+                "model's begin with 0"
                 + (f" and end with {self.limits.vocab_size - 1}" if self.limits.vocab_size is not None else "")
             )
 
     def _check_length(self, longest: int) -> None:
         limit = self.limits.max_sequence_length
         if limit is not None and longest > limit:
-            raise self._refuse(f"a sequence of {longest} tokens is longer than the model's {limit}")
+            raise self._refuse(f"a sequence of {longest} tokens is longer than the model's limit of {limit}")
 
     def _position(self, parameters: Mapping[str, Any]) -> CriticPosition | None:
         """Where ``run_id``, ``sequence_number`` and ``history`` say that the critic is; None if none is given."""
@@ -159,7 +160,7 @@ class Endpoint(abc.ABC):
             return None
         number = parameters.get("sequence_number")
         if not is_int(number) or not 0 < number < 2**63:
-            raise self._refuse("parameter 'sequence_number' must be a whole number from 1 on")
+            raise self._refuse("parameter 'sequence_number' must be a whole number of 1 or more")
         history = self._name(parameters, "history") if "history" in parameters else None
         return CriticPosition(self._name(parameters, "run_id"), number, history)
 
@@ -250,14 +251,14 @@ class TrainEndpoint(Endpoint):
         for name in ("returns", "prev_values", "mask"):
             if arrays[name].shape != (rows, width - 1):
                 raise self._refuse(
-                    f"'{name}' must be of shape {[rows, width - 1]}, one less than 'tokens', "
+                    f"'{name}' must be of shape {[rows, width - 1]}, one column less than 'tokens', "
                     f"got {list(arrays[name].shape)}"
                 )
             if not np.isfinite(arrays[name]).all():
                 raise self._refuse(f"'{name}' holds NaN or infinity")
         # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender expects.
         if not np.isin(arrays["mask"], (0.0, 1.0)).all():
-            raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, and holds other numbers")
+            raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, but holds other numbers")
         return TrainJob(
             tokens=arrays["tokens"],
             returns=arrays["returns"],

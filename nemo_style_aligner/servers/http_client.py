@@ -218,7 +218,7 @@ class HttpClient:
                 is_busy = is_busy and not is_away
             except UnprovenServerError as error:
                 if error.is_final and not self._peer.has_proven:
-                    message = f"{what} was not sent, it would be refused (401): {error}"
+                    message = f"{what} was not sent because it would be refused (401): {error}"
                     raise RequestRefusedError(message, 401, {}) from error
                 trouble = str(error)
                 clock.note(is_away=True)
@@ -239,15 +239,15 @@ class HttpClient:
                     message = f"{what} was refused after {clock.elapsed:.1f} s with {trouble}"
                     raise RequestRefusedError(message, answer.status_code, answer.headers)
                 if is_borne:
-                    logger.warning("%s: %s; it is sent again", what, trouble)
+                    logger.warning("%s: %s; sending it again", what, trouble)
                 retry_after = _seconds(answer.headers.get("Retry-After"))
             wait = max(retry_after, backoff) * random.uniform(0.5, 1.5)
             why = clock.exceeded(wait)
             if why is not None or self._closed.wait(wait):
                 why = why or "the client was closed"
-                remedy = "Check that the server runs, and its host and port"
+                remedy = "Check that the server is running, and its host and port"
                 if is_busy:
-                    remedy = f"The server is there, and busy: {limits.too_slow}"
+                    remedy = f"The server is running, but busy: {limits.too_slow}"
                 raise ServerUnavailableError(
                     f"{what}: no answer after {clock.elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
                     f"{remedy}"
@@ -256,7 +256,7 @@ class HttpClient:
             if clock.elapsed >= _SILENT_SECONDS and not is_full and self._may_say():
                 is_announced = True
                 logger.warning(
-                    "%s: no answer after %.0f s and %d tries, it is tried again for %.0f s at most; last: %s",
+                    "%s: no answer after %.0f s and %d tries, retrying for at most %.0f s more; last: %s",
                     *(what, clock.elapsed, tries, clock.patience, trouble),
                 )
             backoff = min(2 * backoff, limits.max_backoff_s)

@@ -47,8 +47,8 @@ _NEVER_SECONDS = 2**31
 _QUIET_SECONDS = 0.1  # since the last answer, before the port closes: its client may send a request again at once
 _LINGER_SECONDS = 1.0  # limit of that wait, if requests keep coming
 _EXHAUSTED = {
-    errno.EMFILE: "let its process open more files: `ulimit -n` before the start, now {limit}",
-    errno.ENFILE: "all processes of this machine together have as many files open as it allows: `sysctl fs.file-max`",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`, now {limit}) before starting the job",
+    errno.ENFILE: "the processes of this machine have reached its limit of open files: raise it (`sysctl fs.file-max`)",
     errno.ENOBUFS: "this machine is short of memory",
     errno.ENOMEM: "this machine is short of memory",
 }
@@ -185,7 +185,7 @@ class WsgiServer:
         except Exception as error:
             if not self._stopping.is_set():
                 fail_job(error)
-            logger.exception("%s: an error while it stopped", self._thread.name)
+            logger.exception("%s: error while stopping", self._thread.name)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -259,7 +259,7 @@ class _PatientAccept:
                 self._next_word = now + _EXHAUSTED_LOG_SECONDS
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 logger.error(
-                    "%s cannot accept connections (%s), %d are open; others wait: %s",
+                    "%s cannot accept connections (%s), %d are open; new ones wait: %s",
                     self._name,
                     error.strerror,
                     len(self._server.active_channels),

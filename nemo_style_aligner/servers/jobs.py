@@ -137,7 +137,9 @@ class JobQueue:
                 raise ProtocolError(503, self._state.value, {"Retry-After": "1"})
             if self._outstanding >= self.limit:
                 raise ProtocolError(
-                    429, f"{self.limit} requests are waiting already, the limit: try again later", {"Retry-After": "1"}
+                    429,
+                    f"{self.limit} requests are already waiting, which is the limit: try again later",
+                    {"Retry-After": "1"},
                 )
             self._outstanding += 1
             self._jobs.append(job)

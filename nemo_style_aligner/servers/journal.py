@@ -70,7 +70,9 @@ class CriticJournal:
             content = json.loads(path.read_text(encoding="utf-8"))
             return CriticPosition(str(content["run_id"]), 1, str(content["history"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise JournalError(f"{path} cannot be read ({error}): delete it if the run shall start anew") from error
+            raise JournalError(
+                f"{path} cannot be read ({error}): delete it to start the run from the beginning"
+            ) from error
 
     def begin_run(self, position: CriticPosition) -> None:
         """Note that a run begins, with the critic at ``position``."""
@@ -113,7 +115,9 @@ class CriticJournal:
             reason = "its checksum is wrong"
         except (OSError, SafetensorError, KeyError) as error:
             reason = str(error)
-        raise JournalError(f"the training batch {entry.path} is damaged ({reason}): the critic cannot be brought level")
+        raise JournalError(
+            f"the training batch {entry.path} is damaged ({reason}): the critic cannot be brought up to date"
+        )
 
     def positions(self, position: CriticPosition) -> list[CriticPosition]:
         """Positions from which the batches here lead to ``position`` without a gap: oldest first, itself included."""
@@ -140,7 +144,12 @@ class CriticJournal:
         leading_there = {point.next_number for point in self.positions(position)[:-1]}
         for number in self._entries.keys() - leading_there:
             self._drop(number)
-        logger.info("critic journal %s: the run goes on at %d, with %s", self.directory, position.next_number, self)
+        logger.info(
+            "critic journal %s: the run continues at training batch %d, with %s",
+            self.directory,
+            position.next_number,
+            self,
+        )
 
     def prune(self, first_needed: int) -> None:
         """Delete the batches before number ``first_needed``."""
@@ -163,9 +172,9 @@ class CriticJournal:
         while self._num_bytes > self.max_bytes and len(self._entries) > 1:
             oldest = min(self._entries)
             logger.warning(
-                "the critic journal %s is larger than remote_critic_rm.journal_max_gibibytes allows: batch %d is "
-                "deleted. A critic that loses its training since its last save can be brought level only from a later "
-                "batch on; save more often (trainer.ppo.save_interval) or allow more",
+                "the critic journal %s is larger than remote_critic_rm.journal_max_gibibytes allows: deleting "
+                "batch %d. If the critic loses its training since its last save, it may not be possible to bring it up "
+                "to date; save more often (trainer.ppo.save_interval) or raise the limit",
                 self.directory,
                 oldest,
             )
@@ -214,6 +223,6 @@ def _read_entry(path: Path) -> _Entry | None:
         raise JournalError(f"{path} cannot be read now ({error}): start the job again when it can") from error
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         aside = path.with_name(path.name + DAMAGED)
-        logger.warning("%s is not a batch of the journal and becomes %s: %s", path, aside.name, error)
+        logger.warning("%s is not a valid batch of the journal, renaming it to %s: %s", path, aside.name, error)
         path.rename(aside)
         return None

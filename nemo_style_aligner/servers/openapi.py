@@ -44,13 +44,13 @@ _ERRORS = {
     400: "The request is malformed; the message says what is wrong",
     401: "The token is missing or wrong",
     404: "No such model, version or route",
-    409: "The critic is not where the request says: another number is expected (X-Expected-Sequence-Number), "
-    "or its history is another (X-Critic-History)",
+    409: "The critic is not at the position that the request gives: it expects another number "
+    "(X-Expected-Sequence-Number), or has another history (X-Critic-History)",
     413: "The body is larger than the limit",
     415: "Unknown Content-Encoding",
-    429: "Too many requests wait: come back after Retry-After seconds",
+    429: "Too many requests are waiting: try again after Retry-After seconds",
     500: "The model failed, or its answer cannot be written as JSON",
-    503: "The service is starting or shutting down: come back after Retry-After seconds",
+    503: "The service is starting or shutting down: try again after Retry-After seconds",
     504: "No answer within the time limit",
 }
 

@@ -61,7 +61,7 @@ def check_proof(head: bytes, secret: str, challenge: str, address: str, port: in
         )
     if given[2] == _NO_SECRET:
         raise UnprovenServerError(
-            f"the service at {address} has no secret, and this job has one: give both the same token", is_final=True
+            f"the service at {address} has no secret, but this job has one: give both the same token", is_final=True
         )
     if not hmac.compare_digest(given[2], _code(secret, challenge, int(given[1]))):
         raise UnprovenServerError(
@@ -69,15 +69,18 @@ def check_proof(head: bytes, secret: str, challenge: str, address: str, port: in
         )
     if int(given[1]) != port:
         raise UnprovenServerError(
-            f"the service that answers at {address} listens on port {given[1]}: connect to that one, and let a tunnel "
-            "or a container's port mapping keep its number. The secret is not sent through others",
+            f"the service that answers at {address} listens on port {given[1]}: connect to that one; a tunnel or a "
+            "container's port mapping must keep the port number. The secret is not sent otherwise",
             is_final=True,
         )
 
 
 def unproven(address: str, reason: str) -> str:
     """The error message about a server that gives no proof at all."""
-    return f"what listens at {address} does not prove that it knows the secret, which is not sent to it: {reason}"
+    return (
+        f"the program listening at {address} does not prove that it knows the secret, so the secret is not sent: "
+        f"{reason}"
+    )
 
 
 def _code(secret: str, challenge: str, port: int) -> str:

@@ -273,7 +273,10 @@ def _decode_tensors(head: Mapping[str, Any], field: str, blob: memoryview) -> di
 
 
 def _shape(name: str, shape: Any) -> tuple[int, ...]:
-    _require(isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS, f"tensor '{name}': 'shape' must be a list")
+    _require(
+        isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS,
+        f"tensor '{name}': 'shape' must be a list of at most {MAX_DIMENSIONS} sizes",
+    )
     for size in shape:
         _require(
             is_int(size) and 0 <= size <= MAX_DIMENSION_SIZE,

@@ -51,7 +51,9 @@ class _Strangers:
             if now < self._next_line:
                 return
             count, self._count, self._next_line = self._count, 0, now + _STRANGERS_SECONDS
-        logger.info("requests without this run's token: %d refused since the last such line, now %s", count, line)
+        logger.info(
+            "requests without this run's token: %d refused since the last such line, the latest: %s", count, line
+        )
 
 
 def log_requests(app: Flask) -> None:

@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "NEMO_STYLE_ALIGNER_TOKEN"
 TOKEN_FILE_VARIABLE = "NEMO_STYLE_ALIGNER_TOKEN_FILE"
 AUTO, NONE = "auto", "none"
 HOW_TO_SHARE = (
-    "The logs of both jobs say where their secret is from; where they share no home directory, set "
+    "The log of each job says where its secret came from; if the jobs share no home directory, set "
     f"{TOKEN_VARIABLE} for both"
 )
 """Advice for errors about two jobs with different secrets."""
@@ -111,8 +111,8 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
             )
         if status.st_mode & 0o077:
             raise SecretError(
-                f"the secret file {path} is open to others (mode {stat.S_IMODE(status.st_mode):04o}): remove it, for "
-                "others may know it, and start again; or say `chmod 600` if they cannot"
+                f"the secret file {path} is open to others (mode {stat.S_IMODE(status.st_mode):04o}): remove it, as "
+                "others may have read it, and start again; if nobody can have, `chmod 600` is enough"
             )
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:

@@ -72,8 +72,8 @@ class SequenceConflictError(UserError, RuntimeError):
             lines[0] = "Otherwise do one of these:"
             lines.insert(
                 0,
-                f"Another run trained this critic {self.other_run_s:.0f} s ago. If its actor is at work, give this "
-                "actor a critic of its own: in another log directory, on another port (its trainer.ppo.port, and "
+                f"Another run trained this critic {self.other_run_s:.0f} s ago. If its actor is still running, give "
+                "this actor a critic of its own: in another log directory, on another port (its trainer.ppo.port, and "
                 "remote_critic_rm.critic.port here)",
             )
         return "\n".join(lines)
@@ -202,15 +202,15 @@ class TrainingSession:
             if conflict is None:
                 raise
             raise SequenceConflictError(
-                f"the critic at {self._server} cannot go on with this run, which is at training batch "
-                f"{position.next_number} and has the batches from {points[0].next_number} on in "
-                f"{self._journal.directory}. "
+                f"the critic at {self._server} cannot continue this run, which is at training batch "
+                f"{position.next_number} and whose journal has the batches from {points[0].next_number} on "
+                f"({self._journal.directory}). "
                 + conflict.actions(
                     [
                         "start the critic in the log directory in which it was trained for this run (its "
                         "exp_manager.explicit_log_dir)",
                         "start both jobs anew in new log directories",
-                        "docs/recovery.md has the other cases",
+                        "see docs/recovery.md for the other cases",
                     ]
                 )
                 + f"\nThe critic's answer: {error}",
@@ -234,7 +234,7 @@ class TrainingSession:
             loss = self._train(point, self._journal.read(point.next_number))
             seconds = time.monotonic() - started
             activity.progress()
-            logger.warning("training batch %d again: loss %.4g, %.1f s", point.next_number, loss, seconds)
+            logger.warning("training batch %d sent again: loss %.4g, %.1f s", point.next_number, loss, seconds)
 
 
 class CriticWatch:
@@ -317,12 +317,12 @@ class CriticWatch:
             self.failure = None
             return is_level
         except ServerUnavailableError as error:  # away again
-            logger.warning("the critic was lost while it was brought level: %s", error)
+            logger.warning("lost the critic while bringing it up to date: %s", error)
         except (ProtocolError, OSError) as error:  # a malformed answer, no descriptors: may pass
-            logger.warning("the critic could not be brought level, it is tried again: %s", error)
+            logger.warning("could not bring the critic up to date, trying again: %s", error)
         except (SequenceConflictError, RequestRefusedError, JournalError) as error:
             if not self._stopped.is_set():
-                logger.error("the critic cannot be brought level: %s", error)
+                logger.error("the critic cannot be brought up to date: %s", error)
                 self.failure = error
         return False
 

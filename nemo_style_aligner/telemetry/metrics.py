@@ -253,7 +253,11 @@ def _finish_wandb(run: Any, seconds: float) -> None:
     thread.join(seconds)
     if thread.is_alive() or errors:
         reason = f"failed: {errors[0]}" if errors else f"takes more than {seconds:g} s"
-        logger.warning("sending the run to Weights & Biases %s. It is whole on disk: wandb sync %s", reason, folder)
+        logger.warning(
+            "sending the run to Weights & Biases %s. It is complete on disk; send it with: wandb sync %s",
+            reason,
+            folder,
+        )
 
 
 def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +274,10 @@ def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = settings.pop(lightnings)
     for name in ("log_model", "prefix"):
         if settings.pop(name, None):
-            raise ValueError(f"exp_manager.wandb_logger_kwargs.{name} is Lightning's, and nothing here: leave it out")
+            raise ValueError(
+                f"exp_manager.wandb_logger_kwargs.{name} is an option of Lightning's logger, not of this one: "
+                "leave it out"
+            )
     return settings
 
 

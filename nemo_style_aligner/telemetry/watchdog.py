@@ -157,7 +157,7 @@ class Watchdog:
             try:
                 self._tick()
             except Exception:  # whatever it is, the watch goes on
-                _logger.exception("watchdog")
+                _logger.exception("watchdog: unexpected error; still watching")
 
     def _tick(self) -> None:
         self._put_off_backstop(self._limit + 6 * self._beat)

@@ -99,12 +99,10 @@ class GGUFCheckpoint:
             return  # sentencepiece's vocabularies need no splitting
         splitting = self._value("tokenizer.ggml.pre", None)
         if splitting in (None, "default"):
-            logger.warning(
-                "%s does not say how its vocabulary splits texts (tokenizer.ggml.pre): as GPT-2's is assumed", self.path
-            )
+            logger.warning("%s does not name its pre-tokenizer (tokenizer.ggml.pre): assuming GPT-2's", self.path)
         elif splitting not in (*GGUF_PRE_TOKENIZER_SPLITS, *_KNOWN_SPLITTINGS):
             raise ValueError(
-                f"{self.path}: how its vocabulary splits texts, tokenizer.ggml.pre={splitting!r}, is not known here: "
+                f"{self.path}: its pre-tokenizer, tokenizer.ggml.pre={splitting!r}, is not supported: "
                 "convert the model's Hugging Face directory instead (convert_hf_to_nemo.py)"
             )
 

@@ -103,8 +103,8 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if turned != 1.0 and not family.partial_rotary:
         raise ValueError(
-            f"partial_rotary_factor={turned}, which transformers does not obey in {name} models: it turns all "
-            "channels. If this one was trained so, remove the key"
+            f"partial_rotary_factor={turned}, which transformers ignores in {name} models: it rotates all "
+            "channels. If this one was trained that way, remove the key"
         )
     heads = config["num_attention_heads"]
     return ModelArchitecture(
@@ -186,10 +186,10 @@ def hf_family(architecture: ModelArchitecture) -> str:
         if name in FAMILIES and _can_express(FAMILIES[name], architecture):
             return name
     raise ValueError(
-        f"no Hugging Face family of {', '.join(FAMILIES)} has this model's normalization="
+        f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's normalization="
         f"{architecture.normalization}, gated={architecture.gated}, bias={architecture.bias}, qkv_bias="
         f"{architecture.qkv_bias}, qk_layernorm={architecture.qk_layernorm}, rotary_percentage="
-        f"{architecture.rotary_percentage} together"
+        f"{architecture.rotary_percentage}"
     )
 
 

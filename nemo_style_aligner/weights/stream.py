@@ -318,8 +318,8 @@ class _ImportTarget:
                 break
         if not same:
             raise ValueError(
-                f"embedding and output layer are tied, but {_OUTPUT} is not {_EMBEDDING}: it was trained by "
-                "itself (PEFT's modules_to_save do that). Set tie_word_embeddings=false in config.json"
+                f"embedding and output layer are tied, but {_OUTPUT} differs from {_EMBEDDING}: it was trained "
+                "separately (PEFT's modules_to_save does that). Set tie_word_embeddings=false in config.json"
             )
 
     @torch.no_grad()

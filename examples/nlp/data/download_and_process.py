@@ -33,7 +33,7 @@ def local_files(source: Path, split: str) -> list[Path]:
     # Red-team attempts are another kind of data, kept beside the preferences in the same repository.
     files = [file for file in files if file.parent.name != "red-team-attempts"]
     if not files:
-        raise DataError(f"{source}: no {split}.jsonl.gz there or in a folder below")
+        raise DataError(f"{source}: no {split}.jsonl.gz in it or in a folder below it")
     return files
 
 

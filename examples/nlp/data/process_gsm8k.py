@@ -94,7 +94,7 @@ def marked_pairs(record: Record, keep_calculator: bool, limit: int | None, rng: 
             continue
         marked = Record(record.path, record.line, solution)
         if not isinstance(solution.get("is_correct"), bool):
-            marked.fail("a model's answer lacks its mark 'is_correct', true or false")
+            marked.fail("a model's answer lacks 'is_correct': true or false")
         text = tidy(marked.text("solution"), keep_calculator)
         if text:
             (right if solution["is_correct"] else wrong)[text] = None

@@ -73,7 +73,7 @@ def main() -> None:
         if number is not None and number < 1:
             parser.error(f"{option} {number}: give at least 1")
     if not args.temperature > 0:
-        parser.error(f"--temperature {args.temperature}: above 0; --greedy takes the most likely tokens")
+        parser.error(f"--temperature {args.temperature}: must be above 0; use --greedy for the most likely tokens")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)

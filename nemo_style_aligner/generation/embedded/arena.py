@@ -32,8 +32,8 @@ class Arena:
             self._map = mmap.mmap(-1, max(size, _ALIGNMENT), flags=flags)
         except OSError as error:
             raise MemoryError(
-                f"no room for {size / 2**30:.1f} GiB of the generation engine ({error}); "
-                "kv_cache_tokens bounds what keys and values take"
+                f"cannot allocate {size / 2**30:.1f} GiB for the generation engine ({error}); "
+                "lower kv_cache_tokens to shrink its KV cache"
             ) from error
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)  # gigabytes read front to back: fewer page table walks

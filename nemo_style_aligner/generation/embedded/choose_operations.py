@@ -32,7 +32,7 @@ def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperatio
         raise  # torch's functions would fail, too: no memory is left, or the GPU computes nothing any more
     except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
         torch.cuda.synchronize(device)  # raises the error that an aborted kernel has left behind
-        logger.warning("generation computes without Triton's kernels: %s: %s", type(error).__name__, error)
+        logger.warning("generation runs without Triton's kernels: %s: %s", type(error).__name__, error)
         return TorchOperations(shape, device)
 
 
@@ -67,7 +67,7 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     def compare(name: str, computed: torch.Tensor, exact: torch.Tensor) -> None:
         error = ((computed.float() - exact.float()).abs().max() / exact.abs().max()).item()
         if not error < _TOLERANCES[dtype]:
-            raise ArithmeticError(f"{name} by Triton in {dtype}: {error:.2g} of its size off")
+            raise ArithmeticError(f"{name} by Triton in {dtype}: relative error {error:.2g}")
 
     def wide(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.float()

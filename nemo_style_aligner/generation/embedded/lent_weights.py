@@ -81,8 +81,8 @@ class LentWeights:
         for names, tensor in taken.items():
             if present[names].data_ptr() != tensor.data_ptr():
                 raise RuntimeError(
-                    f"refit: the trainer's {names[0]} has moved in memory since the engine was built, which reads it "
-                    "there; build the engine after everything that moves parameters"
+                    f"refit: the trainer's {names[0]} has moved in memory since the engine was built, and the engine "
+                    "reads it in place; build the engine after everything that moves parameters"
                 )
 
     def remember(self) -> None:

@@ -101,7 +101,7 @@ class TorchStep(ModelStep):
         shape, shard = self._shape, self._shape.shard
         weights = TorchWeights(shape, self._device, self._lent)
         if shape.weight_format == "int8" and self._device.type == "cuda":
-            logger.warning("int8 weights are widened in every pass: on a GPU they save memory and cost time")
+            logger.warning("int8 weights are dequantized in every pass: on a GPU they save memory but cost time")
         self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
         self._buffers = weights.buffers
         logger.info(

@@ -66,8 +66,9 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **o
     layout = model.layout
     if layout.pp_size > 1:
         logger.warning(
-            "TensorRT-LLM never pipelines here: each of the %d tensor-parallel groups generates with all layers, "
-            "whether trainer.ppo.trt_llm.reshard is set or not; a GPU holds %d times the weights of its stage",
+            "TensorRT-LLM runs without pipeline parallelism here: each of the %d tensor-parallel groups generates with "
+            "all layers, whether trainer.ppo.trt_llm.reshard is set or not; a GPU holds %d times the weights of its "
+            "stage",
             layout.dp_size * layout.pp_size,
             layout.pp_size,
         )
@@ -126,11 +127,11 @@ def _check_what_the_sidecar_can(cfg: DictConfig, version: str) -> None:
     if asked:
         names = ", ".join(f"trainer.ppo.{name}" for name in asked)
         raise ValueError(
-            f"{names} cannot be had with {backend}, whose log-probs are not those of the policy that samples"
+            f"{names} cannot be used with {backend}: its log-probs are not those of the policy as it samples"
         )
     if float(cfg.model.ppo.sampling_params.repetition_penalty) != 1.0 and Version(version) < Version(PYTORCH_PIN):
         raise ValueError(
-            f"model.ppo.sampling_params.repetition_penalty: TensorRT-LLM {version} leaves it out with {backend}; "
+            f"model.ppo.sampling_params.repetition_penalty: TensorRT-LLM {version} ignores it with {backend}; "
             f"install {PYTORCH_PIN} or newer"
         )
 
@@ -151,8 +152,8 @@ def _sidecar_engine(
     entries = [entry for entry, _ in devices]
     if len(set(entries)) < len({uuid for _, uuid in devices}):
         raise ValueError(
-            f"the ranks of an engine see their GPUs as {', '.join(entries)}, by numbers of their own, under which the "
-            "sidecar would not find them: have each rank see all GPUs of the node (srun without --gpus-per-task)"
+            f"the ranks of an engine see their GPUs as {', '.join(entries)}, each in a numbering of its own, by which "
+            "the sidecar cannot find them: have each rank see all GPUs of the node (srun without --gpus-per-task)"
         )
     settings = SidecarSettings(
         python=found.python,

@@ -116,8 +116,8 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         }
         return EngineModel("GPTForCausalLM", "GPTConfig", config)
     raise ValueError(
-        f"trainer.ppo.trt_llm.model_type={model_type!r} has no TensorRT engine here: choose llama, gpt or gptnext, or "
-        "trainer.ppo.generation.engine=embedded"
+        f"trainer.ppo.trt_llm.model_type={model_type!r} is not supported for TensorRT engines: choose llama, gpt or "
+        "gptnext, or trainer.ppo.generation.engine=embedded"
     )
 
 

@@ -215,7 +215,7 @@ class TensorRTEngine(EngineLifecycle):
             if decoded != result.token_ids:
                 raise RuntimeError(
                     f"request {result.request_id}: TensorRT-LLM decoded {decoded[:8]}... where "
-                    f"{result.token_ids[:8]}... was sampled: its logits processor was not obeyed"
+                    f"{result.token_ids[:8]}... was sampled: it ignored its logits processor"
                 )
         return results
 

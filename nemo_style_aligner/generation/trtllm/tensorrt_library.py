@@ -168,7 +168,7 @@ class TensorRTLibrary:
                 )
         unset = sorted(set(refitter.get_missing_weights()) - set(constants))
         if unset:
-            raise RuntimeError(f"refit: TensorRT still misses {unset[:5]} ({len(unset)})")
+            raise RuntimeError(f"refit: TensorRT still has no weights for {unset[:5]} ({len(unset)})")
         if not refitter.refit_cuda_engine():
             raise RuntimeError("refit: TensorRT refused to refit the engine; its log above says why")
 

@@ -130,4 +130,4 @@ def _version(text: str) -> Version:
     try:
         return Version(Version(text).public)
     except InvalidVersion as error:
-        raise TensorRTLLMMismatch(f"{DISTRIBUTION} reports the version {text!r}, which is not one") from error
+        raise TensorRTLLMMismatch(f"{DISTRIBUTION} reports the version {text!r}, which is not a valid one") from error

@@ -101,7 +101,7 @@ class NativeStep(ModelStep):
                 if not self._kernels:
                     raise
                 logger.warning(
-                    "native generation step: %s is no choice here, trying %s: %s", self._kernel, self._kernels[0], error
+                    "native generation step: %s cannot run here, trying %s: %s", self._kernel, self._kernels[0], error
                 )
 
     def forward(self, step: StepInput) -> torch.Tensor:

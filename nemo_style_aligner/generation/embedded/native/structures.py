@@ -93,7 +93,7 @@ class Context:
         self._library = library
         pointer = library.step_create(ctypes.byref(model), num_threads)
         if pointer is None:
-            raise MemoryError(f"the native step got no memory for {num_threads} threads")
+            raise MemoryError(f"the native step could not allocate memory for {num_threads} threads")
         self._pointer = Pointer(pointer)
         self._pid = os.getpid()
         weakref.finalize(self, _destroy, library, self._pointer, self._pid)

@@ -115,7 +115,7 @@ class Sidecar:
         try:
             self._socket.sendall(encode({"id": number, "do": command, **arguments}))
         except OSError as error:  # a timeout is one
-            raise self._lost(f"does not take {command!r} ({error or type(error).__name__})") from error
+            raise self._lost(f"does not accept {command!r} ({error or type(error).__name__})") from error
         return number
 
     def wait(self, numbers: Sequence[int], seconds: float, *, check_health: bool = True) -> tuple[int, dict[str, Any]]:
