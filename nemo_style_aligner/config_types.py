@@ -86,7 +86,13 @@ NULLABLE: tuple[str, ...] = (
     "model.ppo.sampling_params.end_strings",
 )
 """Keys whose default is not null, but that may be null. So may the keys directly below ``model``, where null means the
-checkpoint's value."""
+checkpoint's value, but for `OF_THE_JOB`."""
+
+OF_THE_JOB = tuple(
+    f"model.{name}"
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "seed", "answer_only_loss")
+)
+"""Keys directly below ``model`` for which a checkpoint's value has no meaning."""
 
 ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
     num_layers=1,
@@ -154,6 +160,7 @@ def _is_nullable(key: str, default: Any, defaults: DictConfig) -> bool:
         return False  # other lengths are computed from it
     section, _, name = key.partition(".")
     is_models_own = section == "model" and "." not in name and not isinstance(default, DictConfig)
+    is_models_own = is_models_own and key not in OF_THE_JOB
     return is_models_own or any(fnmatchcase(key, pattern) for pattern in NULLABLE)
 
 

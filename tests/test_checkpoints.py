@@ -568,7 +568,7 @@ def test_a_disk_that_is_really_full(multirank: dict[str, Any]) -> None:
         pytest.skip("NOT TESTED: only root can mount a disk that is full")
     (before, *left_before), (during, *left_during) = result["outcomes"]
     assert f"a checkpoint of {result['size']:,} bytes does not fit" in before and "bytes are free at" in before
-    assert "No space left on device" in during and f"It needs {result['size']:,} bytes" in during
+    assert "No space left on device" in during and f"It needs a little more than {result['size']:,} bytes" in during
     for error in (before, during):
         assert result["directory"] in error
     # The first checkpoint alone is left, and is what the job goes on from; with room again, saving works again.
@@ -627,12 +627,12 @@ def test_the_best_and_the_newest_are_kept(multirank: dict[str, Any]) -> None:
 def test_resume_keys_of_exp_manager(multirank: dict[str, Any]) -> None:
     results = multirank["resuming"]
     assert results["nothing, ignored"] is None
-    assert results["nothing, not ignored"].startswith("FileNotFoundError")
+    assert results["nothing, not ignored"].startswith("NoCheckpointError")
     assert results["newest"]["step"] == 3
     assert results["off"] is None
     assert results["explicit"]["step"] == 1
     assert results["back, steps"] == [1, 2, 3, 2]
-    assert results["explicit, wrong"].startswith("FileNotFoundError")
+    assert results["explicit, wrong"].startswith("NoCheckpointError")
     assert "saved without an optimizer" in results["no optimizer"]
     assert "only strings come back" in results["not JSON"]
 

@@ -269,6 +269,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
             "trainer.ppo.max_epochs=0: must be 1 or more",
         ),
     ),
+    "seed": ("gpt_sft", 1, "model.seed=-1", ("model.seed=-1: must be in [0, 2147483647]",)),
     "intervals": (
         "training_rm", 1, "trainer.rm.save_interval=-1 trainer.rm.val_check_interval=-5",
         ("trainer.rm.save_interval=-1: must be 0 or more", "trainer.rm.val_check_interval=-5: must be 0 or more"),
@@ -759,6 +760,8 @@ def test_wrong_types_are_all_named() -> None:
         "trainer.ppo.trt_llm.max_input_len=null": "this key needs a value",
         "trainer.ppo.batch_iterator=null": "trainer.ppo.batch_iterator=null: this key needs a value",
         "model.encoder_seq_length=null": "model.encoder_seq_length=null: this key needs a value; its default is 4096",
+        "model.tensor_model_parallel_size=null": "model.tensor_model_parallel_size=null: this key needs a value",
+        "model.seed=null": "model.seed=null: this key needs a value; its default is 1234",
     }
     cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:

@@ -236,6 +236,9 @@ QUESTION = {"role": "user", "content": "2+2?"}
         ({"prompt": None, "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, None),
         ({"prompt": "2+2?", "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, None),
         ({"prompt": "2+2?", "chosen": [CHOSEN], "rejected": [REJECTED]}, None),
+        ({"prompt": [QUESTION], "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, None),
+        # Answers that say what the prompt says.
+        ({"prompt": "4", "chosen": [CHOSEN], "rejected": [REJECTED]}, "[user\n4]\n[assistant\n4]"),
     ],
 )
 def test_both_responses_on_a_line(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], good: str | None) -> None:
@@ -245,7 +248,7 @@ def test_both_responses_on_a_line(tmp_path: Path, tokenizer: Tokenizer, row: dic
     data = ComparisonDataset([path], tokenizer, 64, append_eod=True)
     assert len(data) == 2
     assert spell(tokenizer, data[0].chosen_ids) == good
-    assert spell(tokenizer, data[0].rejected_ids) == good.replace("4", "5")
+    assert spell(tokenizer, data[0].rejected_ids) == "5".join(good.rsplit("4", 1))
     data = ComparisonDataset([path], tokenizer, 64)
     assert spell(tokenizer, data[1].chosen_ids) == good.removesuffix("$")
 
@@ -406,6 +409,7 @@ def test_template_with_several_fields(tmp_path: Path, tokenizer: Tokenizer) -> N
         ({"max_seq_length": 8, "truncation_method": "left"}, "efgh XY$"),
         ({"max_seq_length": 8, "truncation_field": "output"}, "abcdefgh"),  # no room for any response: dropped
         ({"max_seq_length": 10, "truncation_field": "output,input"}, "abcdefgh"),  # the same
+        ({"max_seq_length": 8, "truncation_field": "output", "answer_only_loss": False}, "abcdefgh"),
         ({"max_seq_length": 11, "truncation_field": ""}, "abcdefgh XY"),  # the response's end is cut
     ],
 )
@@ -416,6 +420,16 @@ def test_truncation(tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any
         assert data.num_dropped == 1
     else:
         assert spell(tokenizer, data[0].token_ids) == want and data.num_dropped == 0
+
+
+@pytest.mark.parametrize("method, want", [("right", "ab XY$"), ("left", "fgh XY$")])
+def test_what_is_left_of_a_shortened_field_has_no_spaces_at_its_edges(
+    tmp_path: Path, tokenizer: Tokenizer, method: str, want: str
+) -> None:
+    """Beside the template's own there would be two."""
+    row = {"input": "ab def gh" if method == "right" else "ab c fgh", "output": "XY"}
+    data = sft(tmp_path, tokenizer, row, max_seq_length=7 if method == "right" else 8, truncation_method=method)
+    assert spell(tokenizer, data[0].token_ids) == want
 
 
 def test_what_is_shortened_is_counted(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

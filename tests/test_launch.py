@@ -454,7 +454,7 @@ def test_one_job_at_a_time_in_a_log_directory(tmp_path: Path) -> None:
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
-        with pytest.raises(ConfigError, match=rf"in {tmp_path}/log \(first on host .*, process {holder.pid}\)"):
+        with pytest.raises(ConfigError, match=rf"is using {tmp_path}/log \(first on host .*, process {holder.pid}\)"):
             hold_log_directory(tmp_path / "log", "second", wait_seconds=0.5)
         killer = threading.Timer(0.5, holder.kill)
         killer.start()

@@ -46,11 +46,11 @@ class Range:
 
     def __str__(self) -> str:
         if self.also is not None:
-            return f"{self.also:g}, or {dataclasses.replace(self, also=None)}"
+            return f"{self.also}, or {dataclasses.replace(self, also=None)}"
         if self.high == math.inf:
-            return f"above {self.low:g}" if self.low_excluded else f"{self.low:g} or more"
+            return f"above {self.low}" if self.low_excluded else f"{self.low} or more"
         left, right = "(" if self.low_excluded else "[", ")" if self.high_excluded else "]"
-        return f"in {left}{self.low:g}, {self.high:g}{right}"
+        return f"in {left}{self.low}, {self.high}{right}"
 
 
 _COUNT = Range(1)
@@ -60,11 +60,13 @@ _SHARE = Range(0, 1)
 _SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
 _SHARE_BELOW_1 = Range(0, 1, high_excluded=True)
 _PORT = Range(0, 65535)
+_SEED = Range(0, 2**31 - 1)  # NumPy takes up to 2^32 - 1; pipeline stages add to it
 
 RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.num_nodes", _COUNT),
     ("trainer.devices", _COUNT),
     ("trainer.distributed_timeout_minutes", _POSITIVE),
+    ("model.seed", _SEED),
     ("exp_manager.watchdog_minutes", _POSITIVE),
     ("trainer.*.max_epochs", _COUNT),
     ("trainer.*.max_steps", Range(1, also=-1)),  # 0 steps would load a model only to write it out again

@@ -47,11 +47,15 @@ def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
 
 
 def _conversation(record: Record, key: str, prompt: str | list[Any], response: list[Any]) -> list[Record]:
-    """Prompt and response as messages. A prompt that is a text is the user's, unless ``response`` includes it."""
+    """Prompt and response as messages, the prompt once if ``response`` repeats it. A prompt of text is the user's."""
     turns = _messages(record, key, response)
     if isinstance(prompt, list):
-        return _messages(record, "prompt", prompt) + turns
-    if not prompt or any(prompt == turn.fields["content"] for turn in turns):
+        asked = _messages(record, "prompt", prompt)
+        is_repeated = [turn.fields for turn in turns[: len(asked)]] == [turn.fields for turn in asked]
+        return turns if is_repeated else asked + turns
+    # What the assistant says may equal the prompt: it is no repetition of it.
+    asks = (turn.fields["content"] for turn in turns if turn.fields["role"] != "assistant")
+    if not prompt or prompt in asks:
         return turns
     if turns[0].fields["role"] != "assistant":
         record.fail(f"'prompt' is none of the messages of {key!r}: remove it, or the messages before the response")

@@ -164,7 +164,8 @@ class SFTDataset:
             )
         item = self._encode_chat(record) if is_chat else self._encode_pair(record)
         limit = self._options.max_seq_length
-        targets = item.targets if self._options.answer_only_loss else [1] * len(item.targets)
+        has_response = any(item.targets[:limit])  # else it is left out, whatever is learnt of the others
+        targets = [1] * len(item.targets) if has_response and not self._options.answer_only_loss else item.targets
         return _Encoded(
             item.token_ids[:limit],
             targets[:limit],
@@ -220,7 +221,8 @@ class SFTDataset:
         kept = ids[num_tokens:] if left else ids[: max(0, len(ids) - num_tokens)]
         # A cut inside a character of several tokens leaves a replacement character at the edge.
         shorter = self._tokenizer.ids_to_text(kept, keep_special=True).strip("\ufffd") if kept else ""
-        return shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])
+        # Without spaces at its edges, as the whole field.
+        return (shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])).strip(" ")
 
     def _tokenize_pair(self, fields: Mapping[str, str]) -> tuple[list[int], list[int]]:
         """Prompt and response, tokenized so that the prompt's ids are those it has at generation.
