@@ -262,7 +262,7 @@ class RewardFunctionService:
         excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
         sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"
         try:
-            reward = self._function(record.fields["text"], response, copy.deepcopy(record.fields))
+            reward = self._function(record.fields["text"], response, copy.deepcopy(dict(record.fields)))
         except (Exception, SystemExit) as error:
             logger.exception("the reward function %s raised an error %s", self._name, sample)
             raise ProtocolError(
