@@ -18,7 +18,6 @@ from test_config import COMMANDS, JOBS, composed
 
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
-from nemo_style_aligner.algorithms.supervised_setup import _unescaped
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
@@ -26,6 +25,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
 from nemo_style_aligner.rollout.engine_setup import engine_size
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from nemo_style_aligner.wording import unescaped
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 DATA = str(Path(__file__))  # whose being there is all that is looked at
@@ -149,9 +149,9 @@ def test_whole_numbers_may_be_typed_as_floats() -> None:
 
 
 def test_templates_are_unescaped_as_typed_on_a_command_line() -> None:
-    assert _unescaped(r"Q: {input}\n\nA:\t\\n é") == "Q: {input}\n\nA:\t\\n é"
+    assert unescaped(r"Q: {input}\n\nA:\t\\n é") == "Q: {input}\n\nA:\t\\n é"
     typed = r"\x00System\n\x11User\n{input}\n\u0011Assistant\21\n{output}"
-    assert _unescaped(typed) == "\x00System\n\x11User\n{input}\n\x11Assistant\x11\n{output}"
+    assert unescaped(typed) == "\x00System\n\x11User\n{input}\n\x11Assistant\x11\n{output}"
 
 
 def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:
@@ -445,6 +445,14 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "model.activations_checkpoint_granularity=full model.activations_checkpoint_num_layers=4 "
         "model.pipeline_model_parallel_size=2",
         ("model.activations_checkpoint_num_layers=4: a pipeline stage has only 3 layers",),
+    ),
+    "blocks that do not divide the layers": (
+        "gpt_sft", 1, "model.activations_checkpoint_granularity=full model.activations_checkpoint_num_layers=4",
+        ("model.activations_checkpoint_num_layers=4: the 6 layers of a pipeline stage cannot be divided into blocks",),
+    ),
+    "end strings that are none": (
+        "gpt_ppo_actor", 1, "model.ppo.sampling_params.end_strings=[no]",
+        ("end_strings has False in it, which is no text: put it in quotes",),
     ),
     "service": (
         "gpt_ppo_critic", 1,

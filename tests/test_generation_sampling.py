@@ -24,7 +24,7 @@ from nemo_style_aligner.generation.sampling import (
     sample,
     uniform,
 )
-from nemo_style_aligner.generation.stopping import StopCondition
+from nemo_style_aligner.generation.stopping import StopCondition, text_before_end
 
 
 def _rows(count: int, key: int = 0, **options: torch.Tensor) -> SamplingRows:
@@ -244,6 +244,25 @@ def test_stop_strings_whose_last_token_reads_otherwise_alone(
     condition = StopCondition(SamplingParams(max_new_tokens=9, stop_strings=(string,)), 99, detokenize=detokenize)
     tokens = list(range(len(pieces)))
     assert _first_end(tokens, condition) == ((len(pieces), None) if expected is None else (expected, "stop"))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (["Six", ".", "\nUser:"], "Six."),
+        (["Six", ".", "\nUser", ": x"], "Six."),  # what the last token adds behind it
+        (["\n", "Six", "\n"], "\nSix"),  # the first was below the minimum length
+        (["\n", "Six", "</s>"], "\nSix"),  # ended by a token without text
+        (["\n", "Six"], "\nSix"),  # by its length
+        (["Six"], "Six"),
+        ([], ""),
+    ],
+)
+def test_the_end_string_that_ended_a_response_is_no_part_of_its_text(pieces: list[str], text: str) -> None:
+    def detokenize(ids: Sequence[int]) -> str:
+        return "".join(pieces[i] for i in ids).replace("</s>", "")
+
+    assert text_before_end(range(len(pieces)), detokenize, ["\nUser:", "\n"], min_new_tokens=1) == text
 
 
 def test_a_stop_string_that_overlaps_one_below_the_minimum_length_counts() -> None:

@@ -80,7 +80,10 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.ppo.sampling_params.top_k": (5, {"sampling.top_k": 5}),
     "model.ppo.sampling_params.top_p": (0.9, {"sampling.top_p": 0.9}),
     "model.ppo.sampling_params.repetition_penalty": (1.1, {"sampling.repetition_penalty": 1.1}),
-    "model.ppo.sampling_params.end_strings": (["x"], {"sampling.stop_strings": ("x",)}),
+    "model.ppo.sampling_params.end_strings": (
+        ["x", r"\x11", 4],  # as typed on a command line
+        {"sampling.stop_strings": ("x", "\x11", "4")},
+    ),
     "model.ppo.length_params.max_length": (9, {"sampling.max_new_tokens": 9}),
     "model.ppo.length_params.min_length": (3, {"sampling.min_new_tokens": 3}),
     "model.optim.lr": (1.0, {"schedule.lr": 1.0}),

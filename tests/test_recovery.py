@@ -275,11 +275,33 @@ def test_a_critic_without_its_newest_checkpoint_falls_back_to_the_one_before(job
         for number in range(1, 6):
             train(critic, number)
             save(critic)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 1, "batches before both checkpoints are not needed"
+        assert len(list(tmp_path.glob("*.safetensors"))) == 2, "batches before all checkpoints are not needed"
         job.checkpoints.damaged.add(list(job.checkpoints.stored)[-1])
         job.restart()
         assert train(critic, 6) == weights(1, 2, 3, 4, 5, 6)[-1:]
         assert job.critic.trained == [5, 6]
+
+
+def test_an_actor_that_has_lost_its_newest_checkpoint_goes_on_from_the_one_before(
+    job: CriticJob, tmp_path: Path
+) -> None:
+    """It was killed between the critic's save and its own, and then the newest of its checkpoints was damaged."""
+    with actor(job, tmp_path) as critic:
+        states = []
+        for number in range(1, 6):
+            train(critic, number)
+            states.append(save(critic))
+        train(critic, 6)
+        assert critic.start_save().wait(60)
+    job.restart()
+    with actor(job, tmp_path, states[-2]) as critic:
+        assert value(critic) == weights(1, 2, 3, 4)[-1]
+        assert train(critic, 5) == weights(1, 2, 3, 4, 5)[-1:]
+        # The critic's checkpoint after the next save is damaged, too.
+        save(critic)
+        job.checkpoints.damaged.add(list(job.checkpoints.stored)[-1])
+        job.restart()
+        assert train(critic, 6) == weights(1, 2, 3, 4, 5, 6)[-1:]
 
 
 def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> None:
@@ -571,7 +593,9 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
         pass
     assert "Another run" not in str(refused.value)  # nobody has asked the critic since its start
     assert not (tmp_path / "b" / "run.json").exists()
+    job.checkpoints.stored.clear()  # a's training is in the critic's memory alone: b has it saved
     with actor(job, tmp_path / "b", trained_critic="keep") as critic:
+        job.restart()
         assert train(critic, 2) == weights(1, 2)[-1:]
     with actor(job, tmp_path / "b") as critic:  # the same run again, before any save: from a's critic, not from scratch
         assert value(critic) == weights(1)[-1]
@@ -596,7 +620,7 @@ def test_a_critic_of_another_directory_is_an_error_that_says_what_to_do(job: Cri
             state = save(critic)
     job.checkpoints.stored.clear()
     job.restart()
-    refused = pytest.raises(SequenceConflictError, match=r"batches from 4 on .*\n  - start .*explicit_log_dir")
+    refused = pytest.raises(SequenceConflictError, match=r"batches from 3 on .*\n  - start .*explicit_log_dir")
     with refused, actor(job, tmp_path, state):
         pass
 

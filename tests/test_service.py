@@ -597,6 +597,9 @@ def foreign_reward_service(answers: dict[str, str]) -> Iterator[int]:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             body = answers.get(self.path, "").encode()
             self.send_response(200)
+            if "gzip" in self.headers.get("Accept-Encoding", ""):  # as Triton does, and many a proxy
+                body = gzip.compress(body)
+                self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -120,6 +120,22 @@ def test_character_tokenizer_special_tokens(characters: Tokenizer) -> None:
     assert characters.texts_to_ids([]) == []
 
 
+def test_end_strings_that_could_never_be_found_are_refused(any_tokenizer: Tokenizer) -> None:
+    end = any_tokenizer.ids_to_text([any_tokenizer.eos_id], keep_special=True)
+    any_tokenizer.check_end_strings([end, "User:", "\n", "§"])
+    if any_tokenizer.text_to_ids(end) == [any_tokenizer.eos_id]:  # sentencepiece does not read control tokens in texts
+        for string in (f"{end}\n", f"User{end}"):
+            with pytest.raises(TokenizerError, match=r"would never be found: .* is a special token.* alone"):
+                any_tokenizer.check_end_strings([string])
+
+
+def test_a_byte_of_a_byte_level_vocabulary_is_not_the_character_that_it_is_spelt_as(tmp_path: Path) -> None:
+    tokenizer = train_bpe_tokenizer([TEXT] * 4, 400, tmp_path / "bytes")
+    for character in "»é¶":
+        assert tokenizer.token_to_id(character) is None and len(tokenizer.text_to_ids(character)) == 2
+    assert tokenizer.token_to_id("a") == tokenizer.text_to_ids("a")[0]
+
+
 def test_character_tokenizer_does_not_depend_on_the_order_of_its_corpus(tmp_path: Path) -> None:
     a = train_character_tokenizer(["abc", "cab"], tmp_path / "a")
     b = train_character_tokenizer("bca", tmp_path / "b")

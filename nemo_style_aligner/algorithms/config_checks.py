@@ -309,8 +309,15 @@ def _recompute(view: JobView) -> Iterator[str]:
     layers, own = "model.activations_checkpoint_num_layers", view.architecture
     if view.get("model.activations_checkpoint_granularity") != "full" or own is None or view.get(layers) is None:
         return
-    if view.get(layers) > own.num_layers // view.pp_size:
-        yield f"{view.said(layers)}: a pipeline stage has only {own.num_layers // view.pp_size} layers; lower it"
+    of_stage, method = own.num_layers // view.pp_size, view.get("model.activations_checkpoint_method") or "uniform"
+    if view.get(layers) > of_stage:
+        yield f"{view.said(layers)}: a pipeline stage has only {of_stage} layers; lower it"
+    elif method == "uniform" and of_stage % view.get(layers):
+        divisors = [n for n in range(1, of_stage) if of_stage % n == 0]
+        yield (
+            f"{view.said(layers)}: the {of_stage} layers of a pipeline stage cannot be divided into blocks of so many; "
+            f"choose one of {', '.join(map(str, divisors))}, or activations_checkpoint_method=block"
+        )
 
 
 def _monitor(view: JobView) -> Iterator[str]:
@@ -366,7 +373,9 @@ def _reward_head(view: JobView) -> Iterator[str]:
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"
-    if view.get(key) == -1 and view.get("model.optim.sched.max_steps") is None:
+    schedule = view.get("model.optim.sched.name")
+    is_constant = schedule is None or schedule == "constant"
+    if view.get(key) == -1 and view.get("model.optim.sched.max_steps") is None and not is_constant:
         yield f"{view.said(key)}: the learning rate's schedule needs a number of critic updates; give 1 or more"
 
 

@@ -54,7 +54,8 @@ class CriticService:
         self.metrics = metrics
         self.reset = reset
         self._reward_archive = reward_archive
-        self._needed_histories: list[str] = []  # at the actor's newest checkpoint, and at the one it is writing
+        # At the actor's newest two checkpoints, as far as it has told, and at the one it is writing.
+        self._needed_histories: list[str] = []
         self.timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
 
     @property
@@ -119,12 +120,15 @@ class CriticService:
     def save(self, keep_history: str | None = None) -> Future[None]:
         """Copy weights, optimizer and ledger, and write the copies as a checkpoint while the service goes on.
 
-        The newest checkpoint with ``keep_history`` is not pruned. Without ``keep_history`` no run has asked for this
-        save: it prunes nothing that the last run may need. The future is done when the checkpoint is whole.
+        The newest checkpoint with ``keep_history`` is not pruned, nor that with the one of the run's save before: the
+        actor falls back on an earlier checkpoint if its newest is damaged. Without ``keep_history`` no run has asked
+        for this save: it prunes nothing that the last run may need. The future is done when the checkpoint is whole.
         """
-        needed = [keep_history] if keep_history is not None else self._needed_histories
+        needed = self._needed_histories
         if keep_history is not None:
-            self._needed_histories = [keep_history, self.ledger.history]
+            before = [history for history in self._needed_histories[:-1] if history != keep_history]
+            needed = [*before, keep_history][-2:]
+            self._needed_histories = [*needed, self.ledger.history]
         newest: dict[str, Path] = {}
         with self.timer("save_wait"):
             self.checkpoints.finish()

@@ -15,7 +15,7 @@ from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
-from nemo_style_aligner.generation.stopping import before_end
+from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
@@ -113,9 +113,10 @@ def evaluate(
 
     Raises:
         DataError: there is no prompt that leaves room for a response.
-        TokenizerError: there is no BOS token.
+        TokenizerError: there is no BOS token, or an end string could never be found.
     """
     base = _open(model_path, precision)
+    base.tokenizer.check_end_strings(sampling.stop_strings)
     bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
     room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
     if room < 1:
@@ -145,7 +146,9 @@ def evaluate(
             answer = item.extra.get("answer")
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
-                response=before_end(base.tokenizer.ids_to_text(result.token_ids), sampling.stop_strings),
+                response=text_before_end(
+                    result.token_ids, base.tokenizer.ids_to_text, sampling.stop_strings, sampling.min_new_tokens
+                ),
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",

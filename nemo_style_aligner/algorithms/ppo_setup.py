@@ -41,11 +41,13 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     Raises:
         ValueError: settings that do not fit together (found before any weight is read), or servers that do not fit
             this job.
+        TokenizerError: an end string could never be found.
         OSError: the work queue's port is taken (before any weight is read, too).
         SecretError: the shared secret cannot be used.
         ServerUnavailableError: the service is not there in time.
         SequenceConflictError: the critic cannot be brought to where this run is.
     """
+    base.tokenizer.check_end_strings(sampling_params(cfg).stop_strings)
     queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)

@@ -19,7 +19,8 @@ from nemo_style_aligner.telemetry import activity
 logger = logging.getLogger(__name__)
 
 TrainedCritic = Literal["refuse", "keep"]
-_KEPT_SAVES = 2  # the critic keeps its newest two checkpoints, and falls back to the older if the newer is damaged
+# The critic keeps what belongs to the actor's newest two checkpoints, and goes back to an earlier one if it is damaged.
+_KEPT_SAVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,8 @@ class RemoteCritic:
                 ) from None
             position = CriticPosition(position.run_id, 1, conflict.history)
             self.client.begin(journal, position)
+            # The state that the run begins with may be in the critic's memory alone.
+            self.client.save_async(position.history).result(self.timeout_s)
         journal.begin_run(position)
         self._published_history = position.history
 

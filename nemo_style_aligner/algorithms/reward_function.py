@@ -26,7 +26,7 @@ from nemo_style_aligner.data.datasets import read_records, tokenize_texts
 from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.generation.stopping import before_end
+from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
@@ -43,6 +43,7 @@ RewardFunction = Callable[[str, str, dict[str, Any]], float]
 
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 _DRAIN_SECONDS = 60.0  # after a stop request: requests not begun by then are refused
+_MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
 _EXCERPT = 80  # characters of a response in messages
 
 
@@ -168,7 +169,7 @@ class RewardFunctionService:
         tokenizer: the policy's.
         http: where to listen.
         num_threads: requests that are worked on at once; with more than 1 the function must be thread-safe.
-        end_strings: a response's text ends before the first of them.
+        end_strings: a response's text ends before the first of them, unless its first token completes it.
     """
 
     def __init__(
@@ -258,7 +259,8 @@ class RewardFunctionService:
     def _reward(self, tokens: np.ndarray) -> float:
         """The reward of one sequence. Raises `ProtocolError`."""
         record, prompt_length = self._prompts.find(tokens)
-        response = before_end(self._tokenizer.ids_to_text(tokens[prompt_length:].tolist()), self._end_strings)
+        response_ids = tokens[prompt_length:].tolist()
+        response = text_before_end(response_ids, self._tokenizer.ids_to_text, self._end_strings, _MIN_LENGTH)
         excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
         sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from nemo_style_aligner.models.supervised_losses import (
     attribute_regression_objective,
     ranking_objective,
 )
+from nemo_style_aligner.wording import unescaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +118,6 @@ def build_supervised_trainer(
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
-_ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
-
-
-def _unescaped(template: str) -> str:
-    r"""Replace escapes as they are typed on a command line, as NeMo does; other text stays as it is.
-
-    These are ``\n``, ``\r``, ``\t``, ``\\``, ``\xHH``, ``\uHHHH`` and octal ones.
-    """
-    return _ESCAPED.sub(lambda match: match[0].encode("ascii").decode("unicode_escape"), template)
-
-
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = cfg.model.data
@@ -138,7 +127,7 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         options = SFTFormat(
             max_seq_length=int(section.max_seq_length),
             min_seq_length=int(section.min_seq_length),
-            prompt_template=_unescaped(section.prompt_template),
+            prompt_template=unescaped(section.prompt_template),
             label_key=section.label_key,
             truncation_field=section.truncation_field or "",
             truncation_method=section.truncation_method,

@@ -91,6 +91,9 @@ def load_optimizer(
         inner.init_state_fn(inner.optimizer, inner.config)
         if _is_sharded(inner):
             _load_shards(inner, model, source, folder)
+            # Main weights of fp32 parameters are parts of them. A checkpoint in bf16 has rounded the other parts.
+            for chunk in inner.model_chunks:
+                chunk.start_param_sync(force_sync=True)
         else:
             load_sharded_tensors(_whole_tensors(inner, model), source, folder, ignored=_IGNORED)
     for group in optimizer.megatron.param_groups:

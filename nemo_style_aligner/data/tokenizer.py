@@ -174,6 +174,23 @@ class Tokenizer(ABC):
             raise TokenizerError(f"{key}=True, but the tokenizer has no BOS (beginning-of-sequence) token")
         return [self.bos_id]
 
+    def check_end_strings(self, strings: Sequence[str]) -> None:
+        """Check that each string that ends responses can be found: by its id if it is a token, else in the text.
+
+        Raises:
+            TokenizerError: special tokens stand beside other text, and leave no text themselves.
+        """
+        for string in strings:
+            special = [
+                self.ids_to_text([i], keep_special=True) for i in self.text_to_ids(string) if i in self.special_ids
+            ]
+            token = next((text for text in special if text in string), None)  # not that of unknown text
+            if token is not None and self.token_to_id(string) is None:
+                raise TokenizerError(
+                    f"the end string {string!r} would never be found: {token!r} is a special token, which is matched "
+                    f"by its id and leaves no text. Give {token!r} alone"
+                )
+
     def fingerprint(self) -> str:
         """Hash of the ids of example texts, to tell whether tokenizers encode text alike; 16 hex digits."""
         special = sorted(self.special_ids - {self.eos_id, self.bos_id, self.unk_id})[:_SPECIALS_IN_EXAMPLE]
@@ -277,7 +294,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
         found = self._tokenizer.convert_tokens_to_ids(token)  # the unknown token's id if the vocabulary lacks ``token``
-        return found if found is not None and self._tokenizer.convert_ids_to_tokens(found) == token else None
+        # In byte-level vocabularies, single bytes are spelt as characters: "»" is the byte 0xBB.
+        return found if found is not None and self.ids_to_text([found], keep_special=True) == token else None
 
     def _save(self, directory: Path) -> None:
         for name, content in self._files.items():

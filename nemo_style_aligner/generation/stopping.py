@@ -12,9 +12,13 @@ TokenToId = Callable[[str], int | None]
 _CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string
 
 
-def before_end(text: str, end_strings: Sequence[str]) -> str:
-    """A response's ``text`` up to the first end string in it."""
-    return text[: min((text.index(string) for string in end_strings if string in text), default=len(text))]
+def text_before_end(
+    token_ids: Sequence[int], detokenize: Detokenize, end_strings: Sequence[str], min_new_tokens: int
+) -> str:
+    """A response's text up to the first end string, without those that its first ``min_new_tokens`` tokens complete."""
+    text, early = detokenize(token_ids), detokenize(token_ids[:min_new_tokens])
+    ends = [text.find(string, early.rfind(string) + 1) for string in end_strings]
+    return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
 class StopCondition:

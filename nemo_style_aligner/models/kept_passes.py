@@ -45,6 +45,7 @@ def activation_bytes(
     granularity: str | None = None,
     tp_size: int = 1,
     recomputes_mlp: bool = False,
+    recomputed_layers: int | None = None,
 ) -> int:
     """Bytes of activations per packed token that the backward pass needs; docs/performance.md has the formula.
 
@@ -53,16 +54,20 @@ def activation_bytes(
         granularity: which activations are recomputed: None, ``selective`` or ``full``.
         tp_size: ranks that share each layer. Each is taken to hold all hidden states (no sequence parallelism).
         recomputes_mlp: ``selective`` recomputes the whole MLP, as with Transformer Engine's layers.
+        recomputed_layers: as many layers are recomputed by ``full``, the others keep everything; None: all.
     """
     a = architecture
     h, f = a.hidden_size, a.ffn_hidden_size // tp_size
-    if granularity == "full":
-        return itemsize * a.num_layers * h
     channels = (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tp_size
     layer = 4 * h + 2 * channels + 3 * f
+    if a.qk_layernorm:  # queries, keys and values once more: before their norms, and behind them in one tensor
+        layer += channels + a.num_query_groups * a.kv_channels // tp_size
     if granularity == "selective":
         layer -= h + 3 * f if recomputes_mlp else 2 * h + f
-    return itemsize * a.num_layers * layer
+    num_recomputed = 0
+    if granularity == "full":
+        num_recomputed = a.num_layers if recomputed_layers is None else recomputed_layers
+    return itemsize * (num_recomputed * h + (a.num_layers - num_recomputed) * layer)
 
 
 @dataclasses.dataclass
@@ -258,9 +263,13 @@ class KeptPasses:
 
     def _bytes_per_token(self) -> int:
         config, layout = self._model.config, self._model.layout
-        itemsize, granularity = config.params_dtype.itemsize, config.recompute_granularity
         return activation_bytes(
-            self._model.architecture, itemsize, granularity, layout.tp_size, recompute.recomputes_mlp(config)
+            self._model.architecture,
+            config.params_dtype.itemsize,
+            config.recompute_granularity,
+            layout.tp_size,
+            recompute.recomputes_mlp(config),
+            config.recompute_num_layers if config.recompute_method == "block" else None,
         )
 
     def _free_bytes(self) -> float:

@@ -31,13 +31,18 @@ from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.wording import unescaped
 
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere cannot connect to
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
 def sampling_params(cfg: DictConfig) -> SamplingParams:
-    """``model.ppo.sampling_params`` and ``length_params`` as the engine's `SamplingParams`."""
+    """``model.ppo.sampling_params`` and ``length_params`` as the engine's `SamplingParams`.
+
+    Raises:
+        ValueError: a value that it does not allow.
+    """
     sampling, length = cfg.model.ppo.sampling_params, cfg.model.ppo.length_params
     return SamplingParams(
         max_new_tokens=int(length.max_length),
@@ -47,9 +52,16 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
         top_k=int(sampling.top_k),
         top_p=float(sampling.top_p),
         repetition_penalty=float(sampling.repetition_penalty),
-        stop_strings=tuple(sampling.end_strings or ()),
+        stop_strings=tuple(map(_end_string, sampling.end_strings or ())),
         seed=int(cfg.trainer.ppo.trt_llm.seed),
     )
+
+
+def _end_string(given: object) -> str:
+    """An end string: YAML reads some as numbers."""
+    if given is None or isinstance(given, bool):
+        raise ValueError(f"end_strings has {given!r} in it, which is no text: put it in quotes")
+    return unescaped(str(given))
 
 
 def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:

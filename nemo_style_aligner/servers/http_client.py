@@ -324,6 +324,7 @@ class HttpClient:
             self._local.session = session = requests.Session()
             session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
             session.headers.update(self._headers)
+            session.headers["Accept-Encoding"] = "identity"  # answers are read as they come, within limits
             session.mount("http://", _Adapter(self._peer, self._local.sending))
             with self._lock:
                 self._sessions.append(session)

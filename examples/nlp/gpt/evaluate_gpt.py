@@ -16,6 +16,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.wording import unescaped
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         max_new_tokens=args.max_length or default_max_length(args.model),
         use_greedy=args.greedy,
         temperature=args.temperature,
-        stop_strings=tuple(args.end_strings),
+        stop_strings=tuple(map(unescaped, args.end_strings)),
         seed=args.seed,
     )
     if args.reward_model is not None:

@@ -29,6 +29,7 @@ from nemo_style_aligner.parallel.launch import bind_address
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
+from nemo_style_aligner.wording import unescaped
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ def main() -> None:
                 token=resolve_token(args.token, "--token"),
             ),
             num_threads=args.threads,
-            end_strings=args.end_strings,
+            end_strings=[unescaped(string) for string in args.end_strings],
         )
     except (UserError, OSError) as error:
         parser.error(str(error))
