@@ -375,8 +375,20 @@ def layout_change(folder: Path) -> dict[str, Any]:
         seed_everything(1)
         return train(model, optimizer, 2)
 
+    def of_rank_1(model: MegatronModel, optimizer: Optimizer, source: Path) -> float:
+        """The largest difference of the ranks' weights after resuming."""
+        manager(source).resume(model, optimizer)
+        difference = 0.0
+        for _, parameter in model.named_parameters():
+            others = parameter.detach().clone()
+            dist.broadcast(others, 1)
+            difference = max(difference, (parameter.detach() - others).abs().max().item())
+        return difference
+
     Job().run(start)
     wide, flat = Job(tp=2, pp=2), Job(dp=2, divisor=16)
+    in_bf16, in_fp32 = Job(dp=2, dtype=torch.bfloat16), Job(dp=2)
+    in_bf16.run(first_part, folder / "bf16")
     original, moved, again = folder / "original", folder / "moved", folder / "again"
     return {
         "first": wide.run(first_part, original),
@@ -385,6 +397,7 @@ def layout_change(folder: Path) -> dict[str, Any]:
         "and back": wide.run(second_part, moved, again),
         "plain": dataclasses.replace(flat, dp=1, distributed=False).run(second_part, again),
         "tp2": dataclasses.replace(flat, dp=1, tp=2).run(second_part, again),
+        "difference in fp32": in_fp32.run(of_rank_1, folder / "bf16"),
     }
 
 

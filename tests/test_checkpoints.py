@@ -392,6 +392,11 @@ def test_training_goes_on_at_another_layout(multirank: dict[str, Any]) -> None:
         assert results[layout] == pytest.approx(results["same layout"], rel=1e-6), layout
 
 
+def test_ranks_have_the_same_weights_in_fp32_from_a_checkpoint_in_bf16(multirank: dict[str, Any]) -> None:
+    """Each has the part of its own optimizer exactly, the model's tensors are rounded."""
+    assert multirank["layout_change"]["difference in fp32"] == 0.0
+
+
 def test_a_save_killed_at_any_instant_loses_nothing(multirank: dict[str, Any]) -> None:
     result = multirank["killed"]
     first, second = [1, result["first"]], [2, result["second"]]
