@@ -88,9 +88,11 @@ NULLABLE: tuple[str, ...] = (
 """Keys whose default is not null, but that may be null. So may the keys directly below ``model``, where null means the
 checkpoint's value, but for `OF_THE_JOB`."""
 
-OF_THE_JOB = tuple(
-    f"model.{name}"
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "seed", "answer_only_loss")
+OF_THE_JOB: tuple[str, ...] = (
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.seed",
+    "model.answer_only_loss",
 )
 """Keys directly below ``model`` for which a checkpoint's value has no meaning."""
 
@@ -158,9 +160,10 @@ def _default(key: str, defaults: DictConfig) -> Any:
 def _is_nullable(key: str, default: Any, defaults: DictConfig) -> bool:
     if key == _LENGTH and f"${{{_LENGTH}}}" in OmegaConf.to_yaml(defaults):
         return False  # other lengths are computed from it
+    if key in OF_THE_JOB:
+        return False
     section, _, name = key.partition(".")
     is_models_own = section == "model" and "." not in name and not isinstance(default, DictConfig)
-    is_models_own = is_models_own and key not in OF_THE_JOB
     return is_models_own or any(fnmatchcase(key, pattern) for pattern in NULLABLE)
 
 
