@@ -734,6 +734,19 @@ def test_calls_tools_and_thoughts_reach_the_chat_template(tmp_path: Path, tokeni
     assert learnt(tokenizer, item).replace("_", "") == '[add {"a": 6}]<think>hm</think>a]'
 
 
+@pytest.mark.parametrize("content", ["caf\u00e9 au lait", "caf\u00e9", "<|im_start|>a b"])
+def test_responses_that_end_with_plain_text_are_learnt_whole(
+    tmp_path: Path, tokenizer: Tokenizer, content: str
+) -> None:
+    """Neither an unknown character nor a special token within a response is its end."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    plain = with_template(tokenizer, tmp_path / "t", template + "{% if add_generation_prompt %}assistant:{% endif %}")
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
+    item = sft(tmp_path, plain, chat)[0]
+    start = len(plain.text_to_ids("user:q\nassistant:"))
+    assert item.targets == [0] * start + [1] * len(plain.text_to_ids(content + "\n"))
+
+
 def test_templates_that_take_no_null_as_content_take_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     strict = TOOLS_TEMPLATE.replace("m.content or ''", "m.content + ''")
     item = sft(tmp_path, with_template(tokenizer, tmp_path / "t", strict), {"messages": SUM[:2]}, max_seq_length=200)[0]

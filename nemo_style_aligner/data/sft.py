@@ -274,8 +274,10 @@ class SFTDataset:
 
     def _response_targets(self, ids: Sequence[int]) -> list[int]:
         """1 up to the response's end token, 0 after it: templates write a line break there that is never generated."""
-        ends = [i for i, token in enumerate(ids) if token in self._tokenizer.special_ids]
+        ends = [i for i, token in enumerate(ids) if token in self._tokenizer.markup_ids]
         count = ends[-1] + 1 if ends and self._options.chat_prompt_tokens is None else len(ids)
+        if self._tokenizer.ids_to_text(ids[count:], keep_special=True).strip():
+            count = len(ids)  # that token is within the response: the template ends it with plain text
         return [1] * count + [0] * (len(ids) - count)
 
 

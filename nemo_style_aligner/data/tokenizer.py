@@ -120,6 +120,11 @@ class Tokenizer(ABC):
         except (ValueError, TypeError, AttributeError) as error:
             raise TokenizerError(f"the tokenizer's {GENERATION_CONFIG} cannot be read: {error}") from error
 
+    @property
+    def markup_ids(self) -> frozenset[int]:
+        """`special_ids` without the unknown token, which stands for text."""
+        return self.special_ids - {self.unk_id}
+
     def text_to_ids(self, text: str) -> list[int]:
         """Ids of ``text``, with no special tokens added. Special tokens spelt out in the text count as such."""
         return self.texts_to_ids([text])[0]
