@@ -283,6 +283,14 @@ def test_chats_of_both_responses_need_a_template_that_has_them(tmp_path: Path, t
         ComparisonDataset([path], forgetful, 64)
 
 
+def test_an_unknown_character_at_the_end_of_a_chat_does_not_end_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = with_template(tokenizer, tmp_path / "t", "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
+    cafe = {"role": "assistant", "content": "caf\u00e9"}
+    path = jsonl(tmp_path / "pairs.jsonl", {"chosen": [QUESTION, cafe], "rejected": [QUESTION, REJECTED]})
+    pair = ComparisonDataset([path], plain, 64, append_eod=True)[0]
+    assert pair.chosen_ids[-2:] == [plain.unk_id, plain.eos_id] and pair.rejected_ids[-1] == plain.eos_id
+
+
 # ---- regression -------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
     text = _rendered(record, key, _conversation(record, key, prompt, response), tokenizer)
     # After the end-of-turn token, templates write a line break, which is never generated.
     ids = tokenizer.text_to_ids(text.rstrip()[-_END:])
-    if ids and ids[-1] in tokenizer.special_ids:
+    if ids and ids[-1] in tokenizer.markup_ids:
         return EndedText(record.path, record.line, {"text": text.rstrip()})
     return Record(record.path, record.line, {"text": text})
 
