@@ -520,6 +520,24 @@ def test_a_classifier_that_has_nothing_to_pad_with_is_warned_of(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
 
 
+@pytest.mark.parametrize("num_attributes", [0, 1])
+def test_a_padding_token_that_the_model_lacks_is_not_named(num_attributes: int, tmp_path: Path) -> None:
+    """As of tokenizers to which "[PAD]" was added while the embedding stayed as it was."""
+    tiny_tokenizer(tmp_path / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    architecture = dataclasses.replace(TINY, vocab_size=tokenizer.pad_token_id)
+    weights = iter(random_source(architecture, num_attributes).items())
+    write_checkpoint(
+        tmp_path / "out", architecture, weights, num_attributes=num_attributes, tokenizer_dir=tmp_path / "tokenizer"
+    )
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification)
+    model = kinds[num_attributes].from_pretrained(tmp_path / "out")
+    pad = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token
+    assert (model.config.pad_token_id, pad) == [(None, "[PAD]"), (97, "<s>")][num_attributes]
+
+
 def test_an_archive_whose_tokenizer_is_a_name_says_so(tmp_path: Path) -> None:
     """As NeMo's Llama 3: the size of the vocabulary is the tokenizer's, which is on the Hub."""
     (tmp_path / "model").mkdir()

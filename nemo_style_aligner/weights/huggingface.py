@@ -349,7 +349,9 @@ def write_checkpoint(
     dtype = _write_shards(work, weights, max_shard_bytes)
     token_ids = copy_tokenizer_files(tokenizer_dir, work) if tokenizer_dir else {}
     if num_attributes and token_ids:
-        token_ids["pad_token_id"] = _pad_not_by_eos(work)
+        token_ids["pad_token_id"] = _pad_not_by_eos(work, architecture.vocab_size)
+    elif (token_ids.get("pad_token_id") or 0) >= architecture.vocab_size:
+        token_ids["pad_token_id"] = None  # of a token that was added to the tokenizer alone: transformers refuses it
     config = hf_config(architecture, dtype, num_attributes=num_attributes, token_ids=token_ids)
     _write_json(work / "config.json", config)
     if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():
@@ -393,19 +395,20 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, in
     return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
 
 
-def _pad_not_by_eos(directory: Path) -> int | None:
+def _pad_not_by_eos(directory: Path, vocab_size: int) -> int | None:
     """Make a classifier's tokenizer pad with a token other than EOS, and return its id; None if there is none.
 
     Classifiers read their output at the last token that is not padding: EOS, which ends every text, must not count as
-    padding. Where it does, the first of these takes its place: a special token with "pad" in its name, BOS, the
-    unknown token.
+    padding. Where it does, or the padding token is none of the model's ``vocab_size``, the first of these takes its
+    place: a special token with "pad" in its name, BOS, the unknown token.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id) and tokenizer.pad_token_id < vocab_size:
         return tokenizer.pad_token_id
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    added = tokenizer.added_tokens_decoder.items()
+    special = [token.content for i, token in added if token.special and i < vocab_size]
     candidates = [*(token for token in special if "pad" in token.lower()), tokenizer.bos_token, tokenizer.unk_token]
     chosen = next((token for token in candidates if token not in (None, tokenizer.eos_token)), None)
     if chosen is None:
