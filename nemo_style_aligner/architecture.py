@@ -270,23 +270,29 @@ class ModelArchitecture:
 
     # ---- layouts ----------------------------------------------------------------------------
 
-    def layout_problems(
-        self, tp_size: int, pp_size: int = 1, *, tp_key: str = "model.tensor_model_parallel_size"
-    ) -> list[str]:
+    def layout_problems(self, tp_size: int, pp_size: int = 1, *, engine_key: str | None = None) -> list[str]:
         """Why the model cannot be divided into these sizes, one line for each reason; empty if it can.
 
         Args:
             tp_size: ranks that share each layer.
             pp_size: pipeline stages.
-            tp_key: the config key that ``tp_size`` is from, for messages.
+            engine_key: what ``tp_size`` is called in messages, where it divides a generation engine; None: training.
         """
-        tp, pp = f"{tp_key}={tp_size}", f"model.pipeline_model_parallel_size={pp_size}"
+        tp = f"{engine_key or 'model.tensor_model_parallel_size'}={tp_size}"
+        pp = f"model.pipeline_model_parallel_size={pp_size}"
         heads, groups = self.num_attention_heads, self.num_query_groups
         problems = []
         if heads % tp_size:
             problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
         if groups % tp_size and tp_size % groups:
             problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
+        # With more ranks than key heads, megatron-core cuts the matrix of q, k and v wherever a rank's rows end.
+        qkv_rows = (heads + 2 * groups) * self.kv_channels
+        if engine_key is None and not problems and qkv_rows % tp_size:
+            problems.append(
+                f"{tp}: with more ranks than num_query_groups={groups}, the model's (num_attention_heads + 2 * "
+                f"num_query_groups) * kv_channels={qkv_rows} must be a multiple of it"
+            )
         if self.ffn_hidden_size % tp_size:
             problems.append(f"{tp}: the model's ffn_hidden_size={self.ffn_hidden_size} is not a multiple of it")
         if self.num_layers % pp_size:

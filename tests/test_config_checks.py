@@ -101,6 +101,17 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
 
 
+def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
+    """With more ranks than key heads; an engine gives each rank a copy of its key head instead."""
+    odd = ModelArchitecture(
+        num_layers=1, hidden_size=48, ffn_hidden_size=48, num_attention_heads=3, num_query_groups=1, vocab_size=9
+    )
+    (problem,) = odd.layout_problems(3)
+    assert "model.tensor_model_parallel_size=3: with more ranks than num_query_groups=1" in problem and "=80" in problem
+    assert not odd.layout_problems(3, engine_key="tensor_parallel_size")
+    assert not dataclasses.replace(odd, kv_channels=24).layout_problems(3)
+
+
 def test_zero_centered_norms_are_layernorm1p(model: Path) -> None:
     config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"layernorm_zero_centered_gamma": True}
     for name in ("LayerNorm", "layernorm1p"):

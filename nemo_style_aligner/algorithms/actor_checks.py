@@ -65,7 +65,7 @@ def _generation(view: JobView) -> Iterator[str]:
     if generating % ranks:
         yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
     if view.architecture is not None and ranks != view.tp_size:
-        yield from view.architecture.layout_problems(ranks, tp_key=size)
+        yield from view.architecture.layout_problems(ranks, engine_key=size)
 
 
 def _rollout_ranks(view: JobView) -> Iterator[str]:

@@ -62,7 +62,7 @@ class ModelShard:
     def __init__(self, architecture: ModelArchitecture, rank: int = 0, size: int = 1) -> None:
         """Raises ValueError where the heads or the MLP cannot be divided by ``size``."""
         a = architecture
-        if problems := a.layout_problems(size, tp_key="tensor_parallel_size"):
+        if problems := a.layout_problems(size, engine_key="tensor_parallel_size"):
             raise ValueError("; ".join(problems))
         self.architecture = a
         self.rank, self.size = rank, size
