@@ -92,11 +92,14 @@ def test_a_broken_stream_is_an_error_that_names_the_tensor(how: str, named: str)
     model = hf_model()
     engine = engine_for(model=model)
     before = _tokens(engine)
+    not_begun = engine.generate(ragged_requests(1), GREEDY)
     with pytest.raises(ValueError, match=named.replace(".", r"\.")):
         engine.refit(_broken(weights_of(model), how), version=1)
     assert engine.weight_version == -1
     with pytest.raises(RuntimeError, match="refit"):
         engine.generate([], GREEDY)
+    with pytest.raises(RuntimeError, match="refit"):
+        next(not_begun)
     engine.refit(weights_of(model).items(), version=2)
     assert _tokens(engine) == before
 

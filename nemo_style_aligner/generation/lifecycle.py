@@ -92,11 +92,7 @@ class EngineLifecycle(GenerationEngine):
 
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
         """See `GenerationEngine.generate`. One call at a time; closing the iterator abandons the rest."""
-        self._require_ready("generate")
-        if self._weight_version == NO_WEIGHTS:
-            raise RuntimeError(
-                "generate() without complete weights: a refit must succeed after build, reload or a failed refit"
-            )
+        self._require_weights()
         stop = StopCondition(
             sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
         )
@@ -105,7 +101,7 @@ class EngineLifecycle(GenerationEngine):
     def _run(
         self, requests: Iterable[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
-        self._require_ready("generate")  # again: time may have passed since generate() was called
+        self._require_weights()  # again: time may have passed since generate() was called
         self._statistics = GenerationStatistics()
         self._generating = True
         try:
@@ -183,6 +179,14 @@ class EngineLifecycle(GenerationEngine):
             f"request {request.request_id}: logits at response token {num_tokens} are not finite with weights of "
             f"version {self._weight_version}; the weights have diverged"
         )
+
+    def _require_weights(self) -> None:
+        """Raise RuntimeError if nothing can be generated now."""
+        self._require_ready("generate")
+        if self._weight_version == NO_WEIGHTS:
+            raise RuntimeError(
+                "generate() without complete weights: a refit must succeed after build, reload or a failed refit"
+            )
 
     def _require_ready(self, action: str) -> None:
         if not self._built:
