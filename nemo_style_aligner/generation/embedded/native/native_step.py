@@ -54,7 +54,8 @@ class NativeStep(ModelStep):
     """A forward pass in C++: one library call (2 * num_layers + 2 under tensor parallelism).
 
     On one kind of processor a token's logits have the same bits whatever else is in the pass, however prompts are
-    cut into chunks and however many threads there are.
+    cut into chunks and however many threads there are. (Not so with three or more ranks: gloo adds up their results in
+    an order that depends on the number of tokens in the pass.)
 
     Args:
         shape: what to compile for.
