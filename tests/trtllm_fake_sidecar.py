@@ -57,9 +57,6 @@ class Backend:
                 f"{prefix}.generate_async": self.generate,
                 f"{prefix}.shutdown": lambda instance: self.note("shutdown", {}),
                 "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.update_weights": self.update_weights,
-                "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.reset_prefix_cache": lambda instance: self.note(
-                    "reset_prefix_cache", {}
-                ),
                 "tensorrt_llm.executor.ray.gpu_worker:RayGPUWorker.report_device_id": lambda instance: os.environ[
                     "STANDIN_DEVICES"
                 ],

@@ -128,8 +128,11 @@ class Service:
         return {}
 
     async def release(self, *, what: list[str]) -> dict[str, Any]:
-        """Release GPU memory: ``weights``, ``kv_cache`` or both."""
-        await self._llm.collective_rpc("reset_prefix_cache")
+        """Release GPU memory: ``weights``, ``kv_cache`` or both.
+
+        The prefix cache is emptied by `finish_weights`, which must follow before the next request. To empty it here,
+        too, would take an RPC that TensorRT-LLM 1.2 does not have.
+        """
         await self._llm.release(self._tags(what))
         return {}
 
