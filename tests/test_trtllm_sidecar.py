@@ -231,7 +231,11 @@ def test_an_abandoned_generation_leaves_nothing_behind(shared: tuple[SidecarEngi
 
 @pytest.mark.parametrize(
     "version, switch, weight_tags",
-    [("1.2.1", "enable_sleep", ["model"]), ("1.3.0rc24", "sleep_config", ["model", "model_weights"])],
+    [
+        ("1.2.1", "enable_sleep", ["model"]),
+        ("1.3.0rc5", "enable_sleep", ["model"]),
+        ("1.3.0rc24", "sleep_config", ["model", "model_weights"]),
+    ],
 )
 def test_sleep_and_wake_up(version: str, switch: str, weight_tags: list[str], tmp_path: Path) -> None:
     engine = engine_for(settings_for(tmp_path, version, sleep=True))

@@ -152,6 +152,7 @@ def install(version: str) -> None:
     backend = Backend()
     module: Any = backend.standins.modules["tensorrt_llm"]
     module.__version__ = version
-    if version.startswith("1.2"):
+    if version.startswith(("1.2", "1.3.0rc5")):
         del module.llmapi.llm_args.ExecutorMemoryType  # it was elsewhere
+        del module.llmapi.SleepConfig
     sys.modules.update(backend.standins.modules)

@@ -90,9 +90,7 @@ class Service:
         from tensorrt_llm._torch.async_llm import AsyncLLM
         from tensorrt_llm.llmapi import KvCacheConfig
 
-        options: dict[str, Any] = {}
-        if sleep:
-            options = _sleep_options(tensorrt_llm.__version__)
+        options = _sleep_options() if sleep else {}
         self._llm = AsyncLLM(
             model=model,
             backend="pytorch",
@@ -228,11 +226,12 @@ def _memory_types() -> Any:
     return ExecutorMemoryType
 
 
-def _sleep_options(version: str) -> dict[str, Any]:
-    """The `AsyncLLM` options that tell ``version`` that its memory will be released."""
-    if tuple(int(part) for part in version.split(".")[:2]) < (1, 3):
-        return {"enable_sleep": True, "cuda_graph_config": None}  # 1.2 cannot have both sleep and CUDA graphs
-    from tensorrt_llm.llmapi import SleepConfig
+def _sleep_options() -> dict[str, Any]:
+    """The `AsyncLLM` options by which TensorRT-LLM learns that its memory will be released."""
+    try:
+        from tensorrt_llm.llmapi import SleepConfig
+    except ImportError:  # 1.2 and the first release candidates of 1.3, which cannot have both sleep and CUDA graphs
+        return {"enable_sleep": True, "cuda_graph_config": None}
 
     types = _memory_types()
     # No copies on the host: a refit follows every `resume`.
