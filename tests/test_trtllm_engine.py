@@ -24,6 +24,7 @@ from trtllm_standins import Standins
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.generation.engine_group import EngineGroup
+from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineModel, EngineWeights, engine_model
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary, stop_words
@@ -575,6 +576,10 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
                     with pytest.raises(ValueError, match=key.rpartition(".")[2]):
                         construct.trtllm_engine(cfg, model, EngineGroup(), **options)
                 OmegaConf.update(cfg, key, default)
+            if backend == "engine":
+                pair = EngineGroup(TensorParallel(rank=0, size=2))
+                with pytest.raises(ValueError, match=r"sees 1 of the 2 GPUs.*srun without --gpus-per-task"):
+                    construct.trtllm_engine(cfg, model, pair, **options)
             engine = construct.trtllm_engine(cfg, model, EngineGroup(), **options)
         if backend == "engine":
             assert isinstance(engine, TensorRTEngine)

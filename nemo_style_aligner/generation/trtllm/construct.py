@@ -88,6 +88,14 @@ def _tensorrt_engine(
 ) -> TensorRTEngine:
     section = cfg.trainer.ppo.trt_llm
     a, dtype, ranks = model.architecture, model.config.params_dtype, group.tensor_parallel
+    visible = torch.cuda.device_count()
+    if visible < ranks.size:
+        # Each rank asks CUDA whether devices 0 to size - 1 reach each other, and fails where it does not have them.
+        raise ValueError(
+            f"this rank sees {visible} of the {ranks.size} GPUs of its engine, and TensorRT-LLM needs all: have each "
+            "rank see all GPUs of the node (srun without --gpus-per-task), or set "
+            "trainer.ppo.generation.engine=embedded"
+        )
     max_input_length = min(int(section.max_input_len), options["max_sequence_length"] - 1)
     shape = BuildShape(
         model=engine_model(a, str(section.model_type), dtype),
@@ -96,7 +104,7 @@ def _tensorrt_engine(
         max_seq_len=options["max_sequence_length"],
         tp_size=ranks.size,
         tp_rank=ranks.rank,
-        gpus_per_node=max(torch.cuda.device_count(), ranks.size),  # a task of srun may see only its own GPU
+        gpus_per_node=visible,
         group_index=group.index,
     )
     weights = EngineWeights(a, dtype=dtype, tp_size=ranks.size, tp_rank=ranks.rank)
