@@ -301,7 +301,7 @@ class HttpClient:
                 while chunk := response.raw.read1(_CHUNK_BYTES):  # what has arrived; `read` would wait for more
                     chunks.append(chunk)
                     if time.monotonic() > deadline:
-                        raise requests.ReadTimeout("the answer came too slowly")
+                        raise requests.ReadTimeout(_TooSlowError("the answer came too slowly"))
             except urllib3.exceptions.ReadTimeoutError as error:
                 raise requests.ReadTimeout(error) from error
             except urllib3.exceptions.HTTPError as error:
@@ -344,6 +344,14 @@ class _SendLimits:
         if remaining <= 0:
             raise TimeoutError
         return min(self.silence_s, remaining)
+
+
+class _TooSlowError(urllib3.exceptions.ReadTimeoutError):
+    """A limit of this module was exceeded; `_reason` gives the message as it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(None, None, message)  # type: ignore[arg-type]
+        self.message = message
 
 
 class _Peer:
@@ -421,8 +429,7 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
                     self.sock.settimeout(limits.wait_seconds())
                     super().send(view[start : start + _CHUNK_BYTES])
             except TimeoutError as error:
-                message = "the request was taken too slowly"
-                raise urllib3.exceptions.ReadTimeoutError(None, None, message) from error  # type: ignore[arg-type]
+                raise _TooSlowError("the request was taken too slowly") from error
 
     class Pool(urllib3.HTTPConnectionPool):
         ConnectionCls = Connection
@@ -455,8 +462,7 @@ def _challenge(connection: socket.socket, host: str, port: int, secret: str, lim
                 raise ConnectionResetError("it closed the connection")
             head += received
     except TimeoutError as error:
-        message = "the server did not prove in time that it knows the secret"
-        raise urllib3.exceptions.ReadTimeoutError(None, None, message) from error  # type: ignore[arg-type]
+        raise _TooSlowError("the server did not prove in time that it knows the secret") from error
     except OSError as error:
         raise UnprovenServerError(unproven(address, str(error))) from error
     head, _, more = head.partition(b"\r\n\r\n")
@@ -466,11 +472,14 @@ def _challenge(connection: socket.socket, host: str, port: int, secret: str, lim
 
 
 def _reason(error: requests.RequestException) -> str:
+    cause = error.args[0] if error.args else None
     if isinstance(error, requests.ConnectTimeout):
         return "connecting took too long"
     if isinstance(error, requests.Timeout):
-        return "the server was silent for too long"
-    text = str(error)
+        return cause.message if isinstance(cause, _TooSlowError) else "the server was silent for too long"
+    if isinstance(cause, urllib3.exceptions.MaxRetryError) and cause.reason is not None:
+        cause = cause.reason.__cause__ or cause.reason  # the plain OSError: urllib3's texts begin with host and URL
+    text = str(error if cause is None else cause)
     return "connection refused" if "refused" in text else f"connection failed ({text[:200]})"
 
 
