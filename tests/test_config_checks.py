@@ -331,6 +331,9 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "address with a port": (
         "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=node7:5556", ("critic.ip=node7:5556: give only a host name",),
     ),
+    "address with an empty part": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=.svc.cluster.local", ("critic.ip=.svc.cluster.local: give",),
+    ),
     "reward model's address": (
         "gpt_ppo_actor", 1,
         "remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.ip='\"a b\"' "
@@ -554,7 +557,7 @@ def test_names_of_checkpoints_and_hosts_that_are_possible(model: Path) -> None:
     filename = "exp_manager.checkpoint_callback_params.filename"
     for name in ("{step:05d}-{epoch}-{val_loss:.3f}", "a/{train_loss:8.2e}", "run.1", "{consumed_samples:,}"):
         assert problems(model, "training_rm", f"'{filename}=\"{name}\"'") == []
-    for host in ("localhost", "node-7.cluster", "10.0.0.7", "::1", "[fe80::1]", "7"):
+    for host in ("localhost", "node-7.cluster", "node_7.", "10.0.0.7", "::1", "[fe80::1]", "7"):
         assert problems(model, "gpt_ppo_actor", f"remote_critic_rm.critic.ip='\"{host}\"'") == []
 
 

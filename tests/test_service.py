@@ -45,6 +45,7 @@ from nemo_style_aligner.servers.client import CriticClient, SequenceConflictErro
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.servers.http_server import PlaceTakenError
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import ProtocolError
@@ -735,6 +736,15 @@ def test_a_port_in_use_is_named() -> None:
         keys = r"with trainer\.ppo\.port, or .* with trainer\.ppo\.host"
         with pytest.raises(OSError, match=rf"{port}.*choose a free port {keys}"):
             ModelServer(critic_endpoints(ModelLimits(), combined=True), http, DispatchSettings((8,)))
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "message"),
+    [("127.0.0.1", 70000, r"127.0.0.1:70000 \(ports are numbers up to"), ("node..7", 0, r"node\.\.7:0 \(no host name")],
+)
+def test_a_place_where_nothing_can_listen_is_an_error(host: str, port: int, message: str) -> None:
+    with pytest.raises(PlaceTakenError, match=message):
+        ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port, host), DispatchSettings((8,)))
 
 
 def test_an_absent_server_is_named_with_the_elapsed_time() -> None:

@@ -315,6 +315,8 @@ def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket
     if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_client`
         host = "127.0.0.1"
     try:
+        if not 0 <= port < 2**16:  # getaddrinfo would take its last 16 bits
+            raise OSError(errno.EINVAL, "ports are numbers up to 65535")
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -325,9 +327,10 @@ def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EINVAL, "no host name")
         where = f" with {section}.port, or another address of this machine with {section}.host" if section else ""
         raise PlaceTakenError(
-            error.errno, f"{name} cannot listen on {host}:{port} ({error.strerror}): choose a free port{where}"
+            number, f"{name} cannot listen on {host}:{port} ({reason}): choose a free port{where}"
         ) from error
     return listener
