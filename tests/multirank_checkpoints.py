@@ -43,7 +43,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepa
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy, SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
@@ -986,7 +986,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
             next(model.gpt.parameters()).data.view(-1)[3] = math.nan
         try:
             save(m, model, optimizer, 2)
-        except FloatingPointError as error:
+        except NonFiniteError as error:
             return str(error), sorted(os.listdir(folder))
 
     jobs = {

@@ -15,6 +15,7 @@ from nemo_style_aligner.algorithms.experience import (
     make_experience,
     why_nothing_is_learnt,
 )
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.servers.client import Scores
@@ -127,6 +128,7 @@ def test_stop_names_the_samples_and_their_prompts() -> None:
     assert "values of samples [3] (prompts [43])" in message
     assert "initial policy's log-probs of samples [4] (prompts [44])" in message
     assert "on_nonfinite=skip" in message
+    assert isinstance(error.value, UserError) and error.value.exit_status == 1  # the job prints no traceback
 
 
 def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:

@@ -44,6 +44,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
     snapshot,
     write_tensors,
 )
+from nemo_style_aligner.models.nonfinite import NonFiniteError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
@@ -92,7 +93,7 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
     """The contents of a checkpoint of the state as it is now.
 
     Raises:
-        FloatingPointError: weights or optimizer hold NaN or Inf.
+        NonFiniteError: weights or optimizer hold NaN or Inf.
         TypeError: ``trainer_state`` is not JSON.
     """
     state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
@@ -101,7 +102,7 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
         state["optimizer"] = optimizer_counters(optimizer)
         tensors |= optimizer_tensors(optimizer, model)
     if spoilt := nonfinite_tensors(tensors):
-        raise FloatingPointError(
+        raise NonFiniteError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
             "The earlier checkpoints are unaffected; resume from one of them, with a lower model.optim.lr"
         )

@@ -166,7 +166,7 @@ class CheckpointManager:
                 untouched.
             TypeError: ``trainer_state`` is not JSON.
             ValueError: ``filename`` has a format specification that does not fit its value.
-            FloatingPointError: weights or optimizer hold NaN or Inf; nothing is written.
+            NonFiniteError: weights or optimizer hold NaN or Inf; nothing is written.
         """
         started = time.monotonic()
         self.finish()
