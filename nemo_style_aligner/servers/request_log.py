@@ -3,8 +3,8 @@
 The id is the caller's ``X-Request-Id``, else the protocol's ``id``, else one made here; the answer carries
 it in ``X-Request-Id``.
 
-Commands (training, saving, restoring) and refusals are logged at INFO, answers that say the service is in trouble (5xx)
-at WARNING, inference and everything else at DEBUG. A 503 counts as a refusal: it only says that the service starts or
+Refusals are logged at INFO, answers that say the service is in trouble (5xx) at WARNING, everything else at DEBUG: what
+trains, saves or restores says so itself. A 503 counts as a refusal: it only says that the service starts or
 ends, which the service logs itself. Also at DEBUG are all answers to probes (health, readiness), because every rank of
 a job asks again and again while a model loads, and 429, which clients wait out and metrics count.
 
@@ -65,13 +65,12 @@ def log_requests(app: Flask) -> None:
         g.details = {}
         given = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
         g.request_id, g.is_own_id = given or uuid.uuid4().hex[:16], not given
-        g.level = logging.DEBUG
         g.is_probe = False
         g.is_stranger = False
 
     def end(response: Response) -> Response:
         response.headers[REQUEST_ID_HEADER] = g.request_id
-        level = logging.DEBUG if g.is_probe else max(g.level, _failure_level(response.status_code))
+        level = logging.DEBUG if g.is_probe else _level(response.status_code)
         is_refused_stranger = g.is_stranger and level > logging.DEBUG
         if is_refused_stranger:
             level = logging.DEBUG
@@ -124,15 +123,10 @@ def _cut(value: Any) -> Any:
     return f"{value[:_LONGEST]}... ({len(value)} characters)"
 
 
-def _failure_level(status: int) -> int:
+def _level(status: int) -> int:
     if status < 400 or status == 429:
         return logging.DEBUG
     return logging.INFO if status < 500 or status == 503 else logging.WARNING
-
-
-def raise_level(level: int) -> None:
-    """Log the current request at this level, or a higher one if it fails."""
-    g.level = level
 
 
 def usable_id(text: str) -> str:

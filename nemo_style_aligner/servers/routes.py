@@ -42,7 +42,7 @@ from nemo_style_aligner.servers.protocol import (
     encode_infer_response,
     is_int,
 )
-from nemo_style_aligner.servers.request_log import adopt_id, log_requests, mark_probe, note, raise_level
+from nemo_style_aligner.servers.request_log import adopt_id, log_requests, mark_probe, note
 from nemo_style_aligner.servers.statistics import ModelStatistics
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,6 @@ class _Routes:
 
     def infer(self, model: str, version: str = MODEL_VERSION) -> Response:
         endpoint = self._endpoint(model, version)
-        if not endpoint.batched:
-            raise_level(logging.INFO)  # commands are few and matter
         started = time.monotonic()
         status = 500
         job: Job | None = None
