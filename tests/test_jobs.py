@@ -233,11 +233,10 @@ def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[
     names = sorted(path.name for path in (log_dir / "checkpoints").iterdir())
     assert names[0].startswith("megatron_gpt-step=2-consumed_samples=32-ppo_optimization_step=4-epoch=0-val_rewards=")
     assert names[1:] == ["megatron_gpt_ppo_actor.nemo"]
-    for flag in ("model.megatron_amp_O2", "model.mcore_gpt", "offload_adam_states"):
+    for flag in ("model.megatron_amp_O2", "model.mcore_gpt"):
         assert flag in output, f"{flag} has no effect, and nobody says so"
     assert re.search(r"\d+ prompts, 16 per step: \d+ steps per epoch.*; max_steps=2 ends the run", output)
-    job, _, critic_log = tutorial_critic
-    assert "offload_adam_states has no effect on a CPU" in job.output()
+    _, _, critic_log = tutorial_critic
     assert (critic_log / "checkpoints").is_dir()  # the actor's save had the critic save first
     assert len(read_metrics(critic_log)["train/loss"]) >= 4  # two updates per step
     # On one clock: the critic trains between the end of the actor's rollouts and that of its wait for the critic.

@@ -147,10 +147,7 @@ class Optimizer:
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
         model.config.grad_scale_func = self.megatron.scale_loss
         self._offload: AdamOffload | None = None
-        if offload and device().type == "cpu":
-            if dist.get_rank() == 0:
-                logger.info("offload_adam_states has no effect on a CPU: the optimizer's states are in host memory")
-        elif offload:
+        if offload and device().type != "cpu":  # on a CPU they are in host memory anyway
             self._offload = AdamOffload(self.parts(), model.module)
 
     @property
