@@ -794,6 +794,11 @@ def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -
         result.stderr
     )
     assert "in quotes, inside those of the shell" in result.stderr and "hydra.cc" not in result.stderr
+    result = run(script, "trainer.devices", "=", "1")
+    assert result.stderr.startswith("error: trainer.devices is not a setting: write KEY=VALUE"), result.stderr
+    result = run(script, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
+    assert result.returncode == 2 and "multirun" not in result.stderr
+    assert result.stderr.startswith("error: model.optim.lr=1e-6,2e-6 gives several values: write a list"), result.stderr
 
 
 def test_asking_for_the_config_shows_it_and_runs_nothing(script: Path) -> None:
@@ -812,6 +817,9 @@ def test_help_says_what_the_script_is(script: Path, flag: str) -> None:
     assert must_be == ["pretrained_checkpoint.restore_from_path"]
     file = CONF_DIR / "gpt_ppo_critic.yaml"
     assert result.stdout.endswith(f"{file}:\n\n{file.read_text()}\n")  # with the comments
+    unread = f"{sys.executable} {script} {flag} | true; exit ${{PIPESTATUS[0]}}"  # as with `| head`
+    result = subprocess.run(["bash", "-c", unread], env=CLEAN, text=True, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
 
 
 def _ranks_of(supervisor: int) -> list[int]:

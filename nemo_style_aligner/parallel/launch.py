@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra.utils
-from hydra.errors import OverrideParseException
+from hydra.errors import ConfigCompositionException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
@@ -425,19 +425,45 @@ def _compose(name: str, description: str) -> DictConfig | None:
     register_resolvers()
     config_file(name)  # raises if there is none; hydra's error would not say what to do
     if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
-        print(_help(name, description))  # hydra's own has the bare values, without the comments
+        with _reader_may_leave():
+            print(_help(name, description))  # hydra's own has the bare values, without the comments
         return None
     _refuse_multirun(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
     sys.argv[1:] = prepare_overrides(sys.argv[1:])
     try:
-        hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+        with _reader_may_leave():
+            hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
     except OverrideParseException as error:
+        given = error.override.lstrip("+")
+        if "=" not in given:
+            raise ConfigError(f"{given} is not a setting: write KEY=VALUE, without spaces around the sign") from error
         raise ConfigError(
-            f"{error.override.lstrip('+')} cannot be read ({error.message.splitlines()[0]}): put a text value in "
-            "quotes, inside those of the shell: 'KEY=\"{a} b: c\"'"
+            f"{given} cannot be read ({error.message.splitlines()[0]}): put a text value in quotes, inside those of "
+            "the shell: 'KEY=\"{a} b: c\"'"
+        ) from error
+    except ConfigCompositionException as error:
+        several = re.match(r"Ambiguous value for argument '\+*(.*)'", str(error))
+        if several is None:
+            raise
+        # Hydra would recommend its multirun.
+        raise ConfigError(
+            f"{several[1]} gives several values: write a list as KEY=[A,B] and a text value in quotes, inside those of "
+            "the shell: 'KEY=\"A,B\"'. To try one value after the other, start a run for each"
         ) from error
     return complete_config(composed[0], name) if composed else None
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Let whatever reads what is printed here (``| head``, a pager) end before it has read all of it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # for what is still buffered, which Python would write at its end
+        os.close(null)
 
 
 def _help(name: str, description: str) -> str:
