@@ -85,7 +85,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
 
 def _parse(path: Path, number: int, raw: bytes) -> Record:
     try:
-        fields = json.loads(raw.decode())
+        fields = json.loads(raw.decode().rstrip("\r\n"))  # else the place after its end is column 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
