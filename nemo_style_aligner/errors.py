@@ -21,5 +21,11 @@ class NotWrittenError(UserError, OSError):
     exit_status = 1
 
 
+class NonFiniteError(UserError, FloatingPointError):
+    """NaN or Inf that the run does not tolerate. The message names the samples or tensors; nothing was applied."""
+
+    exit_status = 1
+
+
 class OtherRankError(OSError):
     """Something failed on another rank; the message says on which, and why."""

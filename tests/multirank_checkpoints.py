@@ -41,9 +41,10 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors, stored_shapes
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching

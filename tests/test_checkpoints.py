@@ -49,8 +49,9 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.nonfinite import NonFiniteError, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process

@@ -34,6 +34,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
@@ -49,7 +50,7 @@ from nemo_style_aligner.models.kept_passes import KeepChoice, activation_bytes, 
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
-from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step

@@ -15,8 +15,8 @@ from nemo_style_aligner.algorithms.experience import (
     make_experience,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.nonfinite import STOP, NonFiniteError, NonFinitePolicy
+from nemo_style_aligner.errors import NonFiniteError, UserError
+from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.servers.client import Scores
 

@@ -44,7 +44,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
     snapshot,
     write_tensors,
 )
-from nemo_style_aligner.models.nonfinite import NonFiniteError
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 

@@ -168,7 +168,7 @@ class GenerationEngine(abc.ABC):
             ValueError: a request is empty, too long or holds ids outside the vocabulary.
             RuntimeError: the engine is unloaded or has no complete weights, or weights that it views have changed
                 since the refit.
-            FloatingPointError: the model's logits are not finite.
+            NonFiniteError: the model's logits are not finite.
         """
 
     @abc.abstractmethod

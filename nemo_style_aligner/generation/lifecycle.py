@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -173,9 +174,9 @@ class EngineLifecycle(GenerationEngine):
         """Raise ValueError if this engine cannot serve the request."""
         request.check(sampling, self._max_sequence_length, self._vocab_size)
 
-    def _diverged(self, request: GenerationRequest, num_tokens: int) -> FloatingPointError:
+    def _diverged(self, request: GenerationRequest, num_tokens: int) -> NonFiniteError:
         """The error to raise when the logits after ``num_tokens`` response tokens are NaN or infinite."""
-        return FloatingPointError(
+        return NonFiniteError(
             f"request {request.request_id}: logits at response token {num_tokens} are not finite with weights of "
             f"version {self._weight_version}; the weights have diverged"
         )

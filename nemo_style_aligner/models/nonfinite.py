@@ -5,20 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
 Action = Literal["stop", "skip"]
-
-
-class NonFiniteError(UserError, FloatingPointError):
-    """NaN or Inf that the run does not tolerate. The message names the samples or tensors; nothing was applied."""
-
-    exit_status: ClassVar[int] = 1
 
 
 @dataclasses.dataclass(frozen=True)

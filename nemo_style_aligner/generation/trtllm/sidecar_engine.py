@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.engine import (
     FinishReason,
     GenerationRequest,
@@ -207,7 +208,7 @@ class SidecarEngine(EngineLifecycle):
                 f"{request.limit(sampling)} tokens without a stop token or string"
             )
         if not all(map(math.isfinite, logprobs[:length])):
-            raise FloatingPointError(f"request {request.request_id}: TensorRT-LLM gave log-probs that are not finite")
+            raise NonFiniteError(f"request {request.request_id}: TensorRT-LLM gave log-probs that are not finite")
         self._statistics.generated_tokens += length
         self._statistics.prefill_tokens += len(request.prompt_token_ids)
         return GenerationResult(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.engine import (
     FinishReason,
     GenerationRequest,
@@ -75,7 +76,7 @@ class StepSampler:
             the output of the next step, and then passes the processor what it returned now.
 
         Raises:
-            FloatingPointError: the logits of a response are not finite.
+            NonFiniteError: the logits of a response are not finite.
         """
         chosen = self._choose(scores.reshape(len(self._requests), -1)[:, : self._vocab_size], step)
         scores.fill_(torch.finfo(scores.dtype).min)
@@ -114,7 +115,7 @@ class StepSampler:
         alive = [row for row, reason in enumerate(self._reasons) if reason is None]
         if not bool(logits[alive].isfinite().all()):
             broken = [self._requests[row].request_id for row in alive if not bool(logits[row].isfinite().all())]
-            raise FloatingPointError(f"the logits of requests {broken} are not finite at token {step}")
+            raise NonFiniteError(f"the logits of requests {broken} are not finite at token {step}")
         made = torch.full((len(self._requests),), step, dtype=torch.int64, device=where)
         rows = SamplingRows(
             self._keys.to(where), made, made < self._sampling.min_new_tokens, self._seen_ids(logits)
