@@ -178,7 +178,8 @@ class EngineLifecycle(GenerationEngine):
         """The error to raise when the logits after ``num_tokens`` response tokens are NaN or infinite."""
         return NonFiniteError(
             f"request {request.request_id}: logits at response token {num_tokens} are not finite with weights of "
-            f"version {self._weight_version}; the weights have diverged"
+            f"version {self._weight_version}: the weights have diverged. Go back to an earlier checkpoint, and train "
+            "with a lower model.optim.lr"
         )
 
     def _require_weights(self) -> None:

@@ -1,0 +1,120 @@
+"""The config that the command line of an entry script makes, by hydra; ``--help`` in place of hydra's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+import hydra
+from hydra.errors import ConfigCompositionException, OverrideParseException
+from omegaconf import DictConfig
+
+from nemo_style_aligner.config import (
+    CONF_DIR,
+    ConfigError,
+    complete_config,
+    config_file,
+    prepare_overrides,
+    register_resolvers,
+    required_keys,
+)
+
+_HELP = """{description}
+
+Any key of the config can be set on the command line (trainer.devices=2). These must be:
+
+{required}
+
+"--cfg job" shows the config that a command line makes. The keys, what they mean and their defaults, from
+{path}:
+
+{content}"""
+"""What ``--help`` says."""
+
+
+def compose(name: str, description: str) -> DictConfig | None:
+    """The config of this command line; None if that only asked for information (``--help``, ``--cfg job``).
+
+    Args:
+        name: of the config in ``conf/``.
+        description: the entry script's docstring, with which ``--help`` begins.
+
+    Raises:
+        ConfigError: the command line cannot be read, or asks for several runs.
+    """
+    composed: list[DictConfig] = []
+
+    def take(cfg: DictConfig) -> None:
+        composed.append(cfg)
+
+    register_resolvers()
+    config_file(name)  # raises if there is none; hydra's error would not say what to do
+    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        with _reader_may_leave():
+            print(_help(name, description))  # hydra's own has the bare values, without the comments
+        return None
+    _refuse_multirun(sys.argv[1:])
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
+    sys.argv[1:] = prepare_overrides(sys.argv[1:])
+    try:
+        with _reader_may_leave():
+            hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+    except OverrideParseException as error:
+        given = error.override.lstrip("+")
+        if "=" not in given:
+            raise ConfigError(f"{given} is not a setting: write KEY=VALUE, without spaces around the sign") from error
+        raise ConfigError(
+            f"{given} cannot be read ({error.message.splitlines()[0]}): put a text value in quotes, inside those of "
+            "the shell: 'KEY=\"{a} b: c\"'"
+        ) from error
+    except ConfigCompositionException as error:
+        several = re.match(r"Ambiguous value for argument '\+*(.*)'", str(error))
+        if several is None:
+            raise
+        # Hydra would recommend its multirun.
+        raise ConfigError(
+            f"{several[1]} gives several values: write a list as KEY=[A,B] and a text value in quotes, inside those of "
+            "the shell: 'KEY=\"A,B\"'. To try one value after the other, start a run for each"
+        ) from error
+    return complete_config(composed[0], name) if composed else None
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Let whatever reads what is printed here (``| head``, a pager) end before it has read all of it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # for what is still buffered, which Python would write at its end
+        os.close(null)
+
+
+def _help(name: str, description: str) -> str:
+    path = config_file(name)
+    return _HELP.format(
+        description=description.strip(),
+        required="\n".join(f"    {key}" for key in required_keys(name)),
+        path=path,
+        content=path.read_text(encoding="utf-8"),
+    )
+
+
+def _refuse_multirun(arguments: Sequence[str]) -> None:
+    """Refuse hydra's multirun: it would run job after job in this process, but ranks meet once and end with their job.
+
+    Raises:
+        ConfigError: the command line asks for multirun.
+    """
+    for argument in arguments:
+        is_flag = argument == "-m" or (len(argument) > 2 and "--multirun".startswith(argument))  # argparse's shortened
+        if is_flag or re.fullmatch(r"\+{0,2}hydra\.mode=.*MULTIRUN.*", argument):
+            raise ConfigError(
+                f"{argument}: hydra's multirun does not work for jobs that have ranks. Start each run by itself, in a "
+                "log directory of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
+                "exp_manager.explicit_log_dir=results/lr_$lr; done"
+            )
