@@ -210,6 +210,7 @@ class FakeTensorRT:
     def _build(self, model: Any, build_config: Any) -> Any:
         engine = object.__new__(self.standins.modules["tensorrt_llm.builder"].Engine)  # type: ignore[attr-defined]
         engine.engine, engine.tensors = b"plan", {name: tensor.clone() for name, tensor in model.tensors.items()}
+        Path(getattr(build_config, "output_timing_cache", "model.cache")).touch()
         return engine
 
     def _from_dir(self, cls: type, engine_dir: str, rank: int) -> Any:
@@ -445,7 +446,9 @@ def test_a_tied_engine_may_lack_the_output_layer(monkeypatch: pytest.MonkeyPatch
 
 def test_unload_and_reload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, greedy = hf_model(), SamplingParams(max_new_tokens=4, use_greedy=True)
+    monkeypatch.chdir(tmp_path)
     engine, fake = _engine(monkeypatch, engine_dir=tmp_path / "engines")
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]  # nothing is written elsewhere
     assert json.loads((tmp_path / "engines" / "group0" / "constants_rank0.json").read_text()) == [CONSTANT]
     engine.refit(weights_of(model).items(), version=0)
     before = [r.token_ids for r in engine.generate(ragged_requests(2, 10), greedy)]

@@ -99,6 +99,7 @@ class TensorRTLibrary:
             max_beam_width=1,
             max_num_tokens=shape.max_batch_size * shape.max_input_len,  # all prompts of a batch at once
             use_refit=True,
+            output_timing_cache=str(engine_dir / "timing.cache"),  # else in the directory in which the job was started
             plugin_config=plugins,
         )
         # Tables that TensorRT-LLM computes from the config (rotary embeddings) are refittable like weights; nobody
