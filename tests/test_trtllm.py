@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import inspect
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +18,12 @@ import torch
 import trtllm_standins
 from generation_models import architecture, hf_model, weights_of
 from omegaconf import DictConfig, OmegaConf
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
 from trtllm_standins import MANIFEST, Standins, differences, signature_of
 
 from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.trtllm import construct, versions
+from nemo_style_aligner.generation.trtllm import construct, streams, versions
 from nemo_style_aligner.generation.trtllm.streams import buckets
 from nemo_style_aligner.generation.trtllm.versions import (
     Backend,
@@ -168,6 +172,25 @@ def test_buckets_keep_order_and_bounds() -> None:
     assert [[name for name, _ in bucket] for bucket in found] == [["0", "1", "2"], ["3"], ["4", "5"]]
     assert list(buckets(iter(()), 32)) == []
     assert all(tensor is stream[int(name)][1] for bucket in found for name, tensor in bucket)  # no copies
+
+
+def test_handles_are_those_that_every_version_of_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch of TensorRT-LLM refuses a later version than its own, but takes a handle without a version."""
+    plain = bytes(range(64))
+    given = {64: plain, 65: b"\x02c" + plain, 66: b"\x03c" + plain, 67: b"\x03e" + plain}
+
+    def reduced(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        handle = given[len(tensor)]
+        middle = (torch.storage.TypedStorage, tensor.dtype, 0, handle, 256, 512, False, b"counter", 0, b"event", True)
+        return rebuild_cuda_tensor, (torch.Tensor, tensor.size(), tensor.stride(), 0, *middle)
+
+    monkeypatch.setattr(streams, "reduce_tensor", reduced)
+    encoded = streams.ipc_handles([(str(size), torch.zeros(size)) for size in given])
+    found = pickle.loads(base64.b64decode(encoded))
+    assert [(name, function) for name, (function, _) in found] == [(str(size), rebuild_cuda_tensor) for size in given]
+    assert [arguments[7] for _, (_, arguments) in found] == [plain, plain, plain, given[67]]
+    assert all(arguments[8:] == reduced(torch.zeros(64))[1][8:] for _, (_, arguments) in found)
+    assert inspect.getfullargspec(rebuild_cuda_tensor).args[7] == "storage_handle"
 
 
 def test_a_checked_stream_is_lazy_and_complete() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
@@ -12,6 +13,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from nemo_style_aligner.generation.engine import WeightStream
 
 Bucket = list[tuple[str, torch.Tensor]]
+
+_HANDLE = 7  # which of the arguments of torch's `rebuild_cuda_tensor` is the memory's handle
+_HANDLE_BYTES = 64  # of CUDA's own handle
 
 
 def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
@@ -37,5 +41,17 @@ def ipc_handles(bucket: Bucket) -> str:
     Pass copies, and drop them afterwards: each time a tensor is shared, torch wraps its storage once more, and it
     frees the wrappers only with the storage itself, which for a model's parameters is never.
     """
-    handles = [(name, reduce_tensor(tensor.detach())) for name, tensor in bucket]
+    handles = [(name, _of_any_version(*reduce_tensor(tensor.detach()))) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
+
+
+def _of_any_version(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A tensor's handle in the form that all versions of torch read: CUDA's own, without torch's two bytes before it.
+
+    The first of these is a version, the second the kind of memory. torch refuses versions that it does not know: the
+    torch 2.11 of TensorRT-LLM 1.3 refuses torch 2.13's, whose handles are the same otherwise.
+    """
+    handle = arguments[_HANDLE]
+    if len(handle) == 2 + _HANDLE_BYTES and handle[1:2] == b"c":  # by cudaMalloc
+        arguments = (*arguments[:_HANDLE], handle[2:], *arguments[_HANDLE + 1 :])
+    return function, arguments
