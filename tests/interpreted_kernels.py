@@ -69,10 +69,10 @@ def responses() -> list[GenerationResult]:
     """Of prompts that share pages, are cut into chunks, and enter while others decode."""
     draw = random.Random(3)
     common = [draw.randrange(2, VOCAB) for _ in range(20)]
-    prompts = [common[: draw.choice((0, 17, 20))] + [draw.randrange(2, VOCAB)] * draw.randint(1, 30) for _ in range(6)]
+    prompts = [common[: draw.choice((0, 17, 20))] + [draw.randrange(2, VOCAB)] * draw.randint(1, 20) for _ in range(5)]
     engine = engine_for(model=model, step="torch", prefill_chunk_tokens=11, prefill_share=1.0)
     requests = [GenerationRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
-    return sorted(engine.generate(requests, SamplingParams(max_new_tokens=6, seed=2)), key=lambda r: r.request_id)
+    return sorted(engine.generate(requests, SamplingParams(max_new_tokens=3, seed=2)), key=lambda r: r.request_id)
 
 
 model = hf_model()
