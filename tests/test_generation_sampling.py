@@ -167,6 +167,22 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
+def test_bits_do_not_depend_on_the_other_rows() -> None:
+    torch.manual_seed(4)
+    logits = 3 * torch.randn(12, 100_000)
+    params, rows = SamplingParams(max_new_tokens=1, top_k=50), _rows(12)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)  # among which torch divides a long sum
+    try:
+        tokens, logprobs = sample(logits, params, rows)
+        for i in range(12):
+            alone = SamplingRows(rows.keys[i : i + 1], rows.positions[i : i + 1])
+            token, logprob = sample(logits[i : i + 1], params, alone)
+            assert token == tokens[i] and logprob == logprobs[i]
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---- stopping -----------------------------------------------------------------------------------
 
 

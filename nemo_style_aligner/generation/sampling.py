@@ -75,7 +75,7 @@ def sample(
     scores = _apply_constraints(logits, params, rows, stop_ids)
     if params.use_greedy:
         tokens = scores[:, :vocab_limit].argmax(dim=-1)
-        normalizer = torch.logsumexp(scaled, dim=-1)
+        normalizer = _logsumexp(scaled)
     else:
         # Without constraints, tokens are sampled from the logits whose log-probs are reported: divide them only once.
         unconstrained = scores is logits
@@ -89,7 +89,7 @@ def sample(
             if possible.shape != scaled.shape:
                 normalizer = torch.logaddexp(normalizer, scaled[:, vocab_limit:].logsumexp(dim=-1))
         else:
-            normalizer = torch.logsumexp(scaled, dim=-1)
+            normalizer = _logsumexp(scaled)
         tokens = _inverse_cdf(weights, uniform(rows.keys, rows.positions))
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - normalizer
@@ -134,7 +134,7 @@ def _apply_constraints(
 def _top_p_threshold(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """The lowest score, [b, 1], that top-p keeps in each row of ``scores`` [b, v]."""
     vocab = scores.shape[-1]
-    normalizer = torch.logsumexp(scores, dim=-1, keepdim=True)
+    normalizer = _logsumexp(scores)[:, None]
     values = torch.topk(scores, min(_TOP_P_CANDIDATES, vocab), dim=-1).values
     lowest, mass = _lowest_kept(values, normalizer, top_p)
     is_flat = mass < top_p
@@ -142,6 +142,14 @@ def _top_p_threshold(scores: torch.Tensor, top_p: float) -> torch.Tensor:
         values = torch.sort(scores[is_flat], dim=-1, descending=True).values
         lowest[is_flat] = _lowest_kept(values, normalizer[is_flat], top_p)[0]
     return lowest
+
+
+def _logsumexp(scores: torch.Tensor) -> torch.Tensor:
+    """Of each row of ``scores`` [b, v]: [b], with the same bits whatever the other rows are."""
+    if len(scores) > 1:
+        return torch.logsumexp(scores, dim=-1)
+    # A row alone would be summed in pieces, one for each of torch's threads, and so be rounded otherwise.
+    return torch.logsumexp(scores.expand(2, -1), dim=-1)[:1]
 
 
 def _lowest_kept(values: torch.Tensor, normalizer: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
