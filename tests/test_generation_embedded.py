@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -200,6 +201,8 @@ def test_request_errors_name_the_request(prompt: list[int], message: str) -> Non
         {"max_new_tokens": 0},
         {"max_new_tokens": 4, "min_new_tokens": 5},
         {"max_new_tokens": 4, "temperature": 0.0},
+        {"max_new_tokens": 4, "temperature": math.inf},
+        {"max_new_tokens": 4, "temperature": 1e-30},
         {"max_new_tokens": 4, "top_k": -1},
         {"max_new_tokens": 4, "top_p": 0.0},
         {"max_new_tokens": 4, "repetition_penalty": 0.0},

@@ -20,6 +20,9 @@ WeightStream = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, full unsharded tensor), in a fixed order, each name once."""
 
 
+_TEMPERATURES = (1e-20, 1e20)  # logits divided by others may leave the range of float32
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a response ends; one set for all requests of a `generate` call.
@@ -48,6 +51,8 @@ class SamplingParams:
             )
         if not self.use_greedy and not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}; for argmax set use_greedy=True")
+        if not self.use_greedy and not _TEMPERATURES[0] <= self.temperature <= _TEMPERATURES[1]:
+            raise ValueError(f"temperature must lie in {list(_TEMPERATURES)}, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
