@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+LARGEST_SEED = 2**31 - 1
+"""Of those that users give, from 0 on. NumPy takes up to 2^32 - 1; pipeline stages add to it."""
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from a run's seed and the names or numbers of what it is used for.

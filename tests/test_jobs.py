@@ -9,9 +9,11 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ import pytest
 import torch
 from conftest import Artefacts
 from job_processes import (
+    SCRIPTS,
     Job,
     critic_service,
     mpirun,
@@ -492,6 +495,34 @@ def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: st
     job = Job(script("init_gpt.py", *command, *mistake.split()), tmp_path / "log")
     assert job.wait(TIMEOUT) == 2 and "init_gpt.py: error: " in job.output().splitlines()[-1], job.describe()
     assert not (tmp_path / "base.nemo").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "message"),
+    [
+        ("init_gpt.py", "--seed=-1", "--seed -1: must lie in [0, 2147483647]"),
+        ("evaluate_gpt.py", "--seed=-1", "--seed -1: must lie in [0, 2147483647]"),
+        ("evaluate_gpt.py", "--temperature=inf", "temperature must lie in [1e-20, 1e+20], got inf"),
+        ("evaluate_gpt.py", "--end-strings=", "stop_strings holds an empty string"),
+    ],
+)
+def test_options_out_of_range_are_refused_in_a_line(
+    name: str,
+    mistake: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train_character_tokenizer("abc", tmp_path)
+    given = {
+        "init_gpt.py": [f"--tokenizer={tmp_path}"],
+        "evaluate_gpt.py": [f"--model={tmp_path}", f"--prompts={__file__}", "--max-length=8"],
+    }
+    monkeypatch.setattr(sys, "argv", [name, *given[name], f"--output={tmp_path / 'output'}", mistake])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    assert f"{name}: error: {message}" in capsys.readouterr().err
 
 
 def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp_path: Path) -> None:

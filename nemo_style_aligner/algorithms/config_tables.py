@@ -19,6 +19,7 @@ from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
+from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 
 
@@ -60,7 +61,7 @@ _SHARE = Range(0, 1)
 _SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
 _SHARE_BELOW_1 = Range(0, 1, high_excluded=True)
 _PORT = Range(0, 65535)
-_SEED = Range(0, 2**31 - 1)  # NumPy takes up to 2^32 - 1; pipeline stages add to it
+_SEED = Range(0, LARGEST_SEED)
 
 RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.num_nodes", _COUNT),

@@ -16,6 +16,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.wording import unescaped
 
 
@@ -75,6 +76,8 @@ def main() -> None:
             parser.error(f"{option} {number}: give at least 1")
     if not args.temperature > 0:
         parser.error(f"--temperature {args.temperature}: must be above 0; use --greedy for the most likely tokens")
+    if not 0 <= args.seed <= LARGEST_SEED:
+        parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -85,13 +88,17 @@ def main() -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    sampling = SamplingParams(
-        max_new_tokens=args.max_length or default_max_length(args.model),
-        use_greedy=args.greedy,
-        temperature=args.temperature,
-        stop_strings=tuple(map(unescaped, args.end_strings)),
-        seed=args.seed,
-    )
+    max_length = args.max_length or default_max_length(args.model)
+    try:
+        sampling = SamplingParams(
+            max_new_tokens=max_length,
+            use_greedy=args.greedy,
+            temperature=args.temperature,
+            stop_strings=tuple(map(unescaped, args.end_strings)),
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if args.reward_model is not None:
         require_same_tokenizer(args.model, args.reward_model)
         require_reward_head(args.reward_model)

@@ -17,6 +17,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.data.tokenizer import tokenizer_argument
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.seeds import LARGEST_SEED
 
 
 def main() -> None:
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234, help="random seed of the weights (default: %(default)s)")
     args = parser.parse_args()
 
+    if not 0 <= args.seed <= LARGEST_SEED:
+        parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     try:
         architecture = ModelArchitecture(
             num_layers=args.num_layers,
