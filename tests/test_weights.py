@@ -22,7 +22,7 @@ from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, load_nemo_weights, save_nemo
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -447,6 +447,41 @@ def test_a_tokenizers_files_are_copied_whole(tmp_path: Path) -> None:
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
     assert names > {"additional_chat_templates/tool_use.jinja", "tekken.json", "generation_config.json"}
     assert "tokenizer.json" in names and "model.safetensors" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("tokenizer.json", None, r"DIR: transformers cannot load this tokenizer"),
+        ("tokenizer.json", "version of git-lfs", r"DIR: transformers cannot load this tokenizer"),
+        ("tokenizer_config.json", "[]", r"DIR/tokenizer_config\.json cannot be read"),
+        ("generation_config.json", "{", r"generation_config\.json cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named_by_its_directory(
+    name: str, content: str | None, complaint: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "in"
+    random_hf_model(FAMILIES["llama"]()).save_pretrained(directory)
+    tiny_tokenizer(directory)
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_text(content)
+    with pytest.raises(TokenizerError, match=complaint.replace("DIR", str(directory))):
+        hf_to_nemo(directory, tmp_path / "model.nemo", torch.bfloat16)
+
+
+def test_a_tokenizers_own_code_is_neither_needed_nor_asked_about(tmp_path: Path) -> None:
+    """`auto_map` in tokenizer_config.json, beside a tokenizer.json."""
+    tiny_tokenizer(tmp_path / "in")
+    file = tmp_path / "in" / "tokenizer_config.json"
+    custom = {"tokenizer_class": "OtherTokenizer", "auto_map": {"AutoTokenizer": ["code.OtherTokenizer", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | custom))
+    (tmp_path / "in" / "code.py").write_text("raise SystemExit")
+    assert load_tokenizer(tmp_path / "in").eos_id == 98
+    write_checkpoint(tmp_path / "out", TINY, iter(random_source(TINY).items()), tokenizer_dir=tmp_path / "in")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 98
 
 
 @pytest.mark.parametrize("classifier", [False, True])

@@ -31,7 +31,7 @@ from nemo_style_aligner.errors import UserError
 logger = logging.getLogger(__name__)
 
 # A warning of transformers 4: a tokenizer.json is loaded as it is, whatever class its config names; see
-# `_load_hugging_face`.
+# `load_for_transformers`.
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
     lambda record: "tokenizer class you load" not in record.getMessage()
 )
@@ -464,21 +464,31 @@ def _stored_backend(directory: Path) -> str | None:
         raise TokenizerError(f"{file} cannot be read: {error}") from error
 
 
-def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
-    """Load a ``tokenizer.json`` as it is: the classes of transformers 5 keep only its vocabulary and merges."""
+def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:
+    """Load a ``tokenizer.json`` as it is: the classes of transformers 5 keep only its vocabulary and merges.
+
+    Code in the directory (``auto_map``) is not executed.
+
+    Raises:
+        TokenizerError: transformers cannot load it.
+    """
     as_it_is = transformers.PreTrainedTokenizerFast
     whole = (directory / "tokenizer.json").is_file()
+    options = {"local_files_only": True, "trust_remote_code": False}  # unset, the latter asks on the terminal
     try:
-        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(
-            str(directory), local_files_only=True
-        )
+        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
         if loaded.eos_token is None:  # old files leave special tokens to the class that they name
-            named = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
             for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
                 token = getattr(named, name)
                 if token in loaded.get_vocab() and getattr(loaded, name) is None:
                     setattr(loaded, name, token)
     except Exception as error:
         raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
+    return loaded
+
+
+def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
+    loaded = load_for_transformers(directory)
     files = {name: file.read_bytes() for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
     return HuggingFaceTokenizer(loaded, files)

@@ -33,7 +33,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     save_nemo,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
-from nemo_style_aligner.data.tokenizer import load_tokenizer
+from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import portable_config
@@ -125,7 +125,10 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
     source = HuggingFaceCheckpoint(input_dir)
     with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
         copy_tokenizer_files(input_dir, folder)
-        load_tokenizer(folder)  # fails now rather than in the first job that uses the archive
+        try:
+            _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
+        except TokenizerError as error:
+            raise TokenizerError(str(error).replace(folder, str(input_dir))) from error
         _import_and_save(architecture, source, output, dtype, Path(folder), source.num_attributes)
     return architecture
 

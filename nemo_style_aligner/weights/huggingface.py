@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
-from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, tokenizer_files
+from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,10 @@ def write_checkpoint(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     dtype = _write_shards(work, weights, max_shard_bytes)
-    token_ids = copy_tokenizer_files(tokenizer_dir, work) if tokenizer_dir else {}
+    token_ids = {}
+    if tokenizer_dir:
+        copy_tokenizer_files(tokenizer_dir, work)
+        token_ids = _token_ids(work)
     if num_attributes and token_ids:
         token_ids["pad_token_id"] = _pad_not_by_eos(work, architecture.vocab_size)
     elif (token_ids.get("pad_token_id") or 0) >= architecture.vocab_size:
@@ -375,23 +378,23 @@ def require_empty(directory: Path) -> None:
         raise FileExistsError(f"{directory} is not empty: choose another directory or remove it")
 
 
-def copy_tokenizer_files(source: str | Path, target: str | Path) -> dict[str, int | None]:
-    """Copy a directory's tokenizer files and its generation config, if any.
-
-    Returns:
-        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` of the tokenizer; empty if ``source`` has no
-        tokenizer_config.json (a bare sentencepiece model).
-    """
+def copy_tokenizer_files(source: str | Path, target: str | Path) -> None:
+    """Copy a directory's tokenizer files and its generation config, if any."""
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
     for name, file in tokenizer_files(source).items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / name)
-    if not (target / "tokenizer_config.json").is_file():
-        return {}
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+
+def _token_ids(directory: Path) -> dict[str, int | None]:
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` of a directory's tokenizer.
+
+    Empty if the directory has no tokenizer_config.json (a bare sentencepiece model).
+    """
+    if not (directory / "tokenizer_config.json").is_file():
+        return {}
+    tokenizer = load_for_transformers(directory)
     return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
 
 
@@ -402,9 +405,7 @@ def _pad_not_by_eos(directory: Path, vocab_size: int) -> int | None:
     padding. Where it does, or the padding token is none of the model's ``vocab_size``, the first of these takes its
     place: a special token with "pad" in its name, BOS, the unknown token.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_for_transformers(directory)
     if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id) and tokenizer.pad_token_id < vocab_size:
         return tokenizer.pad_token_id
     added = tokenizer.added_tokens_decoder.items()
