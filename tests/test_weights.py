@@ -199,6 +199,23 @@ def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(
     assert not (tmp_path / "broken").exists()
 
 
+def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "out", TINY, iter(random_source(TINY).items()))
+    file = tmp_path / "out" / "model.safetensors"
+    whole = file.read_bytes()
+    for content, complaint in (
+        (whole[:-100], "copy it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a pointer .*git lfs pull"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"model\.safetensors is not a whole safetensors file: .*{complaint}"):
+            HuggingFaceCheckpoint(tmp_path / "out")
+    for content in ("{", "{}", "[]"):
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"index\.json is not an index of safetensors files"):
+            HuggingFaceCheckpoint(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

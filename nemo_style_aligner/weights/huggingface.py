@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
+_GIT_LFS = b"version https://git-lfs"  # how a file begins that git has cloned without its LFS extension
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
 
@@ -274,20 +275,18 @@ class HuggingFaceCheckpoint:
 
     Raises:
         FileNotFoundError: no safetensors, or a file the index names is not there.
+        ValueError: one of these, or the index, cannot be read.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         index = self.directory / INDEX_NAME
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            files = ["model.safetensors"]
+        files = _indexed_files(index) if index.is_file() else ["model.safetensors"]
         missing = [name for name in files if not (self.directory / name).is_file()]
         if missing:
             hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
             raise FileNotFoundError(f"{self.directory} lacks {', '.join(missing)}{hint}")
-        self._files = [safe_open(self.directory / name, framework="pt", device="cpu") for name in files]
+        self._files = [_open_safetensors(self.directory / name) for name in files]
         self._file_of = {
             name: file
             for file in self._files
@@ -309,6 +308,23 @@ class HuggingFaceCheckpoint:
         """Outputs of the reward head: 0 for a language model."""
         shape = self.shapes().get("score.weight")
         return shape[0] if shape else 0
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+
+
+def _open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(_GIT_LFS)) == _GIT_LFS
+        hint = "only a pointer to the file; fetch it with `git lfs pull`" if is_pointer else f"{error}; copy it again"
+        raise ValueError(f"{file} is not a whole safetensors file: {hint}") from error
 
 
 # ---- weights out ----------------------------------------------------------------------------------
