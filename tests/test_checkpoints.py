@@ -173,6 +173,9 @@ def test_what_nemos_converters_put_in_is_not_taken_for_a_tokenizer(tmp_path: Pat
         load_nemo_tokenizer(
             archive(vocabulary, library="megatron", type="GPT2BPETokenizer", vocab_file="nemo:ab_vocab.json")
         )
+    more = {"special_tokens": None, "additional_special_tokens": ["<extra_id_1>"]}
+    with pytest.raises(TokenizerError, match=r"tokenizer\.additional_special_tokens=\['<extra_id_1>'\].*unpack it"):
+        load_nemo_tokenizer(archive({"ab.model": ""}, library="sentencepiece", model="nemo:ab.model", **more))
 
 
 def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -404,6 +404,12 @@ def _refuse_foreign_tokenizers(path: Path, section: Mapping[str, Any]) -> None:
     if library == "tiktoken" or (library == "megatron" and str(kind).startswith("GPT2BPE")):
         name = library if library == "tiktoken" else f"{library} {kind}"
         raise TokenizerError(f"{path}: tokenizers of the library {name} are not supported; {_WHAT_TO_DO}")
+    for key in ("special_tokens", "additional_special_tokens"):  # which NeMo adds to those of the tokenizer's file
+        if section.get(key):
+            raise TokenizerError(
+                f"{path}: tokenizer.{key}={section[key]} in its config is not supported: these tokens would be read as "
+                f"text; {_WHAT_TO_DO}, with these tokens in them"
+            )
 
 
 def _tokenizer_of_file(file: Path) -> Path | None:
