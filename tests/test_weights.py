@@ -190,6 +190,14 @@ def test_checkpoint_is_written_in_shards_and_whole_or_not_at_all(
     assert sorted(synced[:-1]) == [str(work), *(str(work / name) for name in sorted(os.listdir(tmp_path / "again")))]
     assert synced[-1] == str(tmp_path)
 
+    inside = tmp_path / "existing" / ".existing.incomplete"
+    inside.mkdir(parents=True)  # left behind by a conversion that was killed
+    (tmp_path / "link").symlink_to(tmp_path / "existing")
+    number = (tmp_path / "existing").stat().st_ino
+    write_checkpoint(tmp_path / "link", TINY, iter(weights.items()))  # not replaced: it may be a mount point
+    assert os.listdir(tmp_path / "link") and not inside.exists() and (tmp_path / "existing").stat().st_ino == number
+    assert HuggingFaceCheckpoint(tmp_path / "existing").shapes() == shapes
+
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "model.embed_tokens.weight", torch.zeros(2, 2)
         raise RuntimeError("lost a rank")

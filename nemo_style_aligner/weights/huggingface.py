@@ -341,7 +341,9 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory that transformers loads. At most one shard is held in memory.
 
-    The directory is written under a temporary name beside ``directory``, and renamed when it is complete and on disk.
+    A new directory is written under a temporary name beside ``directory``, and renamed when it is complete and on disk.
+    One that exists may be a mount point or the working directory, which cannot be replaced: the files are written in a
+    folder within it and moved out of that folder, config.json last.
     One rank calls this; the others of the model-parallel group must drain their own `export_weights`.
 
     Args:
@@ -356,10 +358,11 @@ def write_checkpoint(
         FileExistsError: ``directory`` has something in it.
         ValueError: no Hugging Face family can express the architecture.
     """
-    target = Path(directory)
+    target = Path(directory).resolve()
     require_empty(target)
     hf_family(architecture)  # fails before any work
-    work = target.parent / f".{target.name}.incomplete"
+    exists = target.exists()
+    work = (target if exists else target.parent) / _unfinished(target)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     dtype = _write_shards(work, weights, max_shard_bytes)
@@ -378,10 +381,18 @@ def write_checkpoint(
     for file in work.glob("*.safetensors"):
         shutil.copymode(work / "config.json", file)  # safetensors makes files that only their owner can read
     sync_tree(work)
-    if target.exists():
-        target.rmdir()
-    work.rename(target)
-    sync_file(target.parent)
+    if exists:
+        for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
+            file.rename(target / file.name)
+        work.rmdir()
+        sync_file(target)
+    else:
+        work.rename(target)
+        sync_file(target.parent)
+
+
+def _unfinished(target: Path) -> str:
+    return f".{target.name}.incomplete"
 
 
 def require_empty(directory: Path) -> None:
@@ -390,7 +401,9 @@ def require_empty(directory: Path) -> None:
     Raises:
         FileExistsError: it has something in it, or is a file.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    target = directory.resolve()
+    left_behind = target / _unfinished(target)  # by a conversion that was killed
+    if target.exists() and (not target.is_dir() or any(file != left_behind for file in target.iterdir())):
         raise FileExistsError(f"{directory} is not empty: choose another directory or remove it")
 
 
