@@ -381,6 +381,24 @@ def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Pa
         expected = reference(tokens).logits
     assert torch.allclose(logits_of(model, tokens)[..., :VOCAB], expected, atol=1e-4)
 
+    whole = (tmp_path / "model.gguf").read_bytes()
+    for content in (whole[:-1000], whole[:300], b"version https://git-lfs.github.com/spec/v1\n"):
+        (tmp_path / "cut.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cut\.gguf is not a whole GGUF file"):
+            GGUFCheckpoint(tmp_path / "cut.gguf")
+
+
+def test_a_part_of_a_gguf_model_is_refused(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"00002\.gguf is one of 2 parts.*--merge"):
+        GGUFCheckpoint(tmp_path / "model-00001-of-00002.gguf")
+
 
 @pytest.mark.parametrize(
     "kind, pre", [("gpt2", "poro-chat"), ("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("gpt2", "default"), ("gpt2", None),

@@ -43,7 +43,7 @@ class GGUFCheckpoint:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has a model or a feature this project does not build.
+        ValueError: the file cannot be read, or has a model or a feature this project does not build.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -52,7 +52,12 @@ class GGUFCheckpoint:
         self.path = Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path} does not exist")
-        self._reader = GGUFReader(self.path)  # memory-mapped
+        try:
+            self._reader = GGUFReader(self.path)  # memory-mapped
+        except (ValueError, LookupError) as error:
+            raise ValueError(f"{self.path} is not a whole GGUF file: {error}") from error
+        if (parts := int(self._value("split.count", 1))) > 1:
+            raise ValueError(f"{self.path} is one of {parts} parts: make one file of them (llama-gguf-split --merge)")
         self._kind = self._value("general.architecture")
         if self._kind not in _ARCHITECTURES:
             raise ValueError(f"{self.path}: GGUF architecture {self._kind!r} is not one of {', '.join(_ARCHITECTURES)}")
