@@ -179,7 +179,9 @@ def reward_batcher(tokenizer: Tokenizer, path: Path, seq_length: int, **model: A
     return task.batcher(task.train)
 
 
-def test_comparisons_are_consecutive_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_comparisons_are_consecutive_lines(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = jsonl(tmp_path / "a.jsonl", *({"text": t} for t in ["good", "bad", "much too long", "x", "y", "longer"]))
     pairs = ComparisonDataset([a], tokenizer, seq_length=8)
     assert (len(pairs), pairs.num_dropped) == (2, 1)
@@ -188,6 +190,12 @@ def test_comparisons_are_consecutive_lines(tmp_path: Path, tokenizer: Tokenizer)
     assert (pairs[1].chosen_ids, pairs[1].rejected_ids) == (ids("y"), ids("longer"))
     ended = ComparisonDataset([a], tokenizer, seq_length=8, append_eod=True)
     assert ended[0].rejected_ids == [*ids("bad"), tokenizer.eos_id]
+    b = jsonl(tmp_path / "b.jsonl", {"text": "good<|endoftext|>"}, {"text": "bad<|im_end|>"})
+    for stops, rejected in (([], "bad<|im_end|><|endoftext|>"), (["<|im_end|>"], "bad<|im_end|>")):
+        stop_ids = [tokenizer.token_to_id(stop) for stop in stops]
+        monkeypatch.setattr(tokenizer, "generation_config", json.dumps({"eos_token_id": stop_ids}))
+        ended = ComparisonDataset([b], tokenizer, seq_length=8, append_eod=True)
+        assert (ended[0].chosen_ids, ended[0].rejected_ids) == (ids("good<|endoftext|>"), ids(rejected))
 
     batch = reward_batcher(tokenizer, a, 8)([0, 1, MISSING])
     assert batch.tokens.shape == (6, 6) and batch.tokens.dtype == batch.lengths.dtype == torch.int64

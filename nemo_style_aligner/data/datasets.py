@@ -204,14 +204,19 @@ def read_records(paths: Sequence[str | Path]) -> list[Record]:
 
 
 def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
-    """Ids of each record's ``text``; ``append_eod`` appends the EOS token, except to an `EndedText`."""
+    """Ids of each record's ``text``; ``append_eod`` appends the EOS token, except to an `EndedText`.
+
+    Nor is it appended to a text that ends with a stop token itself: responses in PPO end with one, never with two.
+    """
+    stop_ids = frozenset(tokenizer.stop_ids) if append_eod else frozenset()
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
         activity.progress()
         chunk = records[start : start + _TOKENIZE_AT_ONCE]
         for record, ids in zip(chunk, tokenizer.texts_to_ids([record.text("text") for record in chunk]), strict=True):
             if not ids:
                 record.fail("'text' is empty")
-            yield [*ids, tokenizer.eos_id] if append_eod and not isinstance(record, EndedText) else ids
+            has_end = isinstance(record, EndedText) or ids[-1] in stop_ids
+            yield [*ids, tokenizer.eos_id] if append_eod and not has_end else ids
 
 
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
