@@ -527,6 +527,18 @@ def test_a_tokenizers_own_code_is_neither_needed_nor_asked_about(tmp_path: Path)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 98
 
 
+def test_a_place_where_no_archive_can_be_is_told_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_hf_model(FAMILIES["llama"]()).save_pretrained(tmp_path / "in")
+    tiny_tokenizer(tmp_path / "in")
+    monkeypatch.setattr("nemo_style_aligner.models.conversion.import_weights", None)
+    with pytest.raises(ValueError, match=r"in is a directory with other contents: give a path that ends in \.nemo"):
+        hf_to_nemo(tmp_path / "in", tmp_path / "in", torch.bfloat16)
+    with pytest.raises(FileExistsError):
+        hf_to_nemo(tmp_path / "in", tmp_path / "in" / "config.json" / "model.nemo", torch.bfloat16)
+
+
 @pytest.mark.parametrize("classifier", [False, True])
 def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path) -> None:
     kind = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM

@@ -134,9 +134,20 @@ def _is_directory(path: Path) -> bool:
     return path.is_dir()
 
 
-def _prepare(path: Path, staging: Path, size: int) -> None:
+def make_place(path: Path) -> None:
+    """Make the folder that an archive is to be written into. Not collective.
+
+    Raises:
+        OSError: it cannot be made.
+        ValueError: ``path`` is a directory that holds something other than an archive.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() and any(path.iterdir()) and not (path / _CONFIG).is_file():
         raise ValueError(f"{path} is a directory with other contents: give a path that ends in .nemo")
+
+
+def _prepare(path: Path, staging: Path, size: int) -> None:
+    make_place(path)
     remove_path(staging)
     (staging / _WEIGHTS).mkdir(parents=True)
     require_space(staging, size)

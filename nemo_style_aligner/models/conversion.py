@@ -30,6 +30,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
+    make_place,
     save_nemo,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
@@ -225,6 +226,7 @@ def checkpoint_to_nemo(
     config, architecture = job.model, ModelArchitecture.from_nemo_config(job.model)
     base = base or job.base
     _check_base(base, architecture)
+    on_first_rank(lambda: make_place(output))  # before all of the checkpoint is read, which takes long
     if problems := find_damage(checkpoint):
         raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Use another checkpoint")
     with open_source(checkpoint) as source:
@@ -238,7 +240,6 @@ def checkpoint_to_nemo(
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False)
     restore_model(checkpoint, model)
-    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
         load_nemo_tokenizer(base).save(Path(folder))
         save_nemo(output, model, portable_config(config, architecture), Path(folder))
@@ -308,12 +309,12 @@ def _import_and_save(
     if num_attributes:
         config |= _reward_config(num_attributes)
         head = RewardHeadConfig.from_model_config(config)
+    on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
     model = build_model(architecture, {}, dtype, head=head, trainable=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:
         import_weights(model, source, progress=lambda _: progress.update())
     if head is not None:
         _warn_of_what_classifiers_lack(model, head)
-    output.parent.mkdir(parents=True, exist_ok=True)
     save_nemo(output, model, config, tokenizer_dir)
 
 
