@@ -488,7 +488,7 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
         refused("moved is damaged: .* bytes instead of", moved, hyperparameters=hyperparameters)
 
 
-@pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere"])
+@pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x"])
 def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: str) -> None:
     train_character_tokenizer("abc", tmp_path / "tokenizer")
     command = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "base.nemo"))
@@ -568,6 +568,9 @@ def test_responses_fit_into_the_model_unless_told_otherwise(artefacts: Artefacts
     assert job.wait(TIMEOUT) == 2, job.describe()
     last = job.output().splitlines()[-1]
     assert last.startswith("evaluate_gpt.py: error: ") and last.endswith("lower --max-length"), job.describe()
+    job = Job(script("evaluate_gpt.py", *command, "--output", "/dev/null/results.json"), tmp_path / "log")
+    assert job.wait(TIMEOUT) == 2, job.describe()
+    assert job.output().splitlines()[-1].endswith("cannot be written: /dev/null is not a folder"), job.describe()
 
 
 def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypatch: pytest.MonkeyPatch) -> None:

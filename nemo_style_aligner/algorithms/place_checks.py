@@ -61,13 +61,13 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
     except RuntimeError as error:  # `~` or `~user` has no home directory
         yield f"{said}: {error}"
         return
-    if (reason := _why_unwritable(log_dir)) is not None:
+    if (reason := why_unwritable(log_dir)) is not None:
         yield (
             f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
 
 
-def _why_unwritable(folder: Path) -> str | None:
+def why_unwritable(folder: Path) -> str | None:
     """Why files cannot be written in ``folder``, which may have to be made first; None if they can."""
     # A link counts as what it points to. A dangling one is no folder, and none can be made in its place.
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -114,7 +114,7 @@ def secret_problems(token: object, key: str) -> Iterator[str]:
     try:
         is_users_own = is_auto and not any(map(os.environ.get, (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)))
         if is_users_own and not os.path.exists(path := user_secret_path()):
-            if (reason := _why_unwritable(path.parent)) is not None:
+            if (reason := why_unwritable(path.parent)) is not None:
                 yield f"{key}={AUTO}: {cannot_be_made(path, reason)}"
             return
         find_secret(None if is_auto else str(token), key)

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
+from nemo_style_aligner.algorithms.place_checks import why_unwritable
 from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.engine import SamplingParams
@@ -80,8 +81,10 @@ def main() -> None:
         parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    if (reason := why_unwritable(args.output.absolute().parent)) is not None:
+        parser.error(f"--output {args.output} cannot be written: {reason}")
     try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         _evaluate(args)
     except (UserError, OSError) as error:
         parser.error(str(error))

@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from nemo_style_aligner.algorithms.place_checks import why_unwritable
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.data.tokenizer import tokenizer_argument
@@ -60,6 +61,8 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
+    if (reason := why_unwritable(args.output.absolute().parent)) is not None:
+        parser.error(f"--output {args.output} cannot be written: {reason}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
