@@ -137,12 +137,12 @@ def test_long_prompts_are_dropped_with_one_count(
     assert len(caplog.records) == 1 and "dropped 2 of 4 prompts" in caplog.text
     with pytest.raises(IndexError):
         prompts[2]
-    with pytest.raises(DataError, match="all 4 prompts are longer than 2 tokens"):
-        PromptDataset([path], tokenizer, max_prompt_length=2)
+    with pytest.raises(DataError, match=r"all 4 prompts are longer than 2 tokens \(--max-length\); raise the limit"):
+        PromptDataset([path], tokenizer, max_prompt_length=2, limited_by="--max-length")
 
 
 def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tokenizer, "bos_ids", lambda wanted, key: [9] if wanted else [])
     files = {
@@ -160,11 +160,13 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     assert [prompt.token_ids for prompt in validation.batch(0)] == [
         [9, *tokenizer.text_to_ids("a" * n)] for n in (1, 2, 3)
     ]
+    assert "longer than 7 tokens (model.data.seq_length less model.ppo.length_params.max_length)" in caplog.text
     cfg.model.ppo.num_val_samples = 99
     cfg.model.ppo.sampling_params.add_BOS = False
     cfg.trainer.ppo.trt_llm.max_input_len = 6
     train, validation = build_prompt_sources(cfg, tokenizer)
     assert validation is not None and (train.longest, validation.batch_size) == (6, 5)
+    assert "longer than 6 tokens (trainer.ppo.trt_llm.max_input_len)" in caplog.text
 
 
 # ---- comparisons ------------------------------------------------------------------------------

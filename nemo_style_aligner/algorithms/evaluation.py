@@ -124,7 +124,7 @@ def evaluate(
             f"{model_path} has {base.architecture.max_position_embeddings} positions, which leaves no room for a "
             f"prompt beside responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
-    dataset = PromptDataset([prompts_path], base.tokenizer, room)
+    dataset = PromptDataset([prompts_path], base.tokenizer, room, "the model's positions less --max-length")
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     if not items:
         raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")

@@ -219,6 +219,10 @@ def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: 
             yield [*ids, tokenizer.eos_id] if append_eod and not has_end else ids
 
 
+def _longer_than(seq_length: int) -> str:
+    return f"longer than {seq_length} tokens (model.data.seq_length)"
+
+
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
     """Warn of how many samples were dropped; a `DataError` if all were."""
     files = ", ".join(str(path) for path in paths)
@@ -259,11 +263,17 @@ class PromptItem:
 class PromptDataset:
     """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys kept as ``extra``.
 
-    Prompts of more than ``max_prompt_length`` tokens are dropped, with a count in the log. An index
-    means the same prompt on every rank and in every run with the same files and limit.
+    Prompts of more than ``max_prompt_length`` tokens are dropped, with a count in the log that names ``limited_by`` as
+    the reason. An index means the same prompt on every rank and in every run with the same files and limit.
     """
 
-    def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, max_prompt_length: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        limited_by: str = "max_prompt_length",
+    ) -> None:
         records = read_records(paths)
         self._tokens, self._records = RaggedInts(), []
         for record, ids in zip(records, tokenize_texts(records, tokenizer), strict=True):
@@ -271,7 +281,8 @@ class PromptDataset:
                 self._tokens.append(ids)
                 self._records.append(record)
         self.num_dropped = len(records) - len(self._records)
-        report_dropped(self.num_dropped, len(records), "prompts", f"longer than {max_prompt_length} tokens", paths)
+        limit = f"longer than {max_prompt_length} tokens ({limited_by})"
+        report_dropped(self.num_dropped, len(records), "prompts", limit, paths)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -314,7 +325,7 @@ class ComparisonDataset:
                 self._rejected.append(rejected)
         pairs = len(records) // 2
         self.num_dropped = pairs - len(self._chosen)
-        report_dropped(self.num_dropped, pairs, "pairs", f"longer than {seq_length} tokens", paths)
+        report_dropped(self.num_dropped, pairs, "pairs", _longer_than(seq_length), paths)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -411,7 +422,7 @@ class RegressionDataset:
                 self._tokens.append(ids)
                 self._labels.append(labels)
         self.num_dropped = len(records) - len(self._labels)
-        report_dropped(self.num_dropped, len(records), "texts", f"longer than {seq_length} tokens", paths)
+        report_dropped(self.num_dropped, len(records), "texts", _longer_than(seq_length), paths)
 
     def __len__(self) -> int:
         return len(self._labels)

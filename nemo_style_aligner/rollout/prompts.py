@@ -105,15 +105,19 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     prefix = load_data_prefix(cfg.model.data.data_prefix)
     bos_ids = tokenizer.bos_ids(bool(ppo.sampling_params.add_BOS), "model.ppo.sampling_params.add_BOS")
     room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
-    limit = min(room, int(cfg.trainer.ppo.trt_llm.max_input_len)) - len(bos_ids)
+    longest = int(cfg.trainer.ppo.trt_llm.max_input_len)
+    limit = min(room, longest) - len(bos_ids)
+    limited_by = "trainer.ppo.trt_llm.max_input_len"
+    if room <= longest:
+        limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
         return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
 
-    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
     validation = None
     if prefix.validation is not None:
-        prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit))
+        prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
         if len(prompts):
             validation = source(prompts, min(int(ppo.num_val_samples), len(prompts)), False)
     return source(train, int(ppo.num_rollout_samples), True), validation
