@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,8 +29,11 @@ from omegaconf import OmegaConf
 from small_models import SHAPE
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
+from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
+from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_settings import job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
@@ -43,20 +47,21 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     nemo_tokenizer_dir,
 )
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import UnsafeCheckpointError, stored_shapes
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError, UnsafeCheckpointError, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
 ROOT = Path(__file__).parent.parent
 
@@ -518,6 +523,31 @@ def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -
         CheckpointManager(tmp_path, CheckpointSettings()).resume(model, after)
         with pytest.raises(NonFiniteError, match="3 updates in a row, more than max_consecutive_skips=2"):
             after.skips.skip("an update", "a batch")
+
+
+def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(tmp_path: Path) -> None:
+    jobs = ("gpt_sft", "training_rm", "gpt_ppo_actor", "gpt_ppo_critic")
+    settings = {job: settings_of_run(load_defaults(job)) for job in jobs}
+    assert len({job_of(settings[job]) for job in jobs}) == 4 and job_of({}) is None
+
+    def run(job: str, model: MegatronModel) -> Run:
+        manager = CheckpointManager(tmp_path, CheckpointSettings(), run_settings=settings[job])
+        return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager)
+
+    with single_process(seed=1):
+        model, other = (build_model(ModelArchitecture(**SHAPE | {"num_layers": n}), {}, torch.float32) for n in (2, 3))
+        optimizer = Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0)
+        manager = run("training_rm", model).checkpoints
+        manager.save(model, optimizer, {"step": 1}, {})
+        manager.finish()
+        trainer = Mock()
+        with pytest.raises(ConfigError, match="is a checkpoint of a reward model job, and this is a critic job: give"):
+            run("gpt_ppo_critic", model).resume(model, optimizer, trainer)
+        with pytest.raises(CheckpointMismatchError, match=r"another exp_manager\.explicit_log_dir"):
+            run("training_rm", other).resume(other, optimizer, trainer)
+        assert not trainer.load_state_dict.called
+        run("training_rm", model).resume(model, optimizer, trainer)
+        assert trainer.load_state_dict.call_args.args[0]["step"] == 1
 
 
 def test_nan_is_never_written_into_a_checkpoint(multirank: dict[str, Any]) -> None:

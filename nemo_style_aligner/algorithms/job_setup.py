@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
+from nemo_style_aligner.algorithms.run_settings import changed_settings, job_of, settings_of_run
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -67,11 +68,30 @@ class Run:
     watchdog: Watchdog | None = None
 
     def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
-        """Continue from the checkpoint that ``exp_manager`` selects, if there is one."""
-        state = self.checkpoints.resume(model, optimizer)
+        """Continue from the checkpoint that ``exp_manager`` selects, if there is one.
+
+        Raises:
+            ConfigError: it is a checkpoint of another kind of job.
+            CheckpointMismatchError: it is another model's.
+        """
+        try:
+            state = self.checkpoints.resume(model, optimizer, self._require_same_job)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
+            ) from error
         if state is not None:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
+
+    def _require_same_job(self, path: Path, state: Mapping[str, Any]) -> None:
+        before, now = job_of(state.get(RUN_SETTINGS) or {}), job_of(self.checkpoints.run_settings or {})
+        if None not in (before, now) and before != now:
+            raise ConfigError(
+                f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
+                "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
+                "convert_checkpoint_to_nemo.py"
+            )
 
     def _warn_of_other_settings(self, before: Mapping[str, str]) -> None:
         changed = changed_settings(before, self.checkpoints.run_settings or {})

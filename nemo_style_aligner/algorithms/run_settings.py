@@ -32,6 +32,19 @@ _MAY_DIFFER = (
 )  # patterns of keys; whatever their values, a run computes the same, rounding and sampled numbers aside
 
 
+_JOBS = (
+    ("trainer.sft.", "an SFT job"),
+    ("trainer.rm.", "a reward model job"),
+    ("model.ppo.", "a PPO actor job"),
+    ("trainer.ppo.", "a critic job"),  # an actor has this section as well
+)  # sections that tell jobs apart
+
+
+def job_of(settings: Mapping[str, str]) -> str | None:
+    """What kind of job was started with these settings (see `settings_of_run`); None if they do not say."""
+    return next((job for section, job in _JOBS if any(key.startswith(section) for key in settings)), None)
+
+
 def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     """The config values that all starts of a run should share, by dotted key; a run's checkpoints keep them.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
+
+CheckState = Callable[[Path, Mapping[str, Any]], None]
+"""Given a checkpoint and the trainer's state in it, raises if a job must not continue from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +135,13 @@ def write_contents(contents: Contents, manifest: Manifest, directory: Path, grou
         raise OSError(f"what was read back from disk differs from what was written: {'; '.join(problems)}")
 
 
-def restore(directory: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
+def restore(
+    directory: Path, model: MegatronModel, optimizer: Optimizer | None, check: CheckState | None = None
+) -> dict[str, Any]:
     """Restore a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
     state = json.loads((directory / TRAINER_STATE).read_text(encoding="utf-8"))
+    if check is not None:
+        check(directory, state["trainer"])
     restore_model(directory, model)
     if optimizer is not None:
         if "optimizer" not in state:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
-from nemo_style_aligner.checkpoints.contents import Contents, restore, restore_model, take, write_contents
+from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
@@ -326,15 +326,19 @@ class CheckpointManager:
 
     # ---- resuming ---------------------------------------------------------------------------
 
-    def resume(self, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any] | None:
+    def resume(
+        self, model: MegatronModel, optimizer: Optimizer | None, check: CheckState | None = None
+    ) -> dict[str, Any] | None:
         """Resume from where the settings say. Returns the trainer's state, or None to start from the beginning.
+
+        ``check`` is called before anything is loaded.
 
         Raises:
             NoCheckpointError: there is no checkpoint, and the settings ask for one.
             DamagedCheckpointError: the one that the settings name is damaged, or all that exist are.
         """
         if self._named is not None:
-            return self.load(self._latest_resumed() or self._named, model, optimizer)
+            return self.load(self._latest_resumed() or self._named, model, optimizer, check)
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()
@@ -352,7 +356,7 @@ class CheckpointManager:
                     "exp_manager.resume_ignore_no_checkpoint=True to start from the beginning"
                 )
             return None
-        return self.load(path, model, optimizer)
+        return self.load(path, model, optimizer, check)
 
     def latest(self) -> Path | None:
         """The newest undamaged checkpoint, None if there is none.
@@ -398,7 +402,9 @@ class CheckpointManager:
         self.finish()
         return on_first_rank(self._files.trainer_states)
 
-    def load(self, path: Path, model: MegatronModel, optimizer: Optimizer | None) -> dict[str, Any]:
+    def load(
+        self, path: Path, model: MegatronModel, optimizer: Optimizer | None, check: CheckState | None = None
+    ) -> dict[str, Any]:
         """Restore the model, the optimizer (None: leave it out) and random streams; returns the trainer's state.
 
         The random streams are restored only if the parallel layout is the one that was saved.
@@ -415,7 +421,7 @@ class CheckpointManager:
             raise NoCheckpointError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
             raise DamagedCheckpointError(f"{path} cannot be loaded: {'; '.join(problems)}")
-        state = restore(path, model, optimizer)
+        state = restore(path, model, optimizer, check)
         logger.info("resumed from %s", path)
         self._current, self._is_archived = path, False
         return state
