@@ -300,8 +300,6 @@ class HttpClient:
             try:
                 while chunk := response.raw.read1(_CHUNK_BYTES):  # what has arrived; `read` would wait for more
                     chunks.append(chunk)
-                    if time.monotonic() > deadline:
-                        raise requests.ReadTimeout(_TooSlowError("the answer came too slowly"))
             except urllib3.exceptions.ReadTimeoutError as error:
                 raise requests.ReadTimeout(error) from error
             except urllib3.exceptions.HTTPError as error:
@@ -317,10 +315,10 @@ class HttpClient:
         for session in sessions:
             session.close()
 
-    def _session(self) -> tuple[requests.Session, _SendLimits]:
+    def _session(self) -> tuple[requests.Session, _TryLimits]:
         """This thread's session, and the limits that hold for what it sends next."""
         if not hasattr(self._local, "session"):
-            self._local.sending = _SendLimits()
+            self._local.sending = _TryLimits()
             self._local.session = session = requests.Session()
             session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
             session.headers.update(self._headers)
@@ -332,8 +330,8 @@ class HttpClient:
 
 
 @dataclasses.dataclass
-class _SendLimits:
-    """Limits while a request is sent: seconds in which the server takes nothing, and the end (monotonic clock)."""
+class _TryLimits:
+    """Limits of one try: seconds in which the server takes or sends nothing, and the end (monotonic clock)."""
 
     silence_s: float = math.inf
     deadline: float = math.inf
@@ -352,6 +350,21 @@ class _TooSlowError(urllib3.exceptions.ReadTimeoutError):
     def __init__(self, message: str) -> None:
         super().__init__(None, None, message)  # type: ignore[arg-type]
         self.message = message
+
+
+class _Socket(socket.socket):
+    """Receives within ``limits``: http.client would allow the read timeout for each piece of an answer's head."""
+
+    limits: _TryLimits
+
+    def recv_into(self, *args: Any) -> int:
+        try:
+            self.settimeout(self.limits.wait_seconds())
+            return super().recv_into(*args)
+        except TimeoutError as error:
+            if time.monotonic() < self.limits.deadline:
+                raise
+            raise _TooSlowError("the answer did not come in time") from error
 
 
 class _Peer:
@@ -381,9 +394,9 @@ class _Peer:
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
-    """Makes connections that notice a dead peer, send within `_SendLimits`, and have the peer prove itself first."""
+    """Makes connections that notice a dead peer, send within `_TryLimits`, and have the peer prove itself first."""
 
-    def __init__(self, peer: _Peer, sending: _SendLimits) -> None:
+    def __init__(self, peer: _Peer, sending: _TryLimits) -> None:
         self._peer = peer
         self._sending = sending
         super().__init__()
@@ -400,7 +413,7 @@ class _Adapter(requests.adapters.HTTPAdapter):
         self.poolmanager.pool_classes_by_scheme = {"http": _pool_class(self._peer, self._sending)}
 
 
-def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnectionPool]:
+def _pool_class(peer: _Peer, limits: _TryLimits) -> type[urllib3.HTTPConnectionPool]:
     class Connection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
             named = self.host
@@ -409,6 +422,8 @@ def _pool_class(peer: _Peer, limits: _SendLimits) -> type[urllib3.HTTPConnection
                 super().connect()
             finally:
                 self.host = named
+            self.sock = _Socket(fileno=self.sock.detach())
+            self.sock.limits = limits
             peer.connected(self.sock)
             if peer.secret is None:
                 return
@@ -449,7 +464,7 @@ def _ipv4_of(host: str) -> str:
         return host
 
 
-def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _SendLimits) -> None:
+def _challenge(connection: socket.socket, host: str, port: int, secret: str, limits: _TryLimits) -> None:
     """Have the peer prove that it knows the secret. Raises `UnprovenServerError`, or urllib3's error for silence."""
     address, challenge, head = server_url(host, port).removeprefix("http://"), secrets.token_hex(16), b""
     try:
