@@ -332,7 +332,7 @@ def test_an_answer_that_trickles_is_given_up_in_time(begun: bytes) -> None:
     def trickle(connection: socket.socket) -> None:
         connection.sendall(begun)
         with contextlib.suppress(OSError):
-            for _ in range(60):
+            for _ in range(200):
                 time.sleep(0.05)
                 connection.sendall(b".")
 
@@ -342,7 +342,7 @@ def test_an_answer_that_trickles_is_given_up_in_time(begun: bytes) -> None:
         pytest.raises(ServerUnavailableError, match="last: the answer did not come in time"),
     ):
         client.request("GET", "/x", limits=ClientLimits(connect_s=5.0, read_s=5.0, total_s=0.4))
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 8.0
 
 
 def test_why_there_is_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
