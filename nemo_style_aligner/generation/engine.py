@@ -19,8 +19,7 @@ FinishReason = Literal["stop", "length"]
 WeightStream = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, full unsharded tensor), in a fixed order, each name once."""
 
-
-_TEMPERATURES = (1e-20, 1e20)  # logits divided by others may leave the range of float32
+_DIVISORS = (1e-20, 1e20)  # logits that are divided by others may leave the range of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,14 +50,16 @@ class SamplingParams:
             )
         if not self.use_greedy and not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}; for argmax set use_greedy=True")
-        if not self.use_greedy and not _TEMPERATURES[0] <= self.temperature <= _TEMPERATURES[1]:
-            raise ValueError(f"temperature must lie in {list(_TEMPERATURES)}, got {self.temperature}")
+        if not self.use_greedy and not _DIVISORS[0] <= self.temperature <= _DIVISORS[1]:
+            raise ValueError(f"temperature must lie in {list(_DIVISORS)}, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}; 1 turns it off")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 turns it off")
+        if not _DIVISORS[0] <= self.repetition_penalty <= _DIVISORS[1]:
+            raise ValueError(
+                f"repetition_penalty must lie in {list(_DIVISORS)}, got {self.repetition_penalty}; 1 turns it off"
+            )
         if any(not string for string in self.stop_strings):
             raise ValueError("stop_strings holds an empty string, which would end every response at once")
 

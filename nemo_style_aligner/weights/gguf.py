@@ -51,7 +51,7 @@ class GGUFCheckpoint:
 
         self.path = Path(path)
         if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path} does not exist")
+            raise FileNotFoundError(f"{self.path} is not a file")
         try:
             self._reader = GGUFReader(self.path)  # memory-mapped
         except (ValueError, LookupError) as error:
