@@ -282,8 +282,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "seed": ("gpt_sft", 1, "model.seed=-1", ("model.seed=-1: must be in [0, 2147483647]",)),
     "intervals": (
-        "training_rm", 1, "trainer.rm.save_interval=-1 trainer.rm.val_check_interval=-5",
-        ("trainer.rm.save_interval=-1: must be 0 or more", "trainer.rm.val_check_interval=-5: must be 0 or more"),
+        "training_rm", 1, "trainer.rm.save_interval=-1 trainer.rm.val_check_interval=1.5",
+        (
+            "trainer.rm.save_interval=-1: must be a share from 0 to 1.0, or a whole number",
+            "trainer.rm.val_check_interval=1.5: must be a share from 0 to 1.0, or a whole number",
+        ),
     ),
     "ports": (
         "gpt_ppo_actor", 1, "remote_critic_rm.critic.port=0 trainer.ppo.batch_iterator.port=70000",

@@ -25,13 +25,17 @@ from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, the ends included unless said otherwise; ``also`` is allowed too: off."""
+    """Numbers from ``low`` to ``high``, the ends included unless said otherwise; ``also`` is allowed too: off.
+
+    With ``is_share``, numbers up to 1 may be fractions, and larger ones count something, so they must be whole.
+    """
 
     low: float
     high: float = math.inf
     low_excluded: bool = False
     high_excluded: bool = False
     also: float | None = None
+    is_share: bool = False
 
     def allows(self, value: Any) -> bool:
         """Whether a number, or each number of a list, is in the range. Other types pass: `config_types` checks them."""
@@ -43,11 +47,14 @@ class Range:
             return True
         above = value > self.low if self.low_excluded else value >= self.low
         below = value < self.high if self.high_excluded else value <= self.high
-        return above and below and not math.isinf(value)
+        whole = not self.is_share or value <= 1 or math.isinf(value) or value == int(value)
+        return above and below and not math.isinf(value) and whole
 
     def __str__(self) -> str:
         if self.also is not None:
             return f"{self.also}, or {dataclasses.replace(self, also=None)}"
+        if self.is_share:
+            return f"a share from {self.low} to 1.0, or a whole number"
         if self.high == math.inf:
             return f"above {self.low}" if self.low_excluded else f"{self.low} or more"
         left, right = "(" if self.low_excluded else "[", ")" if self.high_excluded else "]"
@@ -58,6 +65,7 @@ _COUNT = Range(1)
 _NOT_NEGATIVE = Range(0)
 _POSITIVE = Range(0, low_excluded=True)
 _SHARE = Range(0, 1)
+_COUNT_OR_SHARE = Range(0, is_share=True)
 _SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
 _SHARE_BELOW_1 = Range(0, 1, high_excluded=True)
 _PORT = Range(0, 65535)
@@ -71,9 +79,10 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("exp_manager.watchdog_minutes", _POSITIVE),
     ("trainer.*.max_epochs", _COUNT),
     ("trainer.*.max_steps", Range(1, also=-1)),  # 0 steps would load a model only to write it out again
-    ("trainer.*.val_check_interval", _NOT_NEGATIVE),
-    ("trainer.*.save_interval", _NOT_NEGATIVE),
-    ("trainer.*.limit_val_batches", _NOT_NEGATIVE),
+    ("trainer.ppo.*_interval", _NOT_NEGATIVE),
+    ("trainer.*.val_check_interval", _COUNT_OR_SHARE),
+    ("trainer.*.save_interval", _COUNT_OR_SHARE),
+    ("trainer.*.limit_val_batches", _COUNT_OR_SHARE),
     ("trainer.*.gradient_clip_val", _NOT_NEGATIVE),
     ("trainer.*.max_consecutive_skips", _NOT_NEGATIVE),
     ("trainer.ppo.critic_warmup_steps", _NOT_NEGATIVE),
