@@ -59,9 +59,9 @@ class Model:
         a, itemsize = self.architecture, self.dtype.itemsize
         is_te = uses_transformer_engine(self.dtype)
         granularity = case if case in ("selective", "full") else None
-        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te)
+        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te, fused_norms=is_te)
         if case == "full" or (case == "selective" and is_te):  # and one layer's
-            per_token += activation_bytes(a, itemsize) // a.num_layers
+            per_token += activation_bytes(a, itemsize, fused_norms=is_te) // a.num_layers
         if best_kernels() is None:  # torch's attention: rotated copies, and the linear layer's input once more
             copied = a.num_attention_heads + (a.num_query_groups if case == "padded" else 0)
             per_token += itemsize * copied * a.kv_channels * (1 if case == "full" else a.num_layers)

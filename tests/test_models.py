@@ -488,29 +488,49 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
         forward(model, Tokens(ids), mask, MicroBatching(5), lambda outputs, _: outputs, (11,), Scoring())
 
 
-def test_activations_need_the_memory_that_the_documentation_says() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "whole", "selective"),  # numbers per token and layer, beside those of attention
+    [
+        ({}, 4 * 64 + 3 * 96, 2 * 64 + 2 * 96),
+        ({"normalization": "layernorm"}, 4 * 64 + 3 * 96, 4 * 64 + 2 * 96),
+        ({"activation": "gelu"}, 4 * 64 + 5 * 96, 2 * 64 + 5 * 96),
+        ({"activation": "squared-relu", "gated": False, "normalization": "layernorm1p"}, 4 * 64 + 2 * 96, None),
+    ],
+    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron"],
+)
+def test_activations_need_the_memory_that_the_documentation_says(
+    shape: dict[str, Any], whole: int, selective: int | None, dtype: torch.dtype
+) -> None:
     """Bytes saved for the backward pass, per token and layer: docs/architecture.md, "Training passes"."""
-    sizes = []
-    for num_layers in (1, 3):
-        model = build_model(ModelArchitecture(**(SHAPE | {"num_layers": num_layers})), {"optim": OPTIM}, torch.float32)
-        weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
-        saved: dict[int, torch.UntypedStorage] = {}
+    shape = SHAPE | {"hidden_size": 64, "ffn_hidden_size": 96} | shape
+    a, g, d = 4, 2, 16
+    for granularity, numbers in ((None, whole), ("selective", whole if selective is None else selective)):
+        sizes = []
+        for num_layers in (1, 3):
+            architecture = ModelArchitecture(**(shape | {"num_layers": num_layers}))
+            config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+            model = build_model(architecture, config, dtype)
+            model.module.train()
+            weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
+            saved: dict[int, torch.UntypedStorage] = {}
 
-        def keep(x: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
-            storage = x.untyped_storage()  # held, so that no address is used twice
-            saved[storage.data_ptr()] = storage
-            return x
+            def keep(x: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+                storage = x.untyped_storage()  # held, so that no address is used twice
+                saved[storage.data_ptr()] = storage
+                return x
 
-        ids = tokens(rows=1, width=64)
-        packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
-        sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
-    h, f, a, g, d = 32, 48, 4, 2, 8
-    per_token_and_layer = (sizes[1] - sizes[0]) / 2 / 64
-    expected = 4 * (4 * h + 2 * (a + g) * d + 3 * f)
-    assert per_token_and_layer == pytest.approx(expected, rel=0.05)
-    assert activation_bytes(ModelArchitecture(**(SHAPE | {"num_layers": 3})), 4) == 3 * expected
+            ids = tokens(rows=1, width=64)
+            packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
+            sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
+        per_token_and_layer = (sizes[1] - sizes[0]) / 2 / 64
+        expected = dtype.itemsize * (numbers + 2 * (a + g) * d)
+        if architecture.normalization != "rmsnorm" and dtype == torch.bfloat16:
+            expected += dtype.itemsize * 2 * 64  # our LayerNorm keeps its input in fp32
+        assert per_token_and_layer == pytest.approx(expected, rel=0.05)
+        assert activation_bytes(architecture, dtype.itemsize, granularity) == 3 * expected
 
 
 @pytest.mark.parametrize("group", [1, 2])
