@@ -180,8 +180,9 @@ def test_megatron_imported_first_is_an_error_with_the_remedy() -> None:
     assert "ImportError: import nemo_style_aligner before megatron.core" in done.stderr
 
 
-def test_random_states_are_those_of_the_cpu() -> None:
-    """The tracker's streams (dropout under tensor parallelism) work, and leave torch's own stream alone."""
+def test_random_states_are_those_of_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """The tracker's streams (dropout under tensor parallelism) work, without a warning for each use, and leave torch's
+    own stream alone."""
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
     tracker = tensor_parallel_random.CudaRNGStatesTracker()
@@ -197,6 +198,7 @@ def test_random_states_are_those_of_the_cpu() -> None:
     with again.fork("test"):
         assert torch.equal(torch.rand(4), first)
         assert torch.equal(torch.rand(4), second)
+    assert not caplog.records
 
 
 def test_a_moved_random_state_is_an_error() -> None:

@@ -16,6 +16,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import marshal
 import os
 import re
@@ -176,3 +177,5 @@ def _use_cpu_random_states(module: types.ModuleType) -> None:
             raise ImportError(f"megatron.core.tensor_parallel.random has no {name}: unsupported megatron-core version")
     module._get_cuda_rng_state = get_state  # type: ignore[attr-defined]
     module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]
+    # Each use of the tracker would warn that torch's CPU generator has moved: here that is the one it switches.
+    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
