@@ -3,10 +3,12 @@
 ``python multirank_models.py <folder>`` leaves ``<folder>/split.safetensors``: each rank's slice, together. The third
 rank holds nothing but padding of the vocabulary. ``<folder>/recompute.pt``: what a training pass on packed rows gives
 and keeps for its backward pass, with activations recomputed or not, sharded by sequence parallelism or not.
+``<folder>/dropout.pt``: what attention's dropout leaves on each rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from nemo_style_aligner.models.pipeline import Scoring, Tokens, evaluate_step, t
 from nemo_style_aligner.parallel.groups import all_gather_rows, initialize_model_parallel
 
 RANKS, VOCAB, PADDED, TEMPERATURE = 3, 21, 42, 0.7  # slices of 14 rows: 14, 7 and 0 true ones
+ARCHITECTURE = ModelArchitecture(
+    num_layers=2, hidden_size=24, ffn_hidden_size=36, num_attention_heads=6, num_query_groups=3, vocab_size=VOCAB
+)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, Prediction, torch.Tensor]:
@@ -83,9 +88,6 @@ class SavedBytes:
 
 def recompute(folder: Path) -> None:
     """The same loss of the same packed rows, with every way to save memory."""
-    architecture = ModelArchitecture(
-        num_layers=2, hidden_size=24, ffn_hidden_size=36, num_attention_heads=6, num_query_groups=3, vocab_size=VOCAB
-    )
     tokens = torch.randint(0, VOCAB, (5, 40), generator=torch.Generator().manual_seed(3))
     wanted = torch.arange(39) < torch.tensor([39, 7, 30, 12, 20])[:, None]
     results: dict[str, Any] = {}
@@ -97,7 +99,7 @@ def recompute(folder: Path) -> None:
                 "activations_checkpoint_granularity": granularity,
             }
             torch.manual_seed(4)
-            model = build_model(architecture, config, torch.float32)
+            model = build_model(ARCHITECTURE, config, torch.float32)
             saved, saved_in_validation = SavedBytes(model), SavedBytes(model)
             arguments = (
                 model,
@@ -119,9 +121,32 @@ def recompute(folder: Path) -> None:
         torch.save(results, folder / "recompute.pt")
 
 
+def dropout(folder: Path) -> None:
+    """Attention over the same ones on each rank, with dropout, and the next number of the ranks' common stream."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    results: dict[str, torch.Tensor] = {}
+    for sharded in (False, True):
+        torch.manual_seed(6)
+        config = {"attention_dropout": 0.5, "sequence_parallel": sharded}
+        model = build_model(ARCHITECTURE, config, torch.float32, trainable=False)
+        attention = model.gpt.decoder.layers[0].self_attention.core_attention.train()
+        ones = torch.ones(20, 1, 2, 4)
+        # as megatron-core's block calls its layers
+        with tensor_parallel.get_cuda_rng_tracker().fork() if sharded else contextlib.nullcontext():
+            left = attention(ones, ones[:, :, :1], ones[:, :, :1])
+        name = "sharded" if sharded else "whole"
+        results[name] = all_gather_rows(left[None])
+        results[f"{name}, next number"] = all_gather_rows(torch.rand(1))
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "dropout.pt")
+
+
 def scenarios(folder: Path) -> None:
     split(folder)
     recompute(folder)
+    dropout(folder)
 
 
 if __name__ == "__main__":

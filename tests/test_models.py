@@ -252,6 +252,15 @@ def test_recomputation_and_sequence_parallelism_save_memory_and_change_nothing(t
         assert saved[f"{granularity}, sharded"] < 0.8 * saved[f"{granularity}, whole"], saved
 
 
+@pytest.mark.parametrize("way", ["whole", "sharded"])
+def test_each_rank_drops_out_attention_weights_of_its_own(three_ranks: Path, way: str) -> None:
+    """With the random numbers of another rank, its heads would lose the same weights as that rank's."""
+    results = torch.load(three_ranks / "dropout.pt", weights_only=True)
+    first, second, third = results[way]
+    assert not any(torch.equal(a, b) for a, b in ((first, second), (second, third), (first, third)))
+    assert results[f"{way}, next number"].unique().numel() == 1  # dropout of hidden states is the same on all of them
+
+
 @pytest.mark.parametrize("granularity", [None, "selective", "full"])
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["log-probs", "values"])
 def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | None, granularity: str | None) -> None:

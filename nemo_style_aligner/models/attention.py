@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -135,15 +137,20 @@ class CausalAttention(MegatronModule):
             # queries: the kernel left for fp32 with groups would store all scores.
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
             has_groups = False
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=s > 1,  # a single new token sees the whole KV cache
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.softmax_scale,
-            enable_gqa=has_groups,
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Each tensor-parallel rank drops out weights of its own heads. Under sequence parallelism megatron-core has
+        # chosen the rank's own random stream for whole layers already.
+        has_own_stream = not dropout or self.config.sequence_parallel
+        with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
+            out = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                is_causal=s > 1,  # a single new token sees the whole KV cache
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=has_groups,
+            )
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
