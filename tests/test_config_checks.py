@@ -450,6 +450,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
         ("attribute_weights has 2 entries for num_attributes=1",),
     ),
+    "attributes of a ranking model": (
+        "gpt_ppo_critic", 1, "model.reward_model_type=binary_ranking model.regression.num_attributes=3",
+        (
+            "model.regression.num_attributes=3, model.reward_model_type=binary_ranking: only a regression model has "
+            "several attributes; set model.reward_model_type=regression",
+        ),
+    ),
     "less precise head": (
         "training_rm", 1, "trainer.precision=32 model.optim.name=fused_adam",
         ("model.force_head_dtype=bfloat16, trainer.precision=32, model.optim.name=fused_adam: this optimizer cannot",),

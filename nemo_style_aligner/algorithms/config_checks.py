@@ -371,6 +371,16 @@ def _reward_head(view: JobView) -> Iterator[str]:
         )
 
 
+def _attributes(view: JobView) -> Iterator[str]:
+    kind, number = "model.reward_model_type", "model.regression.num_attributes"
+    count = view.get(number)
+    if view.get(kind) in (None, "binary_ranking") and isinstance(count, int) and count > 1:
+        yield (
+            f"{number}={count}, {kind}=binary_ranking: only a regression model has several attributes; set "
+            f"{kind}=regression, or {number}=1"
+        )
+
+
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"
     schedule = view.get("model.optim.sched.name")
@@ -392,8 +402,15 @@ _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
 _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": _TRAINING,
-    "training_rm": (*_TRAINING, _reward_head),
-    "gpt_ppo_critic": (*_TRAINING, _reward_head, _schedule_of_the_critic, _inference_batch, _keep_activations),
+    "training_rm": (*_TRAINING, _reward_head, _attributes),
+    "gpt_ppo_critic": (
+        *_TRAINING,
+        _reward_head,
+        _attributes,
+        _schedule_of_the_critic,
+        _inference_batch,
+        _keep_activations,
+    ),
     "gpt_ppo_actor": (*_TRAINING, *ACTOR_CHECKS, _keep_activations),
-    "inference_rm": (*_COMMON, _inference_batch),
+    "inference_rm": (*_COMMON, _attributes, _inference_batch),
 }
