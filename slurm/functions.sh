@@ -91,7 +91,11 @@ make_secret() {
 }
 
 # data_prefix TRAIN VALIDATION: the config's form of JSONL files.
-data_prefix() { printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$1" "$2" "$2"; }
+data_prefix() {
+    local quote="\\'" # as a quoted text of the config holds it
+    local train=${1//\'/"$quote"} validation=${2//\'/"$quote"}
+    printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$train" "$validation" "$validation"
+}
 
 # start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
 #

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from job_processes import ROOT, Job
-from stages import Demo, StageFailed
+from stages import Demo, StageFailed, data_prefix
 
 
 def test_an_output_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
@@ -63,3 +64,9 @@ with demo.service("service", 1, *command({str(tmp_path / "service")!r})):
         assert (tmp_path / "job.ended").exists() and (tmp_path / "service.ended").exists(), job.describe()
     finally:
         job.kill()
+
+
+def test_data_paths_are_taken_as_they_are() -> None:
+    path = "/it's here/a=1, (b).jsonl"
+    override = OverridesParser.create().parse_override(data_prefix(Path(path), Path("/c.jsonl")))
+    assert override.value() == {"train": [path], "validation": ["/c.jsonl"], "test": ["/c.jsonl"]}

@@ -125,7 +125,8 @@ def mpirun(num_ranks: int) -> list[str]:
 
 def data_prefix(train: Path, validation: Path) -> str:
     """The override that names a job's data files."""
-    return f"++model.data.data_prefix={{train: ['{train}'], validation: ['{validation}'], test: ['{validation}']}}"
+    first, second = (str(path).replace("'", r"\'") for path in (train, validation))
+    return f"++model.data.data_prefix={{train: ['{first}'], validation: ['{second}'], test: ['{second}']}}"
 
 
 def last(log_dir: Path, name: str) -> float:

@@ -210,7 +210,7 @@ def test_components_share_the_time_limit() -> None:
 def test_data_paths_are_taken_as_they_are() -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    done = bash('data_prefix "/a/step=1,b (2).jsonl" /c/d.jsonl')
+    done = bash("""data_prefix "/a/step=1,b (2) isn't.jsonl" /c/d.jsonl""")
     override = OverridesParser.create().parse_override(f"++model.data.data_prefix={done.stdout}")
-    assert override.value()["train"] == ["/a/step=1,b (2).jsonl"]
+    assert override.value()["train"] == ["/a/step=1,b (2) isn't.jsonl"]
     assert override.value()["test"] == ["/c/d.jsonl"]
