@@ -33,10 +33,8 @@ ranks_per_node() {
     printf '%s' "${BASH_REMATCH[1]}"
 }
 
-# prepare: check REPO and MPI_TYPE, create RESULTS_DIR, set the steps' environment and srun's container options.
+# prepare: check MPI_TYPE, create RESULTS_DIR, set the steps' environment and srun's container options.
 prepare() {
-    [[ -f $REPO/examples/nlp/gpt/train_gpt_ppo_actor.py ]] ||
-        die "REPO=$REPO is not this repository: submit from its folder, or set REPO"
     check_mpi
     # With `sbatch --export=...` steps would otherwise get only what that names, and nothing that is exported here.
     export SLURM_EXPORT_ENV=ALL

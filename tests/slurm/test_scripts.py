@@ -56,6 +56,13 @@ def test_ranks_per_node(group: str, counts: str, expected: str | None) -> None:
         assert done.stdout.strip() == expected, done.stderr
 
 
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.suffix == ".sbatch"], ids=str)
+def test_a_job_submitted_from_another_folder_says_what_to_set(script: Path, tmp_path: Path) -> None:
+    settings = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(ROOT / script)], env=settings, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.endswith("submit from its folder, or set REPO\n"), done.stderr
+
+
 @pytest.fixture
 def srun(tmp_path: Path) -> Path:
     """A folder with an srun that prints its arguments, one a line, and a scontrol that says what it was asked."""
