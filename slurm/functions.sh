@@ -33,8 +33,9 @@ ranks_per_node() {
     printf '%s' "${BASH_REMATCH[1]}"
 }
 
-# prepare: check MPI_TYPE, create RESULTS_DIR, set the steps' environment and srun's container options.
+# prepare: check the variables, create RESULTS_DIR, set the steps' environment and srun's container options.
 prepare() {
+    check_numbers
     check_mpi
     # With `sbatch --export=...` steps would otherwise get only what that names, and nothing that is exported here.
     export SLURM_EXPORT_ENV=ALL
@@ -52,6 +53,14 @@ prepare() {
     fi
     # Or Python's output would come after NCCL's and torch's warnings in the component's log.
     export PYTHONUNBUFFERED=1
+}
+
+# check_numbers: die if one of these variables is set to anything but a whole number; they are used hours later.
+check_numbers() {
+    local name
+    for name in MAX_REQUEUES CRITIC_RESTARTS CRITIC_STOP_SECONDS; do
+        [[ ${!name-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "$name=${!name}: give a whole number"
+    done
 }
 
 # check_mpi: die unless this cluster's srun has the plugin that MPI_TYPE names; without it no rank would start.

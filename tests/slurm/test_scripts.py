@@ -178,6 +178,13 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(srun: Path, tmp_path: 
     assert "3 times before (MAX_REQUEUES)" in done.stderr
 
 
+def test_a_limit_that_is_no_number_is_refused_at_once() -> None:
+    """It would be read when the trainer has stopped early, and the job would not be requeued."""
+    for name, value, is_good in (("MAX_REQUEUES", "abc", False), ("CRITIC_RESTARTS", "08", False), ("x", "y", True)):
+        done = bash("check_numbers", **{name: value})
+        assert done.returncode == (0 if is_good else 1) and (is_good or f"{name}={value}: give" in done.stderr)
+
+
 def test_the_secret_is_made_once_and_nobody_elses(tmp_path: Path) -> None:
     done = bash(
         "umask 002; make_secret; make_secret; stat -c %a $NEMO_STYLE_ALIGNER_TOKEN_FILE", RESULTS_DIR=str(tmp_path)
