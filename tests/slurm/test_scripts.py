@@ -215,6 +215,18 @@ def test_a_busy_controller_is_asked_again(failures: int, srun: Path, tmp_path: P
     assert done.stdout.splitlines()[-1] == ("137" if failures == 1 else "143"), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("script", ["reward_model.sbatch", "ppo.sbatch"])
+def test_validation_data_without_training_data_is_not_ignored(script: str, srun: Path, tmp_path: Path) -> None:
+    settings = {
+        "PATH": f"{srun}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a", "SLURM_JOB_NODELIST_HET_GROUP_1": "b", "MPI_TYPE": "",
+        "RESULTS_DIR": str(tmp_path), "VALID_DATA_PATH": "/v.jsonl",
+    }  # fmt: skip
+    words = ["bash", str(ROOT / "slurm" / script)]
+    done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and "VALID_DATA_PATH=/v.jsonl" in done.stderr and "TRAIN_DATA_PATH" in done.stderr
+
+
 def test_components_share_the_time_limit() -> None:
     """Slurm hands --time and --requeue on to the second component, unless it has its own."""
     second = (ROOT / "slurm" / "ppo.sbatch").read_text().split("#SBATCH hetjob")[1]
