@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.server
+import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import urllib.request
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,6 +344,36 @@ def test_training_pass(reports: dict[str, Report]) -> None:
             assert result[kind]["seconds"].keys() == result[kind]["fraction_of_gemm_rate"].keys() == SPREAD
             assert result[kind]["tokens_per_second"] > 0
     assert report["head_memory_bytes"]["logits"] == 4 * report["scored_tokens"] * 512
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A function that imports a module of the benchmarks; GPUs that it hides are visible again after the test."""
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+def test_the_critics_metrics_are_not_asked_of_a_proxy(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Metrics(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'aligner_server_command_seconds_sum{command="infer"} 2.5\n')
+
+    contenders = benchmark_module("ppo_contenders")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):  # of conftest.py
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # the default one, which keeps what it knows of proxies
+    with http.server.HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        jobs = contenders.OwnJobs.__new__(contenders.OwnJobs)
+        jobs._port = server.server_port
+        jobs._setting = SimpleNamespace(environment={contenders.TOKEN_VARIABLE: "secret"})
+        assert jobs._critic_seconds() == {"infer": 2.5}
 
 
 def test_benchmarks_of_passes_see_the_gpu() -> None:
