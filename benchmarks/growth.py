@@ -75,9 +75,10 @@ def main() -> None:
             models = make_models(point.model, work / point.model)
             results[point] = measure(point, models, args, folder)
             print(f"{point}: {results[point].seconds}", file=sys.stderr, flush=True)
-    report = [figures(name, point, results[point]) for name, points in series.items() for point in points]
+            report = [figures(name, p, results[p]) for name, points in series.items() for p in points if p in results]
+            # What comes later may fail.
+            write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})
     print_report(series, report)
-    write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})
     if args.plot:
         plot(series, report, args.plot)
 

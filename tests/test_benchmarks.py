@@ -376,6 +376,31 @@ def test_the_critics_metrics_are_not_asked_of_a_proxy(
         assert jobs._critic_seconds() == {"infer": 2.5}
 
 
+def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    growth = benchmark_module("growth")
+
+    def measure(point: Any, *_: Any) -> Any:
+        if point.rollouts == 32:
+            raise SystemExit("the critic was killed")
+        return growth.Measured([point.rollouts / 4], {"generate": 1.0}, 10**6)
+
+    monkeypatch.setattr(growth, "measure", measure)
+    monkeypatch.setattr(growth, "make_models", lambda *_: None)
+    monkeypatch.setattr(growth, "exit_on_sigterm", lambda: None)  # a handler would stay
+    words = ["growth.py", "--rollouts", "8", "16", "32", "--work-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--json", str(tmp_path / "g.json")])
+    with pytest.raises(SystemExit, match="killed"):
+        growth.main()
+    points = json.loads((tmp_path / "g.json").read_text())["points"]
+    # The one of 16 rollouts, with the default length and model, is in every series.
+    assert [(p["series"], p["rollouts"], p["seconds"]["median"]) for p in points] == [
+        ("rollouts", 8, 2.0), ("rollouts", 16, 4.0), ("length", 16, 4.0), ("model", 16, 4.0), ("ranks", 16, 4.0),
+    ]  # fmt: skip
+    assert growth.exponents(points[:2]) == [None, 1.0]
+
+
 def test_benchmarks_of_passes_see_the_gpu() -> None:
     """`cpu_only` hides it at once from whoever imports it, by whatever way."""
     script = "import os, sys; import training_pass, memory; sys.exit('CUDA_VISIBLE_DEVICES' in os.environ)"
