@@ -2,8 +2,9 @@
 
     python benchmarks/learning.py [--variants default unpacked ...] [--seeds 1 2 3] [--plot FILE.svg] [--json FILE]
 
-Data, base model, SFT and reward model are made once, as `make demo` does, and kept in the output folder for the next
-run. Nothing here depends on how busy the machine is. docs/performance.md explains the columns.
+Data, base model, SFT and reward model are made once, as `make demo` does, and kept in the output folder, as are
+finished runs, for the next time with the same options. Nothing here depends on how busy the machine is.
+docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -144,16 +145,34 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Demo, Path, Path]:
-    """Make what all runs start from, unless it is there: data, SFT model, reward model."""
+    """Make what all runs start from, unless it is there: data, SFT model, reward model.
+
+    Raises:
+        SystemExit: what is there was made with other options.
+    """
     output = args.output.resolve()
     sft = output / "sft" / "checkpoints" / "megatron_gpt_sft.nemo"
     reward_model = output / "reward_model" / "checkpoints" / "megatron_gpt.nemo"
+    record, options = output / "options.json", demo_options(args)
     if reward_model.exists():
+        written = json.loads(record.read_text()) if record.exists() else {}
+        different = [f"--{name.replace('_', '-')}" for name in options if options[name] != written.get(name)]
+        if different:
+            what = f"another {', '.join(different)}" if written else "options that are not on record"
+            raise SystemExit(f"what is in {output} was made with {what}: name another --output, or delete it")
         return Demo(output, num_stages=0, keep=True), sft, reward_model
     demo = Demo(output, num_stages=3)
+    record.write_text(json.dumps(options))
     run_demo.train_sft(demo, args, run_demo.make_base_model(demo, args))
     run_demo.train_reward_model(demo, args, sft)
     return demo, sft, reward_model
+
+
+def demo_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that models and runs in the output folder depend on."""
+    parser = argparse.ArgumentParser()
+    run_demo.add_options(parser)
+    return {name: getattr(args, name) for name in vars(parser.parse_args([]))}
 
 
 def run(demo: Demo, args: argparse.Namespace, name: str, seed: int, sft: Path, reward_model: Path) -> Outcome:

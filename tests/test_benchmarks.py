@@ -401,6 +401,31 @@ def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
     assert growth.exponents(points[:2]) == [None, 1.0]
 
 
+def test_learning_reuses_nothing_of_other_options(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    learning = benchmark_module("learning")
+    made: list[Path] = []
+
+    def train_reward_model(demo: Any, *_: Any) -> None:
+        made.append(demo.directory / "reward_model" / "checkpoints" / "megatron_gpt.nemo")
+        made[-1].parent.mkdir(parents=True)
+        made[-1].touch()
+
+    monkeypatch.setattr(learning.run_demo, "make_base_model", lambda *_: None)
+    monkeypatch.setattr(learning.run_demo, "train_sft", lambda *_: None)
+    monkeypatch.setattr(learning.run_demo, "train_reward_model", train_reward_model)
+
+    def prepare(*options: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["learning.py", "--output", str(tmp_path / "learning"), *options])
+        return learning.prepare(learning.parse_arguments())[2]
+
+    assert prepare("--rm-steps", "5") == prepare("--rm-steps", "5", "--seeds", "4") == made[0] and len(made) == 1
+    with pytest.raises(SystemExit, match="made with another --max-operand, --rm-steps: name another --output"):
+        prepare("--max-operand", "59")
+    assert made[0].exists()
+
+
 def test_benchmarks_of_passes_see_the_gpu() -> None:
     """`cpu_only` hides it at once from whoever imports it, by whatever way."""
     script = "import os, sys; import training_pass, memory; sys.exit('CUDA_VISIBLE_DEVICES' in os.environ)"
