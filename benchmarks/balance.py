@@ -18,7 +18,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
@@ -28,6 +27,7 @@ from common import (
     Bounds,
     available_cores,
     exit_on_sigterm,
+    json_path,
     long_tailed,
     positive_float,
     positive_int,
@@ -63,7 +63,7 @@ def main() -> None:
         "--sleep", type=positive_float, metavar="SECONDS", help="sleep this long for each token instead of generating"
     )
     parser.add_argument("--rounds", type=positive_int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     exit_on_sigterm()
     # Other lengths in every round, the same for all modes: a single draw might happen to suit the shards.

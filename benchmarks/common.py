@@ -191,10 +191,21 @@ def plot_path(text: str) -> Path:
     return Path(text)
 
 
+def json_path(text: str) -> Path:
+    """An argparse type for ``--json``: refused, before anything is measured, if the file cannot be written."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: give the name of a file in a folder of yours")
+    return path
+
+
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
     """Write a benchmark's figures and the machine they were taken on to the file of ``--json``, if there is one."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
 
 

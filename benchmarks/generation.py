@@ -34,6 +34,7 @@ from common import (
     best_rates,
     exit_on_sigterm,
     generation_floor,
+    json_path,
     long_tailed,
     measure_rates,
     positive_float,
@@ -137,7 +138,7 @@ def parse_arguments() -> argparse.Namespace:
         help="size of the buffer that is read to measure the memory's rate",
     )
     parser.add_argument("--work-dir", type=Path, help="folder for the model's files during the run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")

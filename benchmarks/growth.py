@@ -22,6 +22,7 @@ from common import (
     SHAPES,
     available_cores,
     exit_on_sigterm,
+    json_path,
     plot_path,
     positive_int,
     print_table,
@@ -100,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
     parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ import dataclasses
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import as_in_jobs  # noqa: F401 (before torch)
@@ -24,6 +23,7 @@ from common import (
     SHAPES,
     available_cores,
     default_precision,
+    json_path,
     measure_gemm,
     positive_int,
     print_table,
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--layers", type=positive_int, default=8, help="computed in turn")
     parser.add_argument("--rounds", type=positive_int, default=9)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     precision = args.precision or default_precision()

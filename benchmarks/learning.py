@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import exit_on_sigterm, plot_path, print_table, write_json
+from common import exit_on_sigterm, json_path, plot_path, print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
@@ -137,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=plot_path, help="write the reward curves here; the name's ending chooses the format"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     run_demo.add_options(parser)
     args = parser.parse_args()
     run_demo.check_options(parser, args)

@@ -14,12 +14,11 @@ import dataclasses
 import gc
 import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import SHAPES, available_cores, default_precision, positive_int, print_table, write_json
+from common import SHAPES, available_cores, default_precision, json_path, positive_int, print_table, write_json
 from training_pass import OPTIM, Workload, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -88,7 +87,7 @@ def main() -> None:
     add_workload_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     args.precision = args.precision or default_precision()
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")

@@ -22,6 +22,7 @@ from common import (
     at_least,
     available_cores,
     exit_on_sigterm,
+    json_path,
     long_tailed,
     positive_int,
     print_table,
@@ -80,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive_int, default=5, help="steps of each run, one after the other")
     parser.add_argument("--repeats", type=positive_int, default=1, help="runs of each arrangement, taking turns")
     parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if not 0 < args.rollout_ranks < args.ranks:
         parser.error(f"--rollout-ranks {args.rollout_ranks}: of --ranks {args.ranks}, some must train and some not")

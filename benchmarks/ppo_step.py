@@ -29,6 +29,7 @@ from common import (
     best_rates,
     computes_in_bf16,
     exit_on_sigterm,
+    json_path,
     positive_float,
     positive_int,
     work_folder,
@@ -202,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", type=Path, help="folder to keep the converted models in, or to reuse them from")
     parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if args.no_trl:
         args.contenders = [name for name in args.contenders if name != "trl"]

@@ -19,13 +19,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 import torch
 import torch.distributed as dist
-from common import PRECISIONS, SHAPES, available_cores, exit_on_sigterm, positive_int, print_table, spread, write_json
+from common import (
+    PRECISIONS,
+    SHAPES,
+    available_cores,
+    exit_on_sigterm,
+    json_path,
+    positive_int,
+    print_table,
+    spread,
+    write_json,
+)
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
@@ -76,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=positive_int, default=5)
     parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of all ranks together")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     exit_on_sigterm()
     results = []

@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
@@ -32,6 +31,7 @@ from common import (
     at_least,
     available_cores,
     exit_on_sigterm,
+    json_path,
     positive_float,
     positive_int,
     print_table,
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive_float, default=10.0, help="for each number of clients")
     parser.add_argument("--form", choices=("binary", "json"), default="binary", help="encoding of tensors on the wire")
     parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of the model")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     exit_on_sigterm()
     stages, server = run(args)

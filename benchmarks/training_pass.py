@@ -15,7 +15,6 @@ import random
 import time
 import unittest.mock
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import as_in_jobs  # noqa: F401 (before torch)
@@ -27,6 +26,7 @@ from common import (
     Bounds,
     available_cores,
     default_precision,
+    json_path,
     long_tailed,
     measure_gemm,
     positive_int,
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
     parser.add_argument("--torch-layers", action="store_true", help="also packed rows without the compiled layers")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # as jobs do

@@ -14,11 +14,10 @@ import asyncio
 import json
 import multiprocessing
 import time
-from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import exit_on_sigterm, positive_int, print_table, spread, write_json
+from common import exit_on_sigterm, json_path, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
@@ -36,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--processes", type=positive_int, default=2, help="over which the workers are divided")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     exit_on_sigterm()
     results = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import http.server
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -374,6 +376,16 @@ def test_the_critics_metrics_are_not_asked_of_a_proxy(
         jobs._port = server.server_port
         jobs._setting = SimpleNamespace(environment={contenders.TOKEN_VARIABLE: "secret"})
         assert jobs._critic_seconds() == {"infer": 2.5}
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    benchmark_module: Callable[[str], Any], tmp_path: Path
+) -> None:
+    json_path = benchmark_module("common").json_path
+    for bad in (str(tmp_path), "/proc/figures/growth.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(bad)):
+            json_path(bad)
+    assert json_path(str(tmp_path / "new" / "growth.json")).parent.is_dir()
 
 
 def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
