@@ -97,7 +97,14 @@ def main() -> None:
         process = context.Process(target=run_case, args=(case, args, sender))
         process.start()
         sender.close()
-        results[case] = receiver.recv()
+        try:
+            results[case] = receiver.recv()
+        except EOFError:
+            process.join()
+            raise SystemExit(
+                f"{case}: its process ended with status {process.exitcode} (-9: perhaps for lack of memory, and a "
+                "smaller --shape, --max-tokens or --padded-rows needs less)"
+            ) from None
         process.join()
     report(results)
     settings = {key: str(value) for key, value in vars(args).items()}

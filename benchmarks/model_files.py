@@ -69,7 +69,12 @@ def prepare(model: str, directory: Path, want_gguf: bool) -> ModelFiles:
             weights.
         directory: empty or not there.
         want_gguf: write GGUF files too.
+
+    Raises:
+        SystemExit: ``model`` is neither a path nor the name of a shape.
     """
+    if model not in SHAPES and not Path(model).exists():
+        raise SystemExit(f"--model {model}: there is no such file or directory, nor is it one of {', '.join(SHAPES)}")
     hf = directory / "hf"
     source_gguf: Path | None = None
     tokenizer: Path | None = None

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -386,6 +387,21 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(bad)):
             json_path(bad)
     assert json_path(str(tmp_path / "new" / "growth.json")).parent.is_dir()
+
+
+def test_memory_names_a_case_whose_process_is_killed(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = benchmark_module("memory")
+    monkeypatch.setattr(memory, "run_case", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--cases", "selective"])
+    with pytest.raises(SystemExit, match=r"selective: .* status -9 .*smaller"):
+        memory.main()
+
+
+def test_a_model_that_is_not_there(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--model 31m: there is no such file or directory, nor is it one of tiny, 30m"):
+        benchmark_module("model_files").prepare("31m", tmp_path, want_gguf=False)
 
 
 def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
