@@ -29,3 +29,14 @@ class NonFiniteError(UserError, FloatingPointError):
 
 class OtherRankError(OSError):
     """Something failed on another rank; the message says on which, and why."""
+
+
+def comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether ``error`` is of this kind, or was raised because of one that is, or while one was handled.
+
+    A signal's handler may raise in the middle of other code, which may make another error of it. Python itself does, of
+    what is raised within the ``__set_name__`` of a class, as in imports.
+    """
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error is not None

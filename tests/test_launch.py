@@ -874,6 +874,11 @@ import time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
+class Slow:
+    def __set_name__(self, owner, name):  # Python makes a RuntimeError of what is raised here, as in some imports
+        print("waiting\\n", end="", flush=True)
+        time.sleep(300)
+
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     from nemo_style_aligner.algorithms.run_control import RunControl
@@ -886,8 +891,10 @@ def main(cfg: DictConfig) -> int:
         print("waiting\\n", end="", flush=True)
         dist.TCPStore("127.0.0.1", 0, 2, True)  # outside of Python, where no handler runs
     if cfg.exp_manager.name == "starting":
-        print("waiting\\n", end="", flush=True)
-        time.sleep(300)
+
+        class Importing:
+            attribute = Slow()
+
     control.begin()
     print("waiting\\n", end="", flush=True)
     try:

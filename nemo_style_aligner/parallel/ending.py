@@ -24,7 +24,7 @@ from typing import NoReturn
 from hydra.errors import HydraException
 from omegaconf.errors import MissingMandatoryValue
 
-from nemo_style_aligner.errors import OtherRankError, UserError
+from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
@@ -238,7 +238,7 @@ _MISTAKES = (UserError, HydraException, MissingMandatoryValue)
 
 
 def _status_of(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
+    if comes_from(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, UserError):
         return error.exit_status

@@ -33,6 +33,7 @@ from nemo_style_aligner.config import (
     check_config,
     log_directory,
 )
+from nemo_style_aligner.errors import comes_from
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
@@ -434,7 +435,9 @@ def _run_job(
         stop_signals.install(end_start)
         initialize(cfg)
         status = main(cfg) or 0
-    except StopDuringStartError:
+    except (Exception, StopDuringStartError) as error:
+        if not comes_from(error, StopDuringStartError):
+            raise
         end_start()
     if status == EXIT_REQUEUE and info.rank == 0:
         stop_signals.write_requeue_file(log_dir, stop_signals.STOPPED_EARLY)
