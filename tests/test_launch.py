@@ -870,14 +870,20 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 # ---- stopping early -----------------------------------------------------------------------------
 
 STOP_SCRIPT = """
-import time
+import os, signal, time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
+
+class Late:
+    def __del__(self):  # when Python takes modules apart
+        os.kill(os.getpid(), signal.SIGTERM)
 
 class Slow:
     def __set_name__(self, owner, name):  # Python makes a RuntimeError of what is raised here, as in some imports
         print("waiting\\n", end="", flush=True)
         time.sleep(300)
+
+late = Late()
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:

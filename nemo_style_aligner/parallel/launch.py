@@ -417,6 +417,7 @@ def _run_job(
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
+        stop_signals.ignore()
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
@@ -442,4 +443,5 @@ def _run_job(
     if status == EXIT_REQUEUE and info.rank == 0:
         stop_signals.write_requeue_file(log_dir, stop_signals.STOPPED_EARLY)
     shutdown(status)
+    stop_signals.ignore()
     return status

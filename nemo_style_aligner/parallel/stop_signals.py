@@ -95,6 +95,16 @@ def hold() -> None:
         signal.set_wakeup_fd(-1)
 
 
+def ignore() -> None:
+    """From now on stop signals have no effect: the process is ending, and its status is known. Main thread only.
+
+    Python gives handled signals their default effect back while it still takes modules apart, which lasts a second with
+    torch: they would then kill the process. Ignored ones stay ignored.
+    """
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def on_request(callback: Callable[[], None]) -> None:
     """Call ``callback`` in the signal handler (it must not take locks), and now if a signal came already."""
     _callbacks.append(callback)
