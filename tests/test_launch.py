@@ -708,16 +708,21 @@ def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, stat
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool) -> None:
-    """The second rank of a machine, whose launcher ends the job with it; under srun every rank ends by itself."""
+def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool, tmp_path: Path) -> None:
+    """The second rank of a machine, whose launcher ends the job with it; under srun every rank ends by itself.
+
+    The message names a file whose name is not UTF-8.
+    """
     code = (
+        "from pathlib import Path\n"
         "from nemo_style_aligner.config import ConfigError\n"
         "from nemo_style_aligner.parallel import ending\n"
         f"ending.in_slurm_step = lambda _: {not is_told}\n"
         "ending.shutil.which = lambda _: None\n"  # no step to cancel, also where Slurm is installed
         "ending._ANY_RANK_SECONDS = 0.1\n"
         "ending.install_excepthook()\n"
-        "raise ConfigError('a key is wrong')\n"
+        f"ending.leave_failures_in(Path({str(tmp_path)!r}), remove=False)\n"
+        "raise ConfigError('wrong: \\udcff.jsonl')\n"
     )
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -725,7 +730,8 @@ def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool) -> None:
         [sys.executable, "-c", code], env=CLEAN | ranks | meeting_place, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 2
-    assert ("error: a key is wrong" in result.stderr) == is_told, result.stderr
+    assert (r"error: wrong: \udcff.jsonl" in result.stderr) == is_told, result.stderr
+    assert (tmp_path / "failed").read_text().endswith("ConfigError: wrong: \\udcff.jsonl\n")
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)

@@ -266,7 +266,7 @@ def _leave_failure(line: str) -> bool:
     for path in [_log_dir / FAILED_FILE, *([] if _run is None else [failed_file_of(_log_dir, _run)])]:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # paths may hold any bytes
                 is_first = file.tell() == 0 or path.name == FAILED_FILE  # that may be another run's
                 file.write(line)
     return is_first
