@@ -144,6 +144,20 @@ def test_incomplete_variables_are_named() -> None:
         detect_launch({"OMPI_COMM_WORLD_RANK": "0"})
 
 
+def test_variables_that_contradict_each_other_are_named() -> None:
+    """Otherwise ranks would wait for each other until their time limit."""
+    for wrong, message in {
+        "RANK=2": "RANK=2 and WORLD_SIZE=2: ranks are numbered from 0",
+        "WORLD_SIZE=0": "RANK=1 and WORLD_SIZE=0",
+        "LOCAL_RANK=2": "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2",
+        "LOCAL_WORLD_SIZE=8": "LOCAL_RANK=1, LOCAL_WORLD_SIZE=8 and WORLD_SIZE=2",
+        "MASTER_PORT=99999": "MASTER_PORT is 99999: ports go up to 65535",
+    }.items():
+        with pytest.raises(LaunchError, match=message):
+            detect_launch(BY_HAND | dict([wrong.split("=")]))
+    assert detect_launch({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).local_rank == 3  # the fourth GPU
+
+
 @pytest.mark.parametrize(("task", "terminal", "typed"), [("1", True, True), ("1", False, False), (None, True, False)])
 def test_what_is_typed_into_the_terminal_of_a_step_is_no_rank_of_it(
     task: str | None, terminal: bool, typed: bool, monkeypatch: pytest.MonkeyPatch

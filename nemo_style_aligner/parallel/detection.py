@@ -18,6 +18,7 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_LARGEST_PORT = 65535
 
 
 class LaunchError(UserError, RuntimeError):
@@ -62,7 +63,7 @@ def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
     variables like torchrun's that were set by hand.
 
     Raises:
-        LaunchError: a launcher's variables are incomplete.
+        LaunchError: a launcher's variables are incomplete, or contradict each other.
     """
     if SUPERVISOR_PID in env:
         return _from_torchrun(env, "supervisor")
@@ -158,7 +159,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
         local_world_size=local_counts[node] if node < len(local_counts) else local_counts[-1],
         launcher="slurm",
         master_addr=named or first_host(nodelist),
-        master_port=integer(env, "MASTER_PORT", port),
+        master_port=master_port(env, port),
     )
 
 
@@ -173,15 +174,32 @@ def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
     local_rank = integer(env, "LOCAL_RANK", 0)
     if world_size > 1 and not env.get("MASTER_ADDR"):
         raise LaunchError(f"RANK and WORLD_SIZE={world_size} are set, but not MASTER_ADDR and MASTER_PORT: set them")
-    return LaunchInfo(
+    info = LaunchInfo(
         rank=integer(env, "RANK"),
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=integer(env, "LOCAL_WORLD_SIZE", world_size),
         launcher=launcher,
         master_addr=env.get("MASTER_ADDR"),
-        master_port=integer(env, "MASTER_PORT") if env.get("MASTER_ADDR") else None,
+        master_port=master_port(env) if env.get("MASTER_ADDR") else None,
     )
+    # The other ranks would wait for ranks that there are not, or these for ranks that have met without them.
+    if info.rank >= world_size:
+        raise LaunchError(f"RANK={info.rank} and WORLD_SIZE={world_size}: ranks are numbered from 0 to WORLD_SIZE - 1")
+    if world_size > 1 and not local_rank < info.local_world_size <= world_size:
+        raise LaunchError(
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={info.local_world_size} and WORLD_SIZE={world_size}: a "
+            "machine's ranks are numbered from 0 to LOCAL_WORLD_SIZE - 1, and are not more than all"
+        )
+    return info
+
+
+def master_port(env: Mapping[str, str], default: int | None = None) -> int:
+    """The port in ``MASTER_PORT``; LaunchError if it is none, or missing without a ``default``."""
+    port = integer(env, "MASTER_PORT", default)
+    if port > _LARGEST_PORT:
+        raise LaunchError(f"the environment variable MASTER_PORT is {port}: ports go up to {_LARGEST_PORT}")
+    return port
 
 
 def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

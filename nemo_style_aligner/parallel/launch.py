@@ -36,7 +36,7 @@ from nemo_style_aligner.config import (
 from nemo_style_aligner.errors import comes_from
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
-from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer
+from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer, master_port
 from nemo_style_aligner.parallel.ending import (
     abort_job,
     fail_job,
@@ -251,7 +251,7 @@ def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
         raise LaunchError(
             f"MASTER_ADDR={named} is a loopback address, useless to other machines: set it to rank 0's address"
         )
-    port = integer(os.environ, "MASTER_PORT") if named and os.environ.get("MASTER_PORT") else free_port()
+    port = master_port(os.environ) if named and os.environ.get("MASTER_PORT") else free_port()
     return named or own_address(), port
 
 
