@@ -43,7 +43,7 @@ def compose(name: str, description: str) -> DictConfig | None:
         description: the entry script's docstring, with which ``--help`` begins.
 
     Raises:
-        ConfigError: the command line cannot be read, or asks for several runs.
+        ConfigError: the command line cannot be read, asks for several runs, or deletes keys.
     """
     composed: list[DictConfig] = []
 
@@ -57,6 +57,7 @@ def compose(name: str, description: str) -> DictConfig | None:
             print(_help(name, description))  # hydra's own has the bare values, without the comments
         return None
     _refuse_multirun(sys.argv[1:])
+    _refuse_deletions(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
     sys.argv[1:] = prepare_overrides(sys.argv[1:])
     try:
@@ -117,4 +118,19 @@ def _refuse_multirun(arguments: Sequence[str]) -> None:
                 f"{argument}: hydra's multirun does not work for jobs that have ranks. Start each run by itself, in a "
                 "log directory of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
                 "exp_manager.explicit_log_dir=results/lr_$lr; done"
+            )
+
+
+def _refuse_deletions(arguments: Sequence[str]) -> None:
+    """Refuse hydra's deletions: the default of a key that is left out holds, so they would have no effect.
+
+    Raises:
+        ConfigError: the command line deletes a key.
+    """
+    for argument in arguments:
+        if re.match(r"~(?!hydra[./])[A-Za-z_]", argument):
+            key = argument[1:].partition("=")[0]
+            raise ConfigError(
+                f"{argument}: a key that is left out has its default, so it cannot be deleted; to turn off what it "
+                f"sets, write {key}=null, where the key's comment in the config (--help) allows that"
             )

@@ -819,6 +819,8 @@ def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -
     assert "in quotes, inside those of the shell" in result.stderr and "hydra.cc" not in result.stderr
     result = run(script, "trainer.devices", "=", "1")
     assert result.stderr.startswith("error: trainer.devices is not a setting: write KEY=VALUE"), result.stderr
+    result = run(script, "~model.optim.sched", "trainer.devices=1")
+    assert result.returncode == 2 and "it cannot be deleted; to turn off" in result.stderr, result.stderr
     result = run(script, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
     assert result.returncode == 2 and "multirun" not in result.stderr
     assert result.stderr.startswith("error: model.optim.lr=1e-6,2e-6 gives several values: write a list"), result.stderr
