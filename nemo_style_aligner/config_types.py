@@ -69,6 +69,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("exp_manager.wandb_logger_kwargs.*", (bool, int, float, str, list, dict)),
 )
 
+_NUMBERS = ("model.optim.betas", "model.regression.attribute_weights")  # lists of which every element is one
+
 _LENGTH = "model.encoder_seq_length"
 
 NULLABLE: tuple[str, ...] = (
@@ -127,6 +129,9 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
         wanted = _types(key, defaults)
         if isinstance(value, float) and int in wanted and float not in wanted and value.is_integer():
             OmegaConf.update(cfg, key, int(value))
+            continue
+        if key in _NUMBERS and isinstance(value, list) and not all(_fits(element, float) for element in value):
+            problems.append(f"{key}={value}: must be a list of numbers")
             continue
         if not wanted or any(_fits(value, kind) for kind in wanted):
             continue

@@ -778,6 +778,7 @@ def test_wrong_types_are_all_named() -> None:
         "model.micro_batch_size=abc": "model.micro_batch_size='abc': must be a whole number, this is text",
         "model.optim.lr=fast": "model.optim.lr='fast': must be a number, this is text",
         "model.optim.betas=0.9": "model.optim.betas=0.9: must be a list, this is a number",
+        "model.regression.attribute_weights=[1,a]": "attribute_weights=[1, 'a']: must be a list of numbers",
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
         "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
