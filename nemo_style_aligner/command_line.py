@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import hydra
+import yaml
 from hydra.errors import ConfigCompositionException, OverrideParseException
 from omegaconf import DictConfig
 
@@ -43,7 +44,8 @@ def compose(name: str, description: str) -> DictConfig | None:
         description: the entry script's docstring, with which ``--help`` begins.
 
     Raises:
-        ConfigError: the command line cannot be read, asks for several runs, or deletes keys.
+        ConfigError: the command line or a config file cannot be read; or the command line asks for several runs, or
+            deletes keys.
     """
     composed: list[DictConfig] = []
 
@@ -63,6 +65,8 @@ def compose(name: str, description: str) -> DictConfig | None:
     try:
         with _reader_may_leave():
             hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+    except (yaml.YAMLError, UnicodeDecodeError) as error:  # of a file that --config-name names
+        raise ConfigError(f"a config file cannot be read: {error}") from error
     except OverrideParseException as error:
         given = error.override.lstrip("+")
         if "=" not in given:

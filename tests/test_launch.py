@@ -819,6 +819,11 @@ def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -
     assert "in quotes, inside those of the shell" in result.stderr and "hydra.cc" not in result.stderr
     result = run(script, "trainer.devices", "=", "1")
     assert result.stderr.startswith("error: trainer.devices is not a setting: write KEY=VALUE"), result.stderr
+    (script.parent / "own.yaml").write_text("model:\n  seed: 1\n  seed: 2\n")
+    command = [sys.executable, str(script), f"--config-path={script.parent}", "--config-name=own"]
+    result = subprocess.run(command, env=CLEAN, text=True, capture_output=True, timeout=150, check=False)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: a config file cannot be read:") and 'own.yaml", line 3' in result.stderr
     result = run(script, "~model.optim.sched", "trainer.devices=1")
     assert result.returncode == 2 and "it cannot be deleted; to turn off" in result.stderr, result.stderr
     result = run(script, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
