@@ -430,7 +430,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "training_rm", 1, f"pretrained_checkpoint.restore_from_path={Path(DATA).parent / 'data'}",
         ("pretrained_checkpoint.restore_from_path=",),
     ),
-    "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run='4h' is not of the form",)),
+    "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run=4h is not of the form",)),
     "kind of reward model": (
         "gpt_ppo_critic", 1, "model.reward_model_type=pairwise",
         ("model.reward_model_type='pairwise': choose binary_ranking or regression",),

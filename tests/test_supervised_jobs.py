@@ -673,6 +673,10 @@ def test_a_run_says_what_ends_it(
 def test_a_time_limit_is_days_hours_minutes_and_seconds() -> None:
     assert parse_duration("1:02:03:04") == ((1 * 24 + 2) * 60 + 3) * 60 + 4
     assert parse_duration("00:04:00:00") == 4 * 3600 and parse_duration(None) is None
+    with pytest.raises(ValueError, match="=223384 is not of the form DD:HH:MM:SS; in a YAML file it needs quotes"):
+        parse_duration(OmegaConf.create("limit: 1:02:03:04").limit)
+    with pytest.raises(ValueError, match="every start would end before its first step"):
+        parse_duration("00:00:00:00")
 
 
 def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:

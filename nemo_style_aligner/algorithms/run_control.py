@@ -24,15 +24,22 @@ def parse_duration(text: str | None) -> float | None:
     """``"DD:HH:MM:SS"`` (NeMo's form of ``max_time_per_run``) -> seconds; None -> None.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has another form, or no time is left to do anything.
     """
     if text is None:
         return None
     parts = str(text).split(":")
-    if len(parts) != 4 or not all(p.isdigit() for p in parts):
-        raise ValueError(f"exp_manager.max_time_per_run={text!r} is not of the form DD:HH:MM:SS")
+    if len(parts) != 4 or not all(p.isdecimal() for p in parts):
+        # YAML reads 1:00:00:00, without quotes, as a number in base 60.
+        hint = "; in a YAML file it needs quotes" if str(text).isdecimal() else ""
+        raise ValueError(f"exp_manager.max_time_per_run={text} is not of the form DD:HH:MM:SS{hint}")
     days, hours, minutes, seconds = map(int, parts)
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    total = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if total == 0.0:
+        raise ValueError(
+            f"exp_manager.max_time_per_run={text}: every start would end before its first step; null means no limit"
+        )
+    return total
 
 
 class RunControl:
