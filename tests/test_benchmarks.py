@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from job_processes import ROOT, Job, environment, run
 
+from nemo_style_aligner.architecture import ModelArchitecture
+
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 
 SPREAD = {"median", "min", "max"}
@@ -151,9 +153,14 @@ def test_generation(reports: dict[str, Report]) -> None:
             assert row["tokens_per_second"].keys() == SPREAD
             assert row["tokens_per_second"]["median"] == pytest.approx(row["tokens"] / row["seconds"]["median"])
             assert 0 < row["fraction_of_floor"] < 1
+            rate = row["tokens_per_second"]["median"]
+            assert row["fraction_of_floor"] == pytest.approx(rate / workload["floor"]["tokens_per_second"])
+            ours = workload["rows"]["embedded"]["tokens_per_second"]["median"]
+            assert row["ours_is_times_faster"] == pytest.approx(ours / rate)
         assert workload["rows"]["embedded"]["agreement"]["share_of_tokens"] == 1
     for row in uniform["rows"].values():
-        assert row["decode_tokens_per_second"] > 0 and row["prefill_seconds"] > 0
+        decoding = row["seconds"]["median"] - row["prefill_seconds"]
+        assert row["prefill_seconds"] > 0 and row["decode_tokens_per_second"] == pytest.approx((12 - 2) / decoding)
         assert row["decode_fraction_of_memory_rate"] > 0
 
 
@@ -163,7 +170,8 @@ def test_refit(reports: dict[str, Report]) -> None:
     for result in report["results"]:
         assert result["recompilations"] == 0
         assert result["refit_seconds"].keys() == SPREAD and result["copy_seconds"]["min"] > 0
-        assert result["ratio_to_copy"] > 0 and result["peak_extra_bytes"] >= 0
+        refit, copy = result["refit_seconds"]["median"], result["copy_seconds"]["median"]
+        assert result["ratio_to_copy"] == pytest.approx(refit / copy) and result["peak_extra_bytes"] >= 0
     assert report["results"][0]["bytes"] == 2 * report["results"][1]["bytes"] == 2 * report["results"][0]["parameters"]
 
 
@@ -173,6 +181,10 @@ def test_balance(reports: dict[str, Report]) -> None:
     assert len({mode["tokens"] for mode in modes}) == 1 and modes[0]["tokens"] >= 10 * 4, output
     for mode in modes:
         assert len(mode["idle_share_by_worker"]) == 2 and all(0 <= share <= 1 for share in mode["idle_share_by_worker"])
+        assert mode["idle_share"] == pytest.approx(sum(mode["idle_share_by_worker"]) / 2)
+    rates = [mode["tokens_per_second"]["median"] for mode in modes]
+    assert report["modes"]["queue_is_times_faster"] == pytest.approx(rates[0] / rates[2])
+    assert report["modes"]["longest_first_is_times_faster"] == pytest.approx(rates[1] / rates[2])
 
 
 def test_work_queue(reports: dict[str, Report]) -> None:
@@ -345,7 +357,9 @@ def test_training_pass(reports: dict[str, Report]) -> None:
     for result in (packed, padded, report["passes"]["packed, torch's layers"]):
         for kind in ("training", "logprobs"):
             assert result[kind]["seconds"].keys() == result[kind]["fraction_of_gemm_rate"].keys() == SPREAD
-            assert result[kind]["tokens_per_second"] > 0
+            assert result[kind]["tokens_per_second"] == pytest.approx(
+                report["tokens"] / result[kind]["seconds"]["median"]
+            )
     assert report["head_memory_bytes"]["logits"] == 4 * report["scored_tokens"] * 512
 
 
@@ -402,6 +416,40 @@ def test_memory_names_a_case_whose_process_is_killed(
 def test_a_model_that_is_not_there(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--model 31m: there is no such file or directory, nor is it one of tiny, 30m"):
         benchmark_module("model_files").prepare("31m", tmp_path, want_gguf=False)
+
+
+def test_floors_and_ratios_are_those_of_the_documentation(benchmark_module: Callable[[str], Any]) -> None:
+    """Counted by hand for a layer of 2 heads of 4 channels (one for keys), 16 units and 10 tokens."""
+    common, report = benchmark_module("common"), benchmark_module("ppo_report")
+    a = ModelArchitecture(
+        num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1, vocab_size=10,
+        tied_embeddings=True,
+    )  # fmt: skip
+    body = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16 + 3 * 8  # q, k, v; output; gate, up, down; norms
+    pair = 2 * 2 * 8  # a product with a key and one with a value, for 8 channels
+    prompts, responses = [3, 2], [1, 3]
+
+    slow_memory = common.MachineRates(1.0, {"bfloat16": 1e30, "float32": 1.0})
+    floor = common.generation_floor(a, prompts, responses, slow_memory)
+    # The second response's other two tokens: the prompt and what came before, keys and values of 4 channels each.
+    assert floor.prefill_seconds == 2 * (body + 80)
+    assert floor.decode_seconds == floor.decode_bytes == 2 * (2 * (body + 80) + 8 * (3 + 4))
+
+    slow_products = common.MachineRates(1e30, {"bfloat16": 1.0, "float32": 0.5})
+    floor = common.generation_floor(a, prompts, responses, slow_products)
+    assert floor.prefill_seconds == 2 * body * 5 + 2 * 80 * 2 + pair * (6 + 3)
+    assert floor.decode_seconds == 2 * (2 * body + 2 * 80) + pair * (3 + 4)
+    phases = report.phase_floors(a, prompts, responses, slow_products, "bfloat16")
+    values = 2 * body * 9 + pair * (10 + 15)  # sequences of 4 and 5 tokens
+    logprobs = values + 2 * 80 * 4
+    expected = {"score": 2 * values, "logprobs": logprobs, "init_logprobs": logprobs, "train_policy": 2 * logprobs,
+                "train_critic": 2 * values}  # fmt: skip
+    assert {phase: phases[phase] for phase in expected} == pytest.approx(expected)
+
+    def steps(*seconds: float) -> dict[int, Any]:
+        return {number: SimpleNamespace(seconds=one) for number, one in enumerate(seconds)}
+
+    assert report.ratios(steps(2.0, 4.0, 1.0), steps(6.0, 6.0)) == {"median": 2.25, "min": 1.5, "max": 3.0}
 
 
 def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
