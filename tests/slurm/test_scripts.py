@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,8 +67,10 @@ def test_a_job_submitted_from_another_folder_says_what_to_set(script: Path, tmp_
 
 @pytest.fixture
 def srun(tmp_path: Path) -> Path:
-    """A folder with an srun that prints its arguments, one a line, and a scontrol that says what it was asked."""
-    for name, code in (("srun", "printf '[%s]\\n' \"$@\""), ("scontrol", 'echo "scontrol $*"')):
+    """A folder with an srun that prints its arguments, one a line, and what it passes on to its steps, and a scontrol
+    that says what it was asked."""
+    passed = '"export=${SLURM_EXPORT_ENV-}" "unbuffered=${PYTHONUNBUFFERED-}"'
+    for name, code in (("srun", f"printf '[%s]\\n' \"$@\" {passed}"), ("scontrol", 'echo "scontrol $*"')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -101,6 +105,8 @@ def test_arguments_and_container(srun: Path, tmp_path: Path) -> None:
         "[--container-image=nvcr.io/x:1]",
         f"[--container-mounts={ROOT}:{ROOT},{results}:{results},/data:/data]",
         "[--no-container-mount-home]",
+        "[export=ALL]",
+        "[unbuffered=1]",
     ):
         assert expected in lines, done.stdout
     assert not (results / "sft" / "requeue").exists()
@@ -225,6 +231,27 @@ def test_validation_data_without_training_data_is_not_ignored(script: str, srun:
     words = ["bash", str(ROOT / "slurm" / script)]
     done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1 and "VALID_DATA_PATH=/v.jsonl" in done.stderr and "TRAIN_DATA_PATH" in done.stderr
+
+
+@pytest.mark.parametrize(("status", "is_ready"), [(200, True), (503, False), (None, False)])
+def test_a_service_is_ready_when_it_says_so(status: int | None, is_ready: bool) -> None:
+    asked: list[str] = []
+
+    class Service(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status or 500)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Service) as server:
+        port = server.server_port
+        if status is not None:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        else:
+            server.server_close()  # nobody listens
+        done = bash(f"if is_ready 127.0.0.1 {port}; then echo ready; fi")
+    assert (done.stdout == "ready\n") == is_ready and done.returncode == 0, done.stderr
+    assert asked == ["/v2/health/ready"] * (status is not None)
 
 
 def test_components_share_the_time_limit() -> None:
