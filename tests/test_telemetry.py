@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import io
 import json
 import logging
 import mmap
+import os
+import pty
 import re
+import struct
 import sys
+import termios
 import threading
 import time
 import types
@@ -332,6 +337,21 @@ def test_progress_is_a_line_per_interval_away_from_a_terminal() -> None:
     assert lines[0] == "PPO: 3/10 after 30 s, 10 s each, reward 0.5"
     assert lines[-1].startswith("PPO: 10/10")
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize(("lines", "shown"), [(24, "PPO: 100%|"), (0, "PPO: 1/1 after")])
+def test_progress_shows_on_every_terminal(lines: int, shown: str) -> None:
+    """Those of containers may have no size."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 4 * lines, 0, 0))
+    with os.fdopen(terminal, "w") as stream, ProgressBar(total=1, description="PPO", stream=stream) as progress:
+        progress.update(1)
+    read = b""
+    with contextlib.suppress(OSError):  # which is how Linux says that the terminal is closed
+        while part := os.read(reader, 10000):
+            read += part
+    os.close(reader)
+    assert shown in read.decode()
 
 
 def test_a_step_that_takes_long_is_not_silent() -> None:

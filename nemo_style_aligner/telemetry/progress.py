@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +18,9 @@ from nemo_style_aligner.telemetry import activity
 class ProgressBar:
     """Shows how far a loop is. Rank 0 only; silent on the other ranks.
 
-    On a terminal this is a tqdm bar. Elsewhere (a batch job's log) it is one plain line per ``interval``
-    seconds, and one at the end. Within a ``with`` statement lines also appear in the course of a unit that takes
-    longer; they then name the phase (`activity`)::
+    On a terminal this is a tqdm bar. Elsewhere (a batch job's log, a container's terminal that nobody has given a size)
+    it is one plain line per ``interval`` seconds, and one at the end. Within a ``with`` statement lines also appear in
+    the course of a unit that takes longer; they then name the phase (`activity`)::
 
         with ProgressBar(total=100, description="PPO", rank=rank) as progress:
             for step in range(100):
@@ -58,7 +59,7 @@ class ProgressBar:
         self._shown_done: int | None = None
         self._enabled = rank == 0
         self._bar: tqdm | None = None
-        if self._enabled and self._stream.isatty():
+        if self._enabled and _has_room(self._stream):
             self._bar = tqdm(
                 total=total, initial=initial, desc=description, file=self._stream, dynamic_ncols=True, leave=True
             )
@@ -113,3 +114,8 @@ class ProgressBar:
         line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal with a size: in one of 0 lines tqdm would show nothing."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).lines > 0
