@@ -470,9 +470,11 @@ def test_one_job_at_a_time_in_a_log_directory(tmp_path: Path) -> None:
     try:
         with pytest.raises(ConfigError, match=rf"is using {tmp_path}/log \(first on host .*, process {holder.pid}\)"):
             hold_log_directory(tmp_path / "log", "second", wait_seconds=0.5)
+        stop_signals.write_requeue_file(tmp_path / "log", "the first is stopped early while the second waits")
         killer = threading.Timer(0.5, holder.kill)
         killer.start()
         hold_log_directory(tmp_path / "log", "second")
+        assert not (tmp_path / "log" / stop_signals.REQUEUE_FILE).exists()
         assert (tmp_path / "log" / LOCK_FILE).read_text().endswith(f"process {os.getpid()}\n")
     finally:
         holder.kill()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.parallel.stop_signals import remove_requeue_file
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
                 f"gone but the file system still holds the lock, delete {path}"
             )
         time.sleep(_POLL_SECONDS)
+    remove_requeue_file(log_dir)  # that the predecessor has left meanwhile
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
