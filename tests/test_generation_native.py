@@ -273,6 +273,10 @@ def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     load_library(SHAPE, "avx2")
     monkeypatch.setattr(library, "check", lambda *_: pytest.fail("checked again"))
     load_library(dataclasses.replace(SHAPE, architecture=architecture("qwen3")), "avx2")
+    with monkeypatch.context() as elsewhere:  # a home folder is shared with machines of another processor
+        elsewhere.setattr(compilation, "processor_model", lambda: "another")
+        with pytest.raises(pytest.fail.Exception, match="checked again"):
+            load_library(SHAPE, "avx2")
     (record,) = (tmp_path / "nemo_style_aligner" / "native").glob("check-*.txt")
     record.write_text("the kernels are wrong")
     with pytest.raises(NativeUnavailable, match=r"the kernels are wrong \(from .*delete it"):

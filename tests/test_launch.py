@@ -358,7 +358,7 @@ def test_which_processors_compute_in_bf16(tmp_path: Path, lines: str | None, exp
     assert computes_in_bf16(tmp_path / "cpuinfo") == expected
 
 
-def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:
+def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 2: a job's group has no limit, the one above it has. Version 1: as Slurm sets them. Else: none."""
 
     def group(folder: str, **files: object) -> None:
@@ -381,9 +381,11 @@ def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> No
         listed.write_text(f"{lines}\n")
         assert _cgroup_rooms(listed, tmp_path) == rooms, lines
     assert _cgroup_rooms(tmp_path / "nowhere", tmp_path) == []
+    monkeypatch.setattr(machine, "_cgroup_rooms", lambda: [7000, 5000])
+    assert machine.available_memory() == 5000
 
 
-def test_cores_are_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:
+def test_cores_are_what_the_narrowest_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 2, nested; version 1; a container that sees its own group as the root; no limits."""
     listed = tmp_path / "cgroup"
     for path, text in {
@@ -404,6 +406,12 @@ def test_cores_are_what_the_narrowest_control_group_leaves(tmp_path: Path) -> No
     assert _cgroup_cpusets(listed, tmp_path) == [5]
     assert 1 <= machine_cores() <= (os.cpu_count() or 1)
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(machine, "_cgroup_cpusets", lambda: [32, 48])
+    for quotas, of_the_process, of_the_machine in (([], 16, 32), ([8, 40], 8, 8), ([20], 16, 20)):
+        monkeypatch.setattr(machine, "_cgroup_quotas", lambda quotas=quotas: quotas)
+        assert (available_cores(), machine_cores()) == (of_the_process, of_the_machine), quotas
 
 
 # ---- meeting -------------------------------------------------------------------------------------

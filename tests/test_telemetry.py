@@ -282,12 +282,14 @@ def test_a_full_disk_leaves_the_hyperparameters_of_the_start_before(tmp_path: Pa
 
 
 def test_each_scope_has_its_peak_of_memory() -> None:
-    timer = ScopedTimer(memory=Peaks(9, 1, 5, 2, 3, 7, 4))
+    timer = ScopedTimer(memory=Peaks(9, 1, 5, 2, 3, 1, 2, 7, 4))
     with timer("step"):  # 9 was before
         with timer("generate"):  # 1 before it, 5 in it
             pass
         with timer("train"), contextlib.suppress(ValueError):  # 2 before it, 3 in it
             raise ValueError
+        with timer("generate"):  # again, with less
+            pass
     other = threading.Thread(target=lambda: timer("thread").__enter__())
     other.start()  # takes no reading
     other.join()
