@@ -252,7 +252,10 @@ def _find_legacy(key: str) -> LegacyKey | None:
 
 
 def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: LegacyKey) -> str:
-    value = OmegaConf.select(cfg, key)
+    try:
+        value = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:  # `wrong_types` reports it
+        return ""
     if legacy.allowed and not legacy.allows(value):
         raise ConfigError(f"{key}={value}: {legacy.note}; leave the key out")
     if legacy.allowed:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from nemo_style_aligner.architecture import ModelArchitecture
 
@@ -111,7 +111,7 @@ ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
 
 
 def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
-    """One line for each value whose type is not its key's.
+    """One line for each value whose type is not its key's, or that cannot be computed.
 
     Null is accepted for keys whose default is null and for those in `NULLABLE`. A whole number is accepted as a float.
     A float that is a whole number (``1e3``), given for a whole number, becomes one in ``cfg``. Numbers are accepted as
@@ -119,7 +119,10 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
     """
     problems = []
     for key, value in list(values(cfg)):
-        if isinstance(value, OmegaConfBaseException):  # reported with the values it refers to
+        if isinstance(value, OmegaConfBaseException):
+            if not isinstance(value, InterpolationToMissingValueError):  # else the value it refers to is reported
+                reason = str(value).splitlines()[0]
+                problems.append(f"{key}: cannot be computed from the values it refers to: {reason}")
             continue
         if value is None:
             default = _default(key, defaults)

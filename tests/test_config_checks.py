@@ -795,6 +795,8 @@ def test_wrong_types_are_all_named() -> None:
         "model.encoder_seq_length=null": "model.encoder_seq_length=null: this key needs a value; its default is 4096",
         "model.tensor_model_parallel_size=null": "model.tensor_model_parallel_size=null: this key needs a value",
         "model.seed=null": "model.seed=null: this key needs a value; its default is 1234",
+        "trainer.devices=${oc.env:NOT_SET}": "trainer.devices: cannot be computed from the values it refers to: KeyErr",
+        "trainer.max_steps=${model.none}": "trainer.max_steps: cannot be computed from the values it refers to: Interp",
     }
     cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:
