@@ -26,7 +26,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, is_importing_at_start
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -152,6 +152,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     if _is_interrupted:
         _die_interrupted()
     _is_interrupted = True
+    if is_importing_at_start(frame):
+        _report_and_abort(KeyboardInterrupt, KeyboardInterrupt(), None)
     while frame is not None:
         # The rank is reporting an error already: the end of another rank made it fail before it handled its own Ctrl-C.
         # Nobody would catch an exception here.

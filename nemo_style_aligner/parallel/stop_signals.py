@@ -48,6 +48,7 @@ class _InterruptedError(BaseException):
 _received: list[signal.Signals] = []
 _callbacks: list[Callable[[], None]] = []
 _diversion: Callable[[signal.Signals], bool] | None = None
+_end_start: Callable[[], object] | None = None
 _starting = True
 _interruptible = False
 
@@ -57,8 +58,10 @@ def install(end_start: Callable[[], object] | None = None) -> None:
 
     Args:
         end_start: ends a process that is still starting; called in another thread if the main thread does not get to
-            handle a signal, because it waits for other ranks in C code.
+            handle a signal, because it waits for other ranks in C code, and in the handler in the middle of an import.
     """
+    global _end_start
+    _end_start = end_start
     for number in taken(_STOPPING):
         signal.signal(number, _on_signal)
     if end_start is not None:
@@ -105,6 +108,19 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def is_importing_at_start(frame: FrameType | None) -> bool:
+    """Whether this process is still starting, and the code that ``frame`` belongs to is being imported.
+
+    An error that a handler raises there may be swallowed, as torch does while it loads numpy; the process would go on,
+    with half a module.
+    """
+    while _starting and frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def on_request(callback: Callable[[], None]) -> None:
     """Call ``callback`` in the signal handler (it must not take locks), and now if a signal came already."""
     _callbacks.append(callback)
@@ -147,6 +163,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     for callback in _callbacks:
         callback()
     if _starting and first:
+        if _end_start is not None and is_importing_at_start(frame):
+            _end_start()
         raise StopDuringStartError(EXIT_REQUEUE)
     # In `__exit__` it would be too late: nobody would catch it.
     if _interruptible and frame is not None and frame.f_code is not interruptible.__exit__.__code__:
