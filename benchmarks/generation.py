@@ -3,8 +3,9 @@
     python benchmarks/generation.py [--model MODEL] [--workloads 1 8 32 64 ragged] [--json FILE]
 
 Every contender lives in a process of its own, idle while others are measured. They take turns: in each round every
-contender runs once, so that a slow minute of the machine hits all. Greedy decoding, lengths forced, tokens counted.
-docs/performance.md explains the columns.
+contender runs once, so that a slow minute of the machine hits all. Greedy decoding, lengths forced, tokens counted. If
+a contender fails, the report says so, the others go on, and the exit status is 1. docs/performance.md explains the
+columns.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def main() -> None:
         report["contenders"] = {runner.name: runner.facts for runner in runners}
         report["failed"] = {runner.name: runner.failure for runner in runners if runner.failure}
     write_json(args.json, report)
+    if report["failed"]:
+        sys.exit(1)
 
 
 def parse_arguments() -> argparse.Namespace:
