@@ -908,7 +908,6 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 
 STOP_SCRIPT = """
 import os, signal, time
-from pathlib import Path
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
@@ -922,9 +921,6 @@ class Slow:
         time.sleep(300)
 
 late = Late()
-Path(__file__).with_name("slow.py").write_text(
-    "import time\\ntry:\\n    print('waiting', flush=True)\\n    time.sleep(300)\\nexcept BaseException:\\n    pass"
-)
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
@@ -938,7 +934,7 @@ def main(cfg: DictConfig) -> int:
         print("waiting\\n", end="", flush=True)
         dist.TCPStore("127.0.0.1", 0, 2, True)  # outside of Python, where no handler runs
     if cfg.exp_manager.name == "importing":
-        import slow  # swallows what a handler raises
+        import swallowing
     if cfg.exp_manager.name == "starting":
 
         class Importing:
@@ -957,6 +953,17 @@ def main(cfg: DictConfig) -> int:
 
 if __name__ == "__main__":
     main()
+"""
+
+
+# A module that is loaded in the phase "importing", and swallows what a handler raises meanwhile.
+SWALLOWING = """
+import time
+try:
+    print("waiting\\n", end="", flush=True)
+    time.sleep(300)
+except BaseException:
+    pass
 """
 
 
@@ -1047,9 +1054,10 @@ def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp
 
 @pytest.mark.parametrize("phase", ["running", "importing"])
 def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
-    """Two ranks; the second of them stands in `sleep`, or both go on from collective to collective."""
+    """Two ranks, both in the middle of an import, or going on from collective to collective."""
     path = tmp_path / "script.py"
     path.write_text(STOP_SCRIPT)
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
     command = [*launcher("python", 2), str(path), "trainer.devices=2", f"exp_manager.name={phase}"]
     process = subprocess.Popen(
         [*command, f"exp_manager.explicit_log_dir={tmp_path / 'log'}"],
@@ -1107,6 +1115,7 @@ def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path
     """SIGTERM is its regular end: status 0, and no file that says otherwise."""
     path, log_dir = tmp_path / "script.py", tmp_path / "log"
     path.write_text(STOP_SCRIPT.replace("check=None", "check=None, is_service=True"))
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
     process = subprocess.Popen(
         [sys.executable, "-u", str(path), "exp_manager.name=importing", f"exp_manager.explicit_log_dir={log_dir}"],
         env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
