@@ -26,7 +26,6 @@ from common import (
     SHAPES,
     Bounds,
     available_cores,
-    exit_on_sigterm,
     json_path,
     long_tailed,
     positive_float,
@@ -39,6 +38,7 @@ from model_files import random_weights
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer

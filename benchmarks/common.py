@@ -12,9 +12,7 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,16 +147,6 @@ class Bounds(argparse.Action):
         if low > high:
             raise argparse.ArgumentError(self, f"{low} {high}: give the smaller number first")
         setattr(namespace, self.dest, values)
-
-
-def exit_on_sigterm() -> None:
-    """Make SIGTERM end this process by an exception, so that child processes end and temporary files are removed."""
-
-    def leave(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop cleaning up
-        sys.exit(143)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 # ---- what comes out -----------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from common import (
     MachineRates,
     available_cores,
     best_rates,
-    exit_on_sigterm,
     generation_floor,
     json_path,
     long_tailed,
@@ -47,6 +46,8 @@ from common import (
 )
 from contenders import CONTENDERS, Setting, Workload
 from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
+
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "embedded"

@@ -21,7 +21,6 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import (
     SHAPES,
     available_cores,
-    exit_on_sigterm,
     json_path,
     plot_path,
     positive_int,
@@ -32,6 +31,8 @@ from common import (
 )
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
+
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 
 PROMPT_TOKENS = 32
 # Those shown; the rest of a step is short.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import exit_on_sigterm, json_path, plot_path, print_table, write_json
+from common import json_path, plot_path, print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
@@ -27,6 +27,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
 import run_demo  # noqa: E402 (found by the line above)
 from stages import Demo  # noqa: E402
 
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm  # noqa: E402
 from nemo_style_aligner.telemetry.metrics import read_metrics  # noqa: E402
 
 LAST = 3  # steps that the reward at the end is averaged over

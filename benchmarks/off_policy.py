@@ -21,7 +21,6 @@ from common import (
     Bounds,
     at_least,
     available_cores,
-    exit_on_sigterm,
     json_path,
     long_tailed,
     positive_int,
@@ -32,6 +31,8 @@ from common import (
 )
 from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
+
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 
 PROMPT_TOKENS = 32
 ARRANGEMENTS = {

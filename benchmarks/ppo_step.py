@@ -28,7 +28,6 @@ from common import (
     available_cores,
     best_rates,
     computes_in_bf16,
-    exit_on_sigterm,
     json_path,
     positive_float,
     positive_int,
@@ -50,6 +49,7 @@ from ppo_match import Kind, measure, tune
 from ppo_models import Models, Workload, make_models, make_workloads
 from ppo_report import phase_floors, print_workload, summarise
 
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 
 CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "trl": Trl}

@@ -28,7 +28,6 @@ from common import (
     PRECISIONS,
     SHAPES,
     available_cores,
-    exit_on_sigterm,
     json_path,
     positive_int,
     print_table,
@@ -42,6 +41,7 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
 
 LIMIT_SECONDS = 900.0

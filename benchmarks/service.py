@@ -30,7 +30,6 @@ from common import (
     SHAPES,
     at_least,
     available_cores,
-    exit_on_sigterm,
     json_path,
     positive_float,
     positive_int,
@@ -43,6 +42,7 @@ from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.model_server import ModelServer

@@ -97,6 +97,12 @@ make_secret() {
     rm -f "$draft"
 }
 
+# check_data_paths: die if there are validation data for a job that takes them along with training data only.
+check_data_paths() {
+    [[ -n $TRAIN_DATA_PATH || -z $VALID_DATA_PATH ]] ||
+        die "VALID_DATA_PATH=$VALID_DATA_PATH is used along with TRAIN_DATA_PATH only, which is not set: set it as well"
+}
+
 # data_prefix TRAIN VALIDATION: the config's form of JSONL files.
 data_prefix() {
     local quote="\\'" # as a quoted text of the config holds it

@@ -46,8 +46,9 @@ def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None
 import contextlib, sys
 sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})
 import stages
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 stages._wait_until_ready = lambda *_: None
-stages.exit_on_sigterm()
+exit_on_sigterm()
 demo = stages.Demo(stages.Path({str(tmp_path / "demo")!r}), num_stages=1)
 def command(path):
     return {command}

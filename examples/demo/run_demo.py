@@ -15,22 +15,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages import (
-    DATA_SCRIPTS,
-    REPOSITORY,
-    Demo,
-    data_prefix,
-    exit_on_sigterm,
-    last,
-    mpirun,
-    print_table,
-    python,
-    require_at_least,
-)
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 

@@ -19,21 +19,11 @@ from statistics import fmean
 from typing import Any
 
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
-from stages import (
-    DATA_SCRIPTS,
-    REPOSITORY,
-    Demo,
-    data_prefix,
-    exit_on_sigterm,
-    last,
-    mpirun,
-    print_table,
-    python,
-    require_at_least,
-)
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -93,16 +92,6 @@ class Demo:
 
     def _log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
-
-
-def exit_on_sigterm() -> None:
-    """Make SIGTERM end this process by an exception, so that what it has started ends as well."""
-
-    def leave(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop that
-        sys.exit(143)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def require_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:

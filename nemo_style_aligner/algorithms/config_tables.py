@@ -47,7 +47,7 @@ class Range:
             return True
         above = value > self.low if self.low_excluded else value >= self.low
         below = value < self.high if self.high_excluded else value <= self.high
-        whole = not self.is_share or value <= 1 or math.isinf(value) or value == int(value)
+        whole = not self.is_share or value <= 1 or float(value).is_integer()
         return above and below and not math.isinf(value) and whole
 
     def __str__(self) -> str:

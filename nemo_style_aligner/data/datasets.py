@@ -219,8 +219,8 @@ def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: 
             yield [*ids, tokenizer.eos_id] if append_eod and not has_end else ids
 
 
-def _longer_than(seq_length: int) -> str:
-    return f"longer than {seq_length} tokens (model.data.seq_length)"
+def _longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
+    return f"longer than {limit} tokens ({setting})"
 
 
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
@@ -281,7 +281,7 @@ class PromptDataset:
                 self._tokens.append(ids)
                 self._records.append(record)
         self.num_dropped = len(records) - len(self._records)
-        limit = f"longer than {max_prompt_length} tokens ({limited_by})"
+        limit = _longer_than(max_prompt_length, limited_by)
         report_dropped(self.num_dropped, len(records), "prompts", limit, paths)
 
     def __len__(self) -> int:

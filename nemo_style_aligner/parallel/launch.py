@@ -28,11 +28,7 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.command_line import compose
-from nemo_style_aligner.config import (
-    ConfigError,
-    check_config,
-    log_directory,
-)
+from nemo_style_aligner.config import ConfigError, check_config, log_directory
 from nemo_style_aligner.errors import comes_from
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory

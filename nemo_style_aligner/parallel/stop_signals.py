@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -106,6 +107,19 @@ def ignore() -> None:
     """
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
+
+
+def exit_on_sigterm() -> None:
+    """Make SIGTERM end this process by `SystemExit`, so that child processes end and temporary files are removed.
+
+    For scripts that are no jobs. Main thread only.
+    """
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, as `timeout` sends it, must not stop cleaning up
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def is_importing_at_start(frame: FrameType | None) -> bool:
