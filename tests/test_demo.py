@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,29 +39,29 @@ def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None:
-    """Interrupted or told to end, a demo ends what it started by SIGTERM: killed at once, mpirun leaves its ranks."""
-    command = "['sh', '-c', f'trap \"touch {path}.ended; exit\" TERM; touch {path}; while :; do sleep 0.1; done']"
+    """Interrupted or told to end, a demo ends what it started by SIGTERM: killed at once, mpirun leaves its ranks.
+
+    The job sends the signal itself, as soon as it runs: the demo may not even have returned from starting it.
+    """
+    loop = "while :; do sleep 0.1; done"
     demo = f"""
-import contextlib, sys
+import sys, time
 sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})
 import stages
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 stages._wait_until_ready = lambda *_: None
 exit_on_sigterm()
 demo = stages.Demo(stages.Path({str(tmp_path / "demo")!r}), num_stages=1)
-def command(path):
-    return {command}
-with demo.service("service", 1, *command({str(tmp_path / "service")!r})):
-    demo.run("job", *command({str(tmp_path / "job")!r}))
+def command(path, first):
+    return ["sh", "-c", f'trap "touch {{path}}.ended; exit" TERM; {{first}}; {loop}']
+with demo.service("service", 1, *command({str(tmp_path / "service")!r}, "touch {tmp_path / "service"}")):
+    while not stages.Path({str(tmp_path / "service")!r}).exists():
+        time.sleep(0.01)
+    demo.run("job", *command({str(tmp_path / "job")!r}, "kill -{number.value} $PPID"))
 """
     job = Job([sys.executable, "-c", demo], tmp_path / "demo.log")
     try:
-        deadline = time.monotonic() + 60
-        while not ((tmp_path / "job").exists() and (tmp_path / "service").exists()):
-            assert job.process.poll() is None and time.monotonic() < deadline, job.describe()
-            time.sleep(0.02)
-        time.sleep(1.0)  # on a loaded machine, the demo may still be within `Popen`, before it knows the job
-        assert job.stop(number=number) != 0
+        assert job.wait(60) != 0
         assert (tmp_path / "job.ended").exists() and (tmp_path / "service.ended").exists(), job.describe()
     finally:
         job.kill()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -139,17 +140,39 @@ def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]
 
     By SIGTERM first: killed at once, mpirun would leave its ranks running.
     """
-    with log.open("a") as output:
-        process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
+    process = None
     try:
+        with log.open("a") as output, _signals_later():
+            process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """SIGINT and SIGTERM take effect at the end of the block: within it, nobody could end the process that it starts.
+
+    They are not blocked, since the new process would inherit that.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in handled:
+            signal.signal(number, lambda number, _: received.append(number))
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        for number in received[:1]:
+            signal.raise_signal(number)
 
 
 def _words(command: Sequence[object]) -> list[str]:
