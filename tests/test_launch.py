@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import CONF_DIR, ConfigError
@@ -48,6 +49,7 @@ from nemo_style_aligner.parallel.machine import (
     interface_of,
     machine_cores,
     outgoing_address,
+    own_address,
 )
 from nemo_style_aligner.parallel.meeting import meet
 from nemo_style_aligner.parallel.supervisor import rank_environment
@@ -285,26 +287,34 @@ def test_ranks_of_one_machine_talk_over_loopback(monkeypatch: pytest.MonkeyPatch
 
 def _name_means(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Let this machine's name mean these addresses."""
+    real = socket.getaddrinfo
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+        return found if host == socket.gethostname() else real(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
 def test_over_several_machines_gloo_listens_where_others_reach_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, by which gloo goes."""
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, by which gloo goes. So does the work queue."""
 
     def interface(info: LaunchInfo, **given: str) -> str | None:
         environment = dict(given)
         monkeypatch.setattr(os, "environ", environment)
-        launch._name_interface_for_gloo(info)
+        store = HashStore()
+        store.set(f"address/{1 - info.rank}", address)
+        launch._name_interface_for_gloo(info, store)
+        assert own_address() == address
         return environment.get("GLOO_SOCKET_IFNAME")
 
     address = outgoing_address()
     if address is None:
         pytest.skip("this machine has no route to others")
     own = interface_of(address)
-    over_two = dataclasses.replace(MPIRUN_INFO, local_rank=0, master_addr=address, master_port=1)
+    over_two = LaunchInfo(0, 2, 0, 1, "environment", address, 1)
     _name_means(monkeypatch, "127.0.1.1")
     assert own is not None and interface(over_two) == own and f"gloo uses {own}" in caplog.text
     assert interface(dataclasses.replace(over_two, master_addr="127.0.1.1")) == own  # as rank 0 sees its own name
@@ -316,6 +326,10 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
     assert interface(over_two) == own
     _name_means(monkeypatch, address, "127.0.1.1")
     assert interface(over_two) is None
+    monkeypatch.setattr(machine, "outgoing_address", lambda *_: "192.0.2.1")  # the default route's
+    assert interface(over_two) is None
+    _name_means(monkeypatch, "192.0.2.2")
+    assert interface(over_two, GLOO_SOCKET_IFNAME=own) == own
     _name_means(monkeypatch, "127.0.1.1")
     monkeypatch.setattr(launch, "outgoing_address", lambda *_: None)
     with pytest.raises(LaunchError, match="correct /etc/hosts, or set GLOO_SOCKET_IFNAME"):
@@ -337,7 +351,7 @@ def test_ranks_of_mpi_meet_where_the_user_says(monkeypatch: pytest.MonkeyPatch) 
             place(MPIRUN_INFO, MASTER_ADDR=loopback)
     monkeypatch.setattr(machine, "outgoing_address", lambda: None)
     _name_means(monkeypatch, "127.0.1.1")
-    with pytest.raises(LaunchError, match=r"MASTER_ADDR.* trainer\.ppo\.batch_iterator\.host"):
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME.* MASTER_ADDR.* trainer\.ppo\.batch_iterator\.host"):
         place(MPIRUN_INFO)
 
 
@@ -637,7 +651,12 @@ set -eu
 for n in 1 2; do
     ip netns add "$NAME$n"
     ip -n "$NAME$n" link set lo up
-    printf '127.0.0.1 localhost\\n127.0.1.1 node%s\\n10.77.0.%s neighbour\\n' $n $((3 - n)) >"hosts$n"
+    ip -n "$NAME$n" link add outward type veth peer name elsewhere
+    ip -n "$NAME$n" addr add 10.0.2.15/24 dev outward
+    ip -n "$NAME$n" link set elsewhere up
+    ip -n "$NAME$n" link set outward up
+    ip -n "$NAME$n" route add default via 10.0.2.2
+    printf '127.0.0.1 localhost\\n127.0.1.1 node%s\\n10.77.0.%s node%s\\n' $n $((3 - n)) $((3 - n)) >"hosts$n"
 done
 ip link add link1 netns "${NAME}1" type veth peer name link2 netns "${NAME}2"
 for n in 1 2; do
@@ -654,11 +673,11 @@ wait
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> None:
-    """Machines are networks and host names of their own, on this one."""
+    """Machines are networks and host names of their own, on this one. Their default route leads to other networks."""
     name = f"nsa{os.getpid()}_"
     if subprocess.run(["ip", "netns", "add", f"{name}0"], capture_output=True, check=False).returncode:
         pytest.skip("no network can be made here")
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
     command = [sys.executable, "-u", str(script), "trainer.devices=1", "trainer.num_nodes=2", "exp_manager.name=well"]
     try:
         result = subprocess.run(

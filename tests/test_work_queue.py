@@ -613,8 +613,8 @@ def test_over_several_machines_the_queue_has_an_address_that_others_reach(
 ) -> None:
     if outgoing_address() is None:
         pytest.skip("this machine has no route to others")
-    address = own_address()
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as Debian resolves a host's own name: 127.0.1.1
+    address = own_address()
     for name, value in (("LOCAL_WORLD_SIZE", "1"), ("WORLD_SIZE", "2")):  # as the launcher says
         monkeypatch.setenv(name, value)
     cfg = load_defaults("gpt_ppo_actor")

@@ -22,7 +22,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
@@ -45,12 +45,12 @@ from nemo_style_aligner.parallel.ending import (
 )
 from nemo_style_aligner.parallel.machine import (
     LOOPBACK,
+    address_of_name,
     available_cores,
     free_port,
     interface_of,
     is_loopback,
     machine_cores,
-    name_is_reachable,
     outgoing_address,
     own_address,
     raise_limit_of_open_files,
@@ -58,6 +58,9 @@ from nemo_style_aligner.parallel.machine import (
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
 from nemo_style_aligner.telemetry.log_lines import configure_logging
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _logger = logging.getLogger(__name__)
 
@@ -139,12 +142,12 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         if info.rank == 0 and torch.version.cuda is not None and "SLURM_JOB_ID" in os.environ:
             _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
     _stay_on_loopback(info)
-    _name_interface_for_gloo(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
     hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
+    _name_interface_for_gloo(info, store)
     # The run is named here, not when the watchdog starts: a rank may fail before that.
     if info.rank == 0:
         store.set("run", uuid.uuid4().hex[:12])
@@ -298,16 +301,21 @@ def _stay_on_loopback(info: LaunchInfo) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def _name_interface_for_gloo(info: LaunchInfo) -> None:
-    """On several machines, have gloo listen on an interface that the others reach, unless the user names one.
+def _name_interface_for_gloo(info: LaunchInfo, store: Store) -> None:
+    """On several machines, have gloo listen where the others reach it, unless the user names an interface. Collective.
 
     By default gloo resolves the host name. If that gives a loopback address, as with Debian's /etc/hosts, ranks would
     look for each other on their own machines.
     """
-    if info.local_world_size == info.world_size or os.environ.get("GLOO_SOCKET_IFNAME") or name_is_reachable():
+    if info.local_world_size == info.world_size:
         return
-    # On rank 0's own machine the route to rank 0 is loopback: take the default route there.
-    address = outgoing_address(str(info.master_addr)) or outgoing_address()
+    address = outgoing_address(str(info.master_addr))
+    store.set(f"address/{info.rank}", address or "")
+    if os.environ.get("GLOO_SOCKET_IFNAME") or address_of_name():
+        return
+    if address is None:  # On rank 0's own machine its name may mean loopback, too: the way back from the others counts.
+        others = (store.get(f"address/{rank}").decode() for rank in range(info.world_size))
+        address = next(filter(None, map(outgoing_address, filter(None, others))), None)
     interface = interface_of(address) if address is not None else None
     name = socket.gethostname()
     if interface is None:

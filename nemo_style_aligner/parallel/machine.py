@@ -106,45 +106,56 @@ def ranks_on_this_machine() -> int:
 
 
 def own_address() -> str:
-    """The address under which other machines reach this one: that of the default route, else the host name.
+    """The address under which other machines reach this one: gloo's, so that there is one to get right.
+
+    That of the interface in ``GLOO_SOCKET_IFNAME``, else that of the host name, else that of the default route.
 
     Raises:
-        LaunchError: other machines can use neither.
+        LaunchError: other machines can use none of them.
     """
-    if address := outgoing_address():
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if address := _address_of_interface(interface) or address_of_name() or outgoing_address():
         return address
-    name = socket.gethostname()
-    if not name_is_reachable():
-        raise LaunchError(
-            f"{name} has no default route, and its name resolves to no address that other machines reach (see "
-            "/etc/hosts): set one in MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and in "
-            "trainer.ppo.batch_iterator.host for the work queue"
-        )
-    return name
+    raise LaunchError(
+        f"{socket.gethostname()} has no default route, and its name resolves to no address that other machines reach "
+        "(see /etc/hosts): set GLOO_SOCKET_IFNAME to the network interface that they reach, or an address in "
+        "MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and in "
+        "trainer.ppo.batch_iterator.host for the work queue"
+    )
 
 
 def outgoing_address(target: str = "10.255.255.255") -> str | None:
     """This machine's address on the route to ``target`` (default: the default route); None if no route leads away."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # sends nothing: a datagram socket only looks up the route
-        address = str(probe.getsockname()[0])
-        return None if is_loopback(address) else address
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing: a datagram socket only looks up the route
+                return _unless_loopback(probe.getsockname()[0])
     return None
 
 
-def name_is_reachable() -> bool:
-    """Whether this machine's name resolves to an address of its own that others reach.
+def address_of_name() -> str | None:
+    """The address of its own that this machine's name resolves to; None if that is none, or loopback.
 
     Debian's /etc/hosts has 127.0.1.1 for it. Of several addresses, the first that is this machine's counts, as in gloo.
     """
-    found = []
+    name = socket.gethostname()
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return not is_loopback(str(address[0]))
-    return False
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return _unless_loopback(str(address[0]))
+    return None
+
+
+def _address_of_interface(name: str) -> str | None:
+    entries = psutil.net_if_addrs().get(name, [])
+    found = [e.address for family in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == family]
+    return _unless_loopback(found[0]) if found else None
+
+
+def _unless_loopback(address: str) -> str | None:
+    return None if is_loopback(address) else address
 
 
 def is_loopback(host: str) -> bool:
