@@ -28,7 +28,7 @@ from torch.distributed import HashStore
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import CONF_DIR, ConfigError
-from nemo_style_aligner.parallel import launch, machine, meeting, stop_signals
+from nemo_style_aligner.parallel import groups, launch, machine, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
@@ -38,6 +38,7 @@ from nemo_style_aligner.parallel.detection import (
     slurm_step,
     tasks_per_node,
 )
+from nemo_style_aligner.parallel.groups import meet_over_gloo
 from nemo_style_aligner.parallel.launch import _stay_on_loopback, bind_address, check_world_size
 from nemo_style_aligner.parallel.machine import (
     _cgroup_cpusets,
@@ -467,6 +468,13 @@ def test_ranks_that_meet_compare_what_they_compute_with(backends: tuple[str, str
     else:
         assert first.startswith(f"of 2 ranks these have no GPU that torch can use: 1 ({socket.gethostname()})")
         assert second.startswith(f"rank 0, at 127.0.0.1:{port}, has ended")
+
+
+def test_ranks_that_do_not_reach_each_other_over_gloo_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the limit of their collectives, which may be half an hour."""
+    monkeypatch.setattr(groups, "_MEETING_TIMEOUT", datetime.timedelta(seconds=0.2))
+    with pytest.raises(LaunchError, match=r"cannot reach each other over gloo.*set GLOO_SOCKET_IFNAME"):
+        meet_over_gloo(HashStore(), 0, 2)
 
 
 # ---- the log directory's lock ------------------------------------------------------------------

@@ -187,35 +187,24 @@ def all_reduce_sums(sums: dict[str, float], group: dist.ProcessGroup | None = No
     return dict(zip(keys, values.tolist(), strict=True))
 
 
-@contextlib.contextmanager
-def gloo_explained() -> Iterator[None]:
-    """Say what to do if ranks do not find each other over gloo in the body of a ``with`` statement.
+def meet_over_gloo(store: dist.Store, rank: int, world_size: int) -> None:
+    """Have the ranks find each other over gloo before they do anything else, whatever they compute with. Collective.
+
+    All later groups over gloo have time limits as long as their work may take: ranks that do not reach each other
+    would notice only then, and some of them five times as late.
 
     Raises:
-        LaunchError: in place of gloo's error.
+        LaunchError: they do not find each other.
     """
+    if world_size == 1:
+        return
     try:
-        yield
+        dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, _MEETING_TIMEOUT)
     except RuntimeError as error:
         raise LaunchError(
             f"the ranks cannot reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
             "the network interface that they share, and check the machines' names in /etc/hosts and their firewalls"
         ) from error
-
-
-def meet_over_gloo() -> None:
-    """Have ranks that NCCL connects find each other over gloo as well, before they do anything else. Collective.
-
-    Later groups over gloo, megatron-core's among them, have time limits as long as their work may take: ranks that do
-    not reach each other would notice only then.
-
-    Raises:
-        LaunchError: they do not find each other.
-    """
-    if dist.get_world_size() == 1 or dist.get_backend() == "gloo":
-        return
-    with gloo_explained():
-        dist.destroy_process_group(dist.new_group(backend="gloo", timeout=_MEETING_TIMEOUT))
 
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup | None:

@@ -128,7 +128,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     import torch.distributed as dist
 
     from nemo_style_aligner.parallel import worlds
-    from nemo_style_aligner.parallel.groups import gloo_explained, meet_over_gloo, set_up_cuda_arithmetic
+    from nemo_style_aligner.parallel.groups import meet_over_gloo, set_up_cuda_arithmetic
     from nemo_style_aligner.parallel.meeting import meet
 
     if torch.cuda.is_available():
@@ -152,15 +152,12 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     if info.rank == 0:
         store.set("run", uuid.uuid4().hex[:12])
     name_run(store.get("run").decode())
+    meet_over_gloo(store, info.rank, info.world_size)
     try:
-        with gloo_explained() if backend == "gloo" else contextlib.nullcontext():
-            if rollout_ranks:
-                worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
-            else:
-                dist.init_process_group(
-                    backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
-                )
-        meet_over_gloo()
+        if rollout_ranks:
+            worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     finally:
         sys.excepthook = hook  # torch's wrapper holds back what ours prints until ours returns, which it never does
     _logger.info(
