@@ -24,6 +24,7 @@ from nemo_style_aligner.native.compilation import (
     INCLUDES,
     KERNELS,
     NativeUnavailable,
+    NothingCompiles,
     compiler_flags,
     find_compiler,
     find_or_compile,
@@ -268,6 +269,8 @@ def best_kernels() -> LayerKernels | None:
             return load(name)
         except NativeUnavailable as error:
             problem = error
+            if isinstance(error, NothingCompiles):
+                break
     logger.warning("training passes run without compiled layer kernels: %s", problem)
     return None
 

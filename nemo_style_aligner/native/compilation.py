@@ -89,6 +89,10 @@ class NativeUnavailable(RuntimeError):
     """Code cannot be compiled or run on this machine; the message says why and what to do."""
 
 
+class NothingCompiles(NativeUnavailable):
+    """That is so whichever kernel the code is for: there is no compiler, or no folder for what it makes."""
+
+
 def usable_kernels(dtype: torch.dtype) -> list[str]:
     """Names of the kernels that this processor can run, best first; those with bf16 activations for bf16 only."""
     features = processor_features()
@@ -100,12 +104,12 @@ def find_compiler() -> list[str]:
     """The C++ compiler: ``CXX``, which may have arguments (``ccache g++``), or g++.
 
     Raises:
-        NativeUnavailable: there is none.
+        NothingCompiles: there is none.
     """
     name, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     compiler = shutil.which(name)
     if compiler is None:
-        raise NativeUnavailable(
+        raise NothingCompiles(
             f"no C++ compiler found ({name}): install g++ (or set CXX) for code that is several times faster"
         )
     return [compiler, *arguments]
@@ -130,14 +134,15 @@ def find_or_compile(
         check: called with the cache folder before the library is compiled; may raise NativeUnavailable.
 
     Raises:
-        NativeUnavailable: the compiler failed, or no folder can keep the library and execute it.
+        NativeUnavailable: the compiler failed.
+        NothingCompiles: it does not run at all, or no folder can keep the library and execute it.
     """
     folder = _cache_folder()
     path = folder / f"{sources[0].stem}-{compilation_key(command, sources)}.so"
     try:
         return _find_or_compile(command, sources[0], path, check)
     except OSError as error:
-        raise NativeUnavailable(
+        raise NothingCompiles(
             f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder on a local "
             "disk that is not mounted noexec, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
@@ -184,9 +189,9 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
             [*compiler, "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS
         )
     except subprocess.TimeoutExpired as error:
-        raise NativeUnavailable(f"{command[0]} --version took more than {_VERSION_SECONDS:.0f} s") from error
+        raise NothingCompiles(f"{command[0]} --version took more than {_VERSION_SECONDS:.0f} s") from error
     if version.returncode:
-        raise NativeUnavailable(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
+        raise NothingCompiles(f"{command[0]} --version fails ({version.stderr.strip()}): set CXX to a C++ compiler")
     digest.update(version.stdout.encode())
     # Machines may share a home folder: a check's outcome on one processor says nothing about another.
     digest.update(processor_model().encode())
@@ -204,11 +209,11 @@ def _cache_folder() -> Path:
         folder.mkdir(exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise NativeUnavailable(
+        raise NothingCompiles(
             f"cannot create {folder} ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder"
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise NativeUnavailable(
+        raise NothingCompiles(
             f"{folder} belongs to another user or is writable by others, and the code in it is executed: "
             "chmod it to 700, or set NEMO_STYLE_ALIGNER_CACHE to a folder of your own"
         )

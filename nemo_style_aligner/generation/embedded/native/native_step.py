@@ -42,7 +42,7 @@ from nemo_style_aligner.generation.embedded.weight_table import (
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
 from nemo_style_aligner.generation.shard import ModelShard
-from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
+from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class NativeStep(ModelStep):
             try:
                 self._library = load_library(self._shape, self._kernel)
                 return
+            except NothingCompiles:
+                raise
             except NativeUnavailable as error:
                 self._kernels = self._kernels[1:]
                 if not self._kernels:
