@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import pwd
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,7 +361,7 @@ def test_a_cached_library_that_cannot_be_loaded_is_made_again(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("trouble", ["noexec", "no locks", "read-only"])
+@pytest.mark.parametrize("trouble", ["noexec", "no locks", "read-only", "no home"])
 def test_without_a_usable_cache_torch_does_it(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,11 +373,17 @@ def test_without_a_usable_cache_torch_does_it(
         monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: path.write_bytes(b"\x7fELF"))
     elif trouble == "no locks":
         monkeypatch.setattr(compilation.fcntl, "flock", refuse)
+    elif trouble == "no home":  # a container's user whom the password database does not know
+        for name in ("NEMO_STYLE_ALIGNER_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+        monkeypatch.chdir(tmp_path)
     else:
         monkeypatch.setattr(compilation.tempfile, "mkstemp", refuse)
     assert isinstance(choose_step("auto", SHAPE, torch.device("cpu"), LentWeights()), TorchStep)
     assert "falls back" in caplog.text and "set NEMO_STYLE_ALIGNER_CACHE" in caplog.text
     assert len(caplog.records) == 1  # no other kernel is tried: the folder is the same
+    assert trouble != "no home" or not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

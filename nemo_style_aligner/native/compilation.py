@@ -203,7 +203,12 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
 def _cache_folder() -> Path:
     """This user's folder for compiled code, writable by nobody else: what lies in it is executed."""
     root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    folder = Path(root or os.path.expanduser("~/.cache")) / "nemo_style_aligner" / "native"
+    try:
+        folder = Path(root or "~/.cache").expanduser() / "nemo_style_aligner" / "native"
+    except RuntimeError as error:  # no HOME, and the user is not in the password database
+        raise NothingCompiles(
+            "there is no home folder for compiled code: set NEMO_STYLE_ALIGNER_CACHE to a writable folder"
+        ) from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
