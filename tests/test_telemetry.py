@@ -159,6 +159,30 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     assert f"{reason}. It is complete on disk; send it with: wandb sync {folder}" in caplog.text
 
 
+def test_wandb_that_dies_during_the_run_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process may be killed, for want of memory for instance."""
+    logged: list[int] = []
+
+    def log(record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            raise ConnectionResetError("Connection lost")
+        logged.append(record["step"])
+
+    folder = tmp_path / "wandb" / "run-1"
+    run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, log=log)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Table=dict))  # type: ignore[arg-type]
+    metrics = MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+    for step in (1, 2, 3):
+        metrics.log_metrics({"loss": 1.0}, step)
+        metrics.log_table("samples", ["prompt"], [["x"]], step)
+    metrics.close()
+    assert logged == [1, 1] and len(read_metrics(tmp_path)["loss"]) == len(read_tables(tmp_path)) == 3
+    (line,) = caplog.messages  # nor is it told that the run ends
+    assert "failed (ConnectionResetError: Connection lost)" in line and line.endswith(f"wandb sync {folder}")
+
+
 def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[dict[str, Any]] = []
 

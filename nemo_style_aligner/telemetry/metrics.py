@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -99,8 +99,7 @@ class MetricsLogger:
         _write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
         for name, value in scalars.items():
             self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({**scalars, "step": step})
+        self._tell_wandb(lambda run: run.log({**scalars, "step": step}))
 
     def log_table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Log a table, such as prompts with their responses and rewards.
@@ -120,10 +119,13 @@ class MetricsLogger:
             {"step": int(step), "time": time.time(), "key": key, "columns": list(columns), "rows": plain_rows},
         )
         self._tensorboard.add_text(key, _markdown_table(columns, plain_rows), step)
-        if self._wandb is not None:
+
+        def log(run: Any) -> None:
             import wandb
 
-            self._wandb.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
+            run.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
+
+        self._tell_wandb(log)
 
     def log_scope(self, path: str, seconds: float) -> None:
         """Add a phase that ends now to the timeline. Called by `ScopedTimer`, from any thread.
@@ -160,8 +162,28 @@ class MetricsLogger:
         text = OmegaConf.to_yaml(container, resolve=True)
         _write_whole(self.log_dir / HYPERPARAMETERS_FILE, text)
         self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
-        if self._wandb is not None:
-            self._wandb.config.update(OmegaConf.to_container(container, resolve=True), allow_val_change=True)
+        plain = OmegaConf.to_container(container, resolve=True)
+        self._tell_wandb(lambda run: run.config.update(plain, allow_val_change=True))
+
+    def _tell_wandb(self, tell: Callable[[Any], object]) -> None:
+        """Call ``tell`` with the run in Weights & Biases, if there is one.
+
+        If that fails, the run there ends, and the job goes on: wandb sends by a process of its own, which may die.
+        """
+        if self._wandb is None:
+            return
+        try:
+            tell(self._wandb)
+        except Exception as error:  # noqa: BLE001  # whatever it is: the log directory has everything
+            logger.warning(
+                "logging to Weights & Biases failed (%s: %s), and ends here: %s and TensorBoard go on. To send what "
+                "there is: wandb sync %s",
+                type(error).__name__,
+                error,
+                METRICS_FILE,
+                _wandb_folder(self._wandb),
+            )
+            self._wandb = None
 
     def close(self, wandb_seconds: float = 60.0) -> None:
         """Write out what is left. Calling it twice does nothing; logging afterwards does nothing.
@@ -239,7 +261,7 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
 
 def _finish_wandb(run: Any, seconds: float) -> None:
     """Send what is left, for at most ``seconds``: wandb has no limit of its own."""
-    folder = Path(run.dir).parent
+    folder = _wandb_folder(run)
     errors: list[Exception] = []
 
     def finish() -> None:
@@ -258,6 +280,11 @@ def _finish_wandb(run: Any, seconds: float) -> None:
             reason,
             folder,
         )
+
+
+def _wandb_folder(run: Any) -> Path:
+    """What ``wandb sync`` takes."""
+    return Path(run.dir).parent
 
 
 def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
