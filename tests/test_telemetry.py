@@ -31,6 +31,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
@@ -157,6 +158,22 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     assert is_waiting == [True]
     reason = "takes more than 0.5 s" if hangs else "failed: no way out"
     assert f"{reason}. It is complete on disk; send it with: wandb sync {folder}" in caplog.text
+
+
+def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever kind wandb's is. Nor does wandb print tracebacks of the job's own errors later."""
+
+    def init(**_: Any) -> Any:
+        sys.excepthook = lambda *_: pytest.fail("wandb's")
+        raise RuntimeError("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "excepthook", hook := sys.excepthook)
+    with pytest.raises(UserError, match=r"create_wandb_logger=False.*WANDB_MODE=offline.*No API key configured"):
+        MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+    assert sys.excepthook is hook
 
 
 def test_wandb_that_dies_during_the_run_ends_nothing_else(

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
-from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,12 @@ WANDB_ID_FILE = "wandb_run_id"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+class WandbError(UserError):
+    """Weights & Biases cannot be logged to: nobody is logged in, its server is out of reach, or the like."""
+
+    exit_status = 1
+
+
 class MetricsLogger:
     """Logs scalars, tables and hyperparameters from rank 0; does nothing on the other ranks.
 
@@ -55,6 +62,7 @@ class MetricsLogger:
 
     Raises:
         ImportError: ``wandb_kwargs`` is given and wandb is not installed.
+        WandbError: it does not start.
     """
 
     def __init__(self, log_dir: str | Path, rank: int = 0, wandb_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -252,7 +260,16 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
     known = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
     if known and not settings.keys() & {"id", "resume"}:
         settings |= {"id": known, "resume": "allow"}
-    run = wandb.init(**settings)
+    hook = sys.excepthook
+    try:
+        run = wandb.init(**settings)
+    except Exception as error:
+        raise WandbError(
+            "Weights & Biases does not start. Do without it (exp_manager.create_wandb_logger=False), or keep the run "
+            f"on disk for `wandb sync` (WANDB_MODE=offline in the environment). Its error: {error}"
+        ) from error
+    finally:
+        sys.excepthook = hook  # wandb's would print a traceback before ours says whether there is one
     if run.id != known:
         _write_whole(id_file, f"{run.id}\n")
     run.define_metric("*", step_metric="step")
