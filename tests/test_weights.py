@@ -69,7 +69,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rope_scaling=LLAMA3_ROPE
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_theta=1e6),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, head_dim=24, rope_theta=1e6),
     "qwen2.5 tied": lambda: transformers.Qwen2Config(
         **{**SIZES, "num_key_value_heads": 1}, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-5
     ),

@@ -39,14 +39,13 @@ class Family:
     qk_layernorm: bool = False
     attention_bias_key: bool = False  # has the key attention_bias: biases on q, k, v and o
     mlp_bias_key: bool = False
-    head_dim_key: bool = True
     partial_rotary: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", attention_bias_key=True, mlp_bias_key=True),
     "mistral": Family("Mistral"),
-    "qwen2": Family("Qwen2", qkv_bias=True, head_dim_key=False),
+    "qwen2": Family("Qwen2", qkv_bias=True),
     "qwen3": Family("Qwen3", qk_layernorm=True, attention_bias_key=True),
     "nemotron": Family(
         "Nemotron",
@@ -201,7 +200,6 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
         and family.qkv_bias == a.qkv_bias
         and family.qk_layernorm == a.qk_layernorm
         and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
-        and (family.head_dim_key or a.kv_channels * a.num_attention_heads == a.hidden_size)
         and (family.partial_rotary or a.rotary_percentage == 1.0)
     )
 
