@@ -545,10 +545,11 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
     config = transformers.Qwen2Config(**SIZES, num_labels=2, tie_word_embeddings=not classifier)
     reference = random_hf_model(config, kind).bfloat16()
     reference.save_pretrained(tmp_path / "in")
-    (tmp_path / "in" / "generation_config.json").unlink(missing_ok=True)  # so that the tokenizer decides
+    (tmp_path / "in" / "generation_config.json").unlink(missing_ok=True)  # so that config.json decides
     tiny_tokenizer(tmp_path / "in")
 
     hf_to_nemo(tmp_path / "in", tmp_path / "model.nemo", torch.bfloat16)
+    assert load_nemo_tokenizer(tmp_path / "model.nemo").stop_ids == (98, 2)  # the tokenizer's own, and config.json's
     with pytest.raises(FileExistsError, match="not empty"):  # before anything is read: there is no such archive
         nemo_to_hf(tmp_path / "missing.nemo", tmp_path / "in", torch.bfloat16)
     nemo_to_hf(tmp_path / "model.nemo", tmp_path / "out", torch.bfloat16)
@@ -562,7 +563,7 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
     if classifier:
         assert tokenizer.pad_token == "<s>" and again.config.pad_token_id == 97
     else:
-        assert again.generation_config.eos_token_id == tokenizer.eos_token_id == 98
+        assert again.generation_config.eos_token_id == [98, 2] and tokenizer.eos_token_id == 98
 
 
 def reward_archive(folder: Path, tokenizer: Tokenizer, **standardization: float) -> Path:

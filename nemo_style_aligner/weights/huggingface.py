@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
-from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, tokenizer_files
+from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, load_tokenizer, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GIT_LFS = b"version https://git-lfs"  # how a file begins that git has cloned without its LFS extension
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
@@ -374,8 +375,8 @@ def write_checkpoint(
         token_ids["pad_token_id"] = None  # of a token that was added to the tokenizer alone: transformers refuses it
     config = hf_config(architecture, dtype, num_attributes=num_attributes, token_ids=token_ids)
     _write_json(work / "config.json", config)
-    if token_ids and not num_attributes and not (work / GENERATION_CONFIG).exists():
-        _write_json(work / GENERATION_CONFIG, {k: v for k, v in token_ids.items() if v is not None})
+    if token_ids and not num_attributes:
+        _complete_generation_config(work, token_ids)
     for file in work.glob("*.safetensors"):
         shutil.copymode(work / "config.json", file)  # safetensors makes files that only their owner can read
     sync_tree(work)
@@ -406,12 +407,22 @@ def require_empty(directory: Path) -> None:
 
 
 def copy_tokenizer_files(source: str | Path, target: str | Path) -> None:
-    """Copy a directory's tokenizer files and its generation config, if any."""
+    """Copy a directory's tokenizer files and its generation config, if any.
+
+    Without a generation config, the one that transformers then makes of config.json takes its place: old models name
+    the tokens that end a response there.
+    """
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    for name, file in tokenizer_files(source).items():
+    files = tokenizer_files(source)
+    for name, file in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / name)
+    if GENERATION_CONFIG not in files and (source / "config.json").is_file():
+        config = json.loads((source / "config.json").read_text())
+        token_ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+        if "eos_token_id" in token_ids:
+            _write_json(target / GENERATION_CONFIG, token_ids)
 
 
 def _token_ids(directory: Path) -> dict[str, int | None]:
@@ -422,7 +433,17 @@ def _token_ids(directory: Path) -> dict[str, int | None]:
     if not (directory / "tokenizer_config.json").is_file():
         return {}
     tokenizer = load_for_transformers(directory)
-    return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    return {key: getattr(tokenizer, key) for key in _TOKEN_IDS}
+
+
+def _complete_generation_config(directory: Path, token_ids: Mapping[str, int | None]) -> None:
+    """Have a directory's generation config, a new one if there is none, name all tokens that end responses here."""
+    tokenizer = load_tokenizer(directory)
+    given = tokenizer.generation_config
+    config = {k: v for k, v in token_ids.items() if v is not None} if given is None else json.loads(given)
+    named, stop_ids = config.get("eos_token_id"), list(tokenizer.stop_ids)
+    if given is None or set(stop_ids) != set(named if isinstance(named, list) else [named]):
+        _write_json(directory / GENERATION_CONFIG, config | {"eos_token_id": stop_ids if stop_ids[1:] else stop_ids[0]})
 
 
 def _pad_not_by_eos(directory: Path, vocab_size: int) -> int | None:
