@@ -1103,6 +1103,36 @@ def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
     assert not (tmp_path / "log" / "requeue").exists()
 
 
+TOOLS: dict[str, list[str]] = {
+    "convert_checkpoint_to_nemo.py": [],
+    "convert_gguf_to_nemo.py": [],
+    "convert_hf_to_nemo.py": [],
+    "convert_nemo_to_hf.py": [],
+    "evaluate_gpt.py": ["--model=/", f"--prompts={__file__}", "--output=results.json"],
+    "init_gpt.py": [],
+    "serve_reward_function.py": ["--function=f.py:f", "--tokenizer=/", f"--prompts={__file__}"],
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, name: str) -> None:
+    (tmp_path / "torch.py").write_text(SWALLOWING)  # takes the place of torch, which takes seconds to import
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(
+        [sys.executable, root / "examples" / "nlp" / "gpt" / name, *TOOLS[name]],
+        env=CLEAN | {"PYTHONPATH": f"{tmp_path}:{root}"}, cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and "waiting" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT and errors == "interrupted\n"
+
+
 def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
     code = (
         "import time\n"

@@ -40,7 +40,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import portable_config
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
-from nemo_style_aligner.parallel.ending import abort_job, install_excepthook, shutdown
+from nemo_style_aligner.parallel.ending import abort_job, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.launch import initialize
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
@@ -85,7 +85,6 @@ def run_conversion(
     Args:
         convert: takes source, target and dtype, which is None where ``arguments`` have no precision.
     """
-    install_excepthook()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:

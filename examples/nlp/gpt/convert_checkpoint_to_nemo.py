@@ -13,9 +13,15 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from nemo_style_aligner.models.conversion import checkpoint_to_nemo, conversion_arguments, run_conversion
+from nemo_style_aligner.parallel.ending import install_excepthook
 
-if __name__ == "__main__":
+
+def main() -> None:
+    install_excepthook()
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.models.conversion import checkpoint_to_nemo, conversion_arguments, run_conversion
+
     parser = conversion_arguments(__doc__, precision=None)
     parser.add_argument("--input", required=True, help="the checkpoint: a folder in <log_dir>/checkpoints/")
     parser.add_argument("--output", required=True, help="the .nemo file to write")
@@ -32,3 +38,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     convert = functools.partial(checkpoint_to_nemo, base=arguments.base, hyperparameters=arguments.hyperparameters)
     run_conversion(convert, arguments.input, arguments.output, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,17 +11,14 @@ import argparse
 import json
 from pathlib import Path
 
-from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
-from nemo_style_aligner.algorithms.place_checks import why_unwritable
-from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.generation.engine import SamplingParams
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.wording import unescaped
 
 
 def main() -> None:
+    install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the .nemo file or directory of the policy")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of the prompts")
@@ -81,6 +78,10 @@ def main() -> None:
         parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.algorithms.place_checks import why_unwritable
+
     if (reason := why_unwritable(args.output.absolute().parent)) is not None:
         parser.error(f"--output {args.output} cannot be written: {reason}")
     try:
@@ -91,6 +92,11 @@ def main() -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
+    from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
+    from nemo_style_aligner.generation.engine import SamplingParams
+    from nemo_style_aligner.parallel.groups import single_process
+
     max_length = args.max_length or default_max_length(args.model)
     try:
         sampling = SamplingParams(

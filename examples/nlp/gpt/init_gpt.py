@@ -12,16 +12,21 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from nemo_style_aligner.algorithms.place_checks import why_unwritable
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.data.tokenizer import tokenizer_argument
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.seeds import LARGEST_SEED
 
 
 def main() -> None:
+    install_excepthook()
+
+    # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.algorithms.place_checks import why_unwritable
+    from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+    from nemo_style_aligner.data.tokenizer import tokenizer_argument
+    from nemo_style_aligner.models.gpt import build_model, parse_precision
+    from nemo_style_aligner.parallel.groups import single_process
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tokenizer",

@@ -17,22 +17,17 @@ import os
 import signal
 from pathlib import Path
 
-from nemo_style_aligner.algorithms.reward_function import (
-    PromptLines,
-    RewardFunctionService,
-    load_reward_function,
-    open_tokenizer,
-)
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.detection import detect_launch
+from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.parallel.launch import bind_address
-from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped
 
 
 def main() -> None:
+    install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--function", required=True, metavar="FILE.py:NAME", help="the reward function; the file is executed"
@@ -63,6 +58,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads < 1:
         parser.error(f"--threads {args.threads}: give at least 1")
+
+    # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.algorithms.reward_function import (
+        PromptLines,
+        RewardFunctionService,
+        load_reward_function,
+        open_tokenizer,
+    )
+    from nemo_style_aligner.servers.routes import HttpSettings
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
