@@ -770,6 +770,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
         (b"HTTP/1.1 200 OK\r\nX: xx\r\nContent-Length: ", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
         (b"HTTP/1.1 200 OK\r\nX: xx\r\nTransfer-Encoding: ", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
         (b"HTTP/1.1 409 Conflict \r\nX: xx", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
+        (HEAD.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\nxx"), 0.0, ClientLimits(read_s=0.2, total_s=1.0)),
+        (HEAD.replace(b"1000", b"9" * 5000) + b"xx", 0.0, ClientLimits(read_s=0.2, total_s=1.0)),  # no number to Python
         (HEAD + b"x" * 900, 0.01, ClientLimits(read_s=0.5, total_s=1.0)),  # ever slower than it would have to be
         (b"", 0.0, ClientLimits(read_s=0.2, total_s=1.0, away_s=100.0)),  # silent is not away
         (HEAD + b"x" * 10, 0.0, ClientLimits(read_s=0.2, total_s=100.0, away_s=1.0)),  # broken connections are

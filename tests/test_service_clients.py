@@ -357,6 +357,12 @@ def test_why_there_is_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         client.request("GET", "/v2/health/ready", limits=ClientLimits(connect_s=5.0, total_s=0.4))
 
 
+@pytest.mark.parametrize("host", ["critic..node", "%"])
+def test_a_host_that_cannot_be_is_one_without_a_connection(host: str) -> None:
+    with pytest.raises(ServerUnavailableError, match=r"last: connection failed \(.*Check .* its host and port"):
+        HttpClient(server_url(host, 5556)).request("GET", "/v2", limits=ClientLimits(connect_s=5.0, total_s=0.2))
+
+
 def test_a_busy_server_is_not_away(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """However short the patience with a server that is away, one that says "later" is asked later.
 

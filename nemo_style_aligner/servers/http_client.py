@@ -211,7 +211,7 @@ class HttpClient:
             retry_after, is_full = 0.0, False
             try:
                 answer = self._try(what, method, path, body, headers, limits, max(clock.remaining, 0.1))
-            except (requests.ConnectionError, requests.Timeout) as error:
+            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:  # requests lets some through
                 trouble = _reason(error)
                 is_away = not isinstance(error, requests.ReadTimeout)
                 clock.note(is_away=is_away)
@@ -292,8 +292,8 @@ class HttpClient:
             allow_redirects=False,
             stream=True,
         ) as response:
-            length, encoding = (response.headers.get(name, "") for name in ("Content-Length", "Transfer-Encoding"))
-            if not length.isdecimal() and encoding.lower() != "chunked":
+            is_chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
+            if response.raw.length_remaining is None and not is_chunked:
                 # Else a lost connection would look like the end of the header, or of an answer without a length.
                 raise requests.ConnectionError("the answer's head is cut off: it does not say how long the answer is")
             chunks = []
@@ -460,7 +460,7 @@ def _ipv4_of(host: str) -> str:
     """
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no host can have such a name; connecting says so
         return host
 
 
@@ -486,7 +486,7 @@ def _challenge(connection: socket.socket, host: str, port: int, secret: str, lim
     check_proof(head, secret, challenge, address, port)
 
 
-def _reason(error: requests.RequestException) -> str:
+def _reason(error: requests.RequestException | urllib3.exceptions.HTTPError) -> str:
     cause = error.args[0] if error.args else None
     if isinstance(error, requests.ConnectTimeout):
         return "connecting took too long"
