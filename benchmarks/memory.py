@@ -29,7 +29,7 @@ from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.kept_passes import activation_bytes
 from nemo_style_aligner.models.layer_kernels import best_kernels
-from nemo_style_aligner.models.layers import uses_transformer_engine
+from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
@@ -58,12 +58,10 @@ class Model:
         a, itemsize = self.architecture, self.dtype.itemsize
         is_te = uses_transformer_engine(self.dtype)
         granularity = case if case in ("selective", "full") else None
-        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te, fused_norms=is_te)
+        layers = {"fused_norms": is_te, "torch_attention": uses_torch_attention(self.dtype)}
+        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te, **layers)
         if case == "full" or (case == "selective" and is_te):  # and one layer's
-            per_token += activation_bytes(a, itemsize, fused_norms=is_te) // a.num_layers
-        if best_kernels() is None:  # torch's attention: rotated copies, and the linear layer's input once more
-            copied = a.num_attention_heads + (a.num_query_groups if case == "padded" else 0)
-            per_token += itemsize * copied * a.kv_channels * (1 if case == "full" else a.num_layers)
+            per_token += activation_bytes(a, itemsize, **layers) // a.num_layers
         return tokens * per_token
 
     def output_layer(self, positions: int, is_padded: bool) -> int:

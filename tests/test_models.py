@@ -39,8 +39,8 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.models import kept_passes as kept_passes_module
+from nemo_style_aligner.models import layer_kernels, pipeline, products
 from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models import pipeline, products
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -48,6 +48,7 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_prec
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
 from nemo_style_aligner.models.kept_passes import KeepChoice, activation_bytes, keep_passes
 from nemo_style_aligner.models.layer_kernels import best_kernels
+from nemo_style_aligner.models.layers import uses_torch_attention
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
@@ -512,34 +513,56 @@ def test_activations_need_the_memory_that_the_documentation_says(
     shape: dict[str, Any], whole: int, selective: int | None, dtype: torch.dtype
 ) -> None:
     """Bytes saved for the backward pass, per token and layer: docs/architecture.md, "Training passes"."""
-    shape = SHAPE | {"hidden_size": 64, "ffn_hidden_size": 96} | shape
+    architecture = ModelArchitecture(**(SHAPE | {"hidden_size": 64, "ffn_hidden_size": 96} | shape))
     a, g, d = 4, 2, 16
     for granularity, numbers in ((None, whole), ("selective", whole if selective is None else selective)):
-        sizes = []
-        for num_layers in (1, 3):
-            architecture = ModelArchitecture(**(shape | {"num_layers": num_layers}))
-            config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
-            model = build_model(architecture, config, dtype)
-            model.module.train()
-            weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
-            saved: dict[int, torch.UntypedStorage] = {}
-
-            def keep(x: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
-                storage = x.untyped_storage()  # held, so that no address is used twice
-                saved[storage.data_ptr()] = storage
-                return x
-
-            ids = tokens(rows=1, width=64)
-            packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
-            sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
-        per_token_and_layer = (sizes[1] - sizes[0]) / 2 / 64
         expected = dtype.itemsize * (numbers + 2 * (a + g) * d)
         if architecture.normalization != "rmsnorm" and dtype == torch.bfloat16:
             expected += dtype.itemsize * 2 * 64  # our LayerNorm keeps its input in fp32
-        assert per_token_and_layer == pytest.approx(expected, rel=0.05)
-        assert activation_bytes(architecture, dtype.itemsize, granularity) == 3 * expected
+        assert saved_bytes(architecture, dtype, granularity) == pytest.approx(expected, rel=0.05)
+        assert activation_bytes(architecture, dtype.itemsize, granularity) == 2 * expected
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_groups", [2, 4])
+@pytest.mark.parametrize(("compiled", "normed"), [(True, True), (False, False), (False, True)])
+def test_attention_keeps_what_is_counted(
+    compiled: bool, normed: bool, num_groups: int, num_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms of queries and keys, and with torch's attention, which keeps less of a row of one sequence."""
+    if not compiled:
+        monkeypatch.setattr(layer_kernels, "best_kernels", lambda: None)
+    shape = SHAPE | {"kv_channels": 64, "num_query_groups": num_groups, "qk_layernorm": normed}
+    architecture, dtype = ModelArchitecture(**shape), torch.float32
+    assert uses_torch_attention(dtype) is not compiled
+    counted = activation_bytes(architecture, dtype.itemsize, torch_attention=not compiled) / architecture.num_layers
+    # Beside what is counted: statistics of norms and softmaxes, a number or two per head.
+    assert 0.7 * counted < saved_bytes(architecture, dtype, None, num_sequences) < 1.03 * counted
+
+
+def saved_bytes(
+    architecture: ModelArchitecture, dtype: torch.dtype, granularity: str | None, num_sequences: int = 1
+) -> float:
+    """Bytes that autograd saves of a forward pass, per token and layer."""
+    sizes = []
+    for num_layers in (1, 3):
+        config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+        model = build_model(dataclasses.replace(architecture, num_layers=num_layers), config, dtype)
+        model.module.train()
+        weights = {p.untyped_storage().data_ptr() for p in model.gpt.parameters()}
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def keep(x: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+            storage = x.untyped_storage()  # held, so that no address is used twice
+            saved[storage.data_ptr()] = storage
+            return x
+
+        ids = tokens(rows=num_sequences, width=64)
+        packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
+        sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
+    return (sizes[1] - sizes[0]) / 2 / 64 / num_sequences
 
 
 @pytest.mark.parametrize("group", [1, 2])

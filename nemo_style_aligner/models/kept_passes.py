@@ -22,7 +22,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import recompute
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.layers import uses_transformer_engine
+from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import PackedRow, used_lengths
 from nemo_style_aligner.models.products import widened
@@ -48,8 +48,9 @@ def activation_bytes(
     recomputes_mlp: bool = False,
     recomputed_layers: int | None = None,
     fused_norms: bool = False,
+    torch_attention: bool = False,
 ) -> int:
-    """Bytes of activations per packed token that the backward pass needs; docs/performance.md has the formula.
+    """Bytes of activations per packed token that the backward pass needs; docs/architecture.md has the formula.
 
     Args:
         itemsize: bytes per number.
@@ -58,18 +59,21 @@ def activation_bytes(
         recomputes_mlp: ``selective`` recomputes the whole MLP, as with Transformer Engine's layers.
         recomputed_layers: as many layers are recomputed by ``full``, the others keep everything; None: all.
         fused_norms: LayerNorm keeps its input as it is (Transformer Engine's), not in fp32 (our own).
+        torch_attention: attention keeps rotated copies of queries and keys; see `layers.uses_torch_attention`.
     """
     a = architecture
     h, f = a.hidden_size, a.ffn_hidden_size // tp_size
-    channels = (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tp_size
+    query, key = (heads * a.kv_channels // tp_size for heads in (a.num_attention_heads, a.num_query_groups))
     is_rms_norm, is_swiglu = a.normalization == "rmsnorm", a.gated and a.activation == "silu"
     # In the MLP, inputs of its activation and of its second layer; where these are several functions, what is between.
     mlp = 3 * f if is_swiglu else 5 * f if a.gated else 2 * f
-    layer = 4 * h + 2 * channels + mlp
+    layer = 4 * h + (3 if torch_attention else 2) * (query + key) + mlp
     if not is_rms_norm and not fused_norms:
         layer += 2 * h * (4 - itemsize) // itemsize
-    if a.qk_layernorm:  # queries, keys and values once more: before their norms, and behind them in one tensor
-        layer += channels + a.num_query_groups * a.kv_channels // tp_size
+    if a.qk_layernorm:  # queries and keys before and behind their norms; for compiled functions, values beside either
+        layer += query + (1 if torch_attention else 2) * key
+        if query != key:  # a group's queries do not lie as their norm needs them: a copy
+            layer += query
     if granularity == "selective":
         recomputed = 2 * h * is_rms_norm + f * is_swiglu  # see `models.recompute`
         layer -= h + mlp if recomputes_mlp else recomputed
@@ -280,6 +284,7 @@ class KeptPasses:
             recompute.recomputes_mlp(config),
             config.recompute_num_layers if config.recompute_method == "block" else None,
             uses_transformer_engine(config.params_dtype),
+            uses_torch_attention(config.params_dtype),
         )
 
     def _free_bytes(self) -> float:

@@ -27,9 +27,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from nemo_style_aligner.models.attention import CausalAttention, LocalSelfAttention
 from nemo_style_aligner.models.fused import SwiGLU, rms_norm
+from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
+from nemo_style_aligner.parallel.groups import device
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     if reason is not None:
         logger.info("using this project's own layers, not Transformer Engine's: %s", reason)
     return reason is None
+
+
+def uses_torch_attention(dtype: torch.dtype) -> bool:
+    """Whether a model of ``dtype`` has torch's attention: neither Transformer Engine's nor the compiled function."""
+    return not uses_transformer_engine(dtype) and kernels_for(torch.empty(0, dtype=dtype, device=device())) is None
 
 
 def _why_own_layers(dtype: torch.dtype) -> str | None:
