@@ -583,6 +583,21 @@ def test_the_best_of_nothing_is_told(
     assert "save_best_model=True, but no checkpoint has a value of monitor=val_loss" in caplog.text
 
 
+def test_a_run_that_has_saved_nothing_archives_its_own_weights(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """As with ``resume_if_exists=False`` and no step to make: the best checkpoint is another run's."""
+    run = TinyRun(layout, tmp_path)
+    assert run.fit() == 0
+    run._norm().fill_(7)
+    CheckpointManager(run.archive.parent, run.checkpoints.settings, run.checkpoints.nemo).export_at_end(
+        run.trainer.model
+    )
+    assert (run._norm() == 7).all()
+    load_nemo_weights(run.archive, run.trainer.model)
+    assert (run._norm() == 7).all()
+
+
 def test_a_stop_in_the_last_step_puts_off_the_archive(
     layout: ParallelLayout, tmp_path: Path, stop_handlers: None
 ) -> None:

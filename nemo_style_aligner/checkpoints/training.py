@@ -266,13 +266,15 @@ class CheckpointManager:
     def export_at_end(self, model: MegatronModel) -> None:
         """Write the .nemo archive, if the settings want one, after training, when the model's state has been saved.
 
-        Under ``save_best_model`` it has the weights of the best undamaged checkpoint. Afterwards, the model has its
-        own again.
+        Under ``save_best_model`` it has the weights of the best undamaged checkpoint, if this run has saved or loaded
+        any. Afterwards, the model has its own again.
         """
         self.finish()
         if not self.exports_at_end:
             return
-        best = self._better_than_current() if self.settings.save_best_model else None
+        current = self._current
+        # Without one, any checkpoint that is there is another run's.
+        best = self._better_than_current() if self.settings.save_best_model and current is not None else None
         if best is not None:
             logger.info("the best checkpoint is %s", best)
             restore_model(best, model)
@@ -280,8 +282,8 @@ class CheckpointManager:
             return
         with self._save_tokenizer() or contextlib.nullcontext() as tokenizer_dir:
             self._export(prepare(model_tensors(model.gpt)), tokenizer_dir, self._writer.group)
-        if best is not None and self._current is not None:
-            restore_model(self._current, model)
+        if best is not None and current is not None:
+            restore_model(current, model)
 
     def _better_than_current(self) -> Path | None:
         """The best undamaged checkpoint; None if none ranks above the one with the model's weights."""
