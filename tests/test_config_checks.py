@@ -18,6 +18,7 @@ from test_config import COMMANDS, JOBS, composed
 
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
+from nemo_style_aligner.algorithms.place_checks import log_directory_problems
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
@@ -577,6 +578,12 @@ def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, mon
     (line,) = problems(model, "gpt_sft", f"exp_manager.explicit_log_dir={tmp_path}/a/b")
     assert f"(this user may not write in {tmp_path}): give a folder that you may write to" in line
     assert asked == [str(tmp_path)]
+
+
+def test_a_log_directory_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    exp_manager = OmegaConf.create({"explicit_log_dir": f"{tmp_path}/\udcff"})  # as Python has the byte 0xff
+    (line,) = log_directory_problems(exp_manager)
+    assert f"TensorBoard cannot write to {tmp_path}/\udcff, whose name is not UTF-8" in line
 
 
 def test_a_log_directory_that_cannot_be_made_after_all(tmp_path: Path) -> None:

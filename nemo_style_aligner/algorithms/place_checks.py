@@ -65,6 +65,10 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield (
             f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
+    try:
+        str(log_dir).encode()
+    except UnicodeEncodeError:
+        yield f"{said}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
 
 
 def why_unwritable(folder: Path) -> str | None:
