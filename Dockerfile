@@ -31,8 +31,9 @@ ARG MEGATRON_CORE_VERSION
 ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 WORKDIR /opt/nemo_style_aligner
 COPY . .
-# Keep the image's torch, Transformer Engine and numpy: pip would replace pre-releases that it considers too old.
-RUN pip freeze | grep -iE '^(torch|torchvision|transformer.engine|numpy|triton|nvidia-)' > /tmp/keep.txt \
+# Keep the image's torch, Transformer Engine and numpy: pip would replace pre-releases that it considers too old. Not by
+# `pip freeze`: it names the files that packages were installed from, which pip would want to read.
+RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer.engine|numpy|triton|nvidia-)' > /tmp/keep.txt \
     && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
     && pip install --no-cache-dir -c /tmp/keep.txt \
         "psutil>=5.9" "threadpoolctl>=3.5,<4" "einops>=0.8,<1" "tqdm>=4.66" "transformers>=5,<6" "tokenizers>=0.22" "sentencepiece>=0.2" \
@@ -60,7 +61,8 @@ WORKDIR /opt/nemo_style_aligner
 COPY . .
 # TensorRT-LLM 1.2.1 pins torch, numpy<2 and transformers 4.57: keep them, this project runs with them. Convert
 # Hugging Face models to .nemo in another image: reading their directories needs transformers 5.
-RUN pip freeze | grep -iE '^(torch|torchvision|tensorrt|numpy|transformers|tokenizers|huggingface|triton|nvidia-)' \
+RUN pip list --format=freeze \
+        | grep -iE '^(torch|torchvision|tensorrt|numpy|transformers|tokenizers|huggingface|triton|nvidia-)' \
         > /tmp/keep.txt \
     && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
     && pip install --no-cache-dir -c /tmp/keep.txt \

@@ -31,6 +31,7 @@ def test_dependencies_are_those_of_the_package(stage: str, declared: dict[str, S
     part = re.split(r"^FROM ", dockerfile.split(f" AS {stage}\n")[1], flags=re.M)[0]
     listed = requirements(r'"([a-z0-9_-]+[<>=][^"$]*)"', part)
     assert listed == {name: specifier for name, specifier in declared.items() if name not in OF_THE_IMAGE[stage]}
+    assert "RUN pip freeze" not in part  # its `name @ file://` are no constraints where the file is gone
 
 
 def test_dependencies_beside_tensorrt_llm(declared: dict[str, SpecifierSet]) -> None:
