@@ -186,7 +186,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is not missing, with its dotted key; lists are values, sections are not.
+    """Every value that is not missing, with its dotted key; lists and empty sections are values, other sections not.
 
     In place of a value that cannot be resolved stands the `OmegaConfBaseException` that says why.
     """
@@ -196,10 +196,12 @@ def values(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
         key = f"{prefix}{name}"
         try:
             value = cfg[name]
+            if isinstance(value, ListConfig) or (isinstance(value, DictConfig) and not len(value)):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             yield key, error
             continue
         if isinstance(value, DictConfig):
             yield from values(value, f"{key}.")
         else:
-            yield key, list(value) if isinstance(value, ListConfig) else value
+            yield key, value

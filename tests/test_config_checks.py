@@ -804,6 +804,8 @@ def test_wrong_types_are_all_named() -> None:
         "model.seed=null": "model.seed=null: this key needs a value; its default is 1234",
         "trainer.devices=${oc.env:NOT_SET}": "trainer.devices: cannot be computed from the values it refers to: KeyErr",
         "trainer.max_steps=${model.none}": "trainer.max_steps: cannot be computed from the values it refers to: Interp",
+        "trainer.ppo.discount_factor={}": "trainer.ppo.discount_factor={}: must be a number, this is a section",
+        "trainer.ppo.importance_sequence_bounds=['${none}',2]": "importance_sequence_bounds: cannot be computed from",
     }
     cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", *wrong)
     with pytest.raises(ConfigError) as error:
