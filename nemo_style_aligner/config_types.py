@@ -121,8 +121,7 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
     for key, value in list(values(cfg)):
         if isinstance(value, OmegaConfBaseException):
             if not isinstance(value, InterpolationToMissingValueError):  # else the value it refers to is reported
-                reason = str(value).splitlines()[0]
-                problems.append(f"{key}: cannot be computed from the values it refers to: {reason}")
+                problems.append(not_computed(key, value))
             continue
         if value is None:
             default = _default(key, defaults)
@@ -141,6 +140,11 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
         names = " or ".join(_NAMES[kind] for kind in wanted)
         problems.append(f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}")
     return problems
+
+
+def not_computed(key: str, error: OmegaConfBaseException) -> str:
+    """The line for a value that `values` could not resolve."""
+    return f"{key}: cannot be computed from the values it refers to: {str(error).splitlines()[0]}"
 
 
 def _types(key: str, defaults: DictConfig) -> Types:

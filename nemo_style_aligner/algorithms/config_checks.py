@@ -46,7 +46,7 @@ from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_n
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError, keys_without_effect
-from nemo_style_aligner.config_types import values
+from nemo_style_aligner.config_types import not_computed, values
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
@@ -125,7 +125,7 @@ def _out_of_range(view: JobView) -> Iterator[str]:
         if key in unread:
             continue
         if isinstance(value, OmegaConfBaseException):
-            yield f"{key}: cannot be computed from the values it refers to: {str(value).splitlines()[0]}"
+            yield not_computed(key, value)
             continue
         allowed = find_range(key)
         if allowed is not None and not allowed.allows(value):
