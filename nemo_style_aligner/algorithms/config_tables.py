@@ -19,6 +19,7 @@ from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
+from nemo_style_aligner.parallel.detection import LARGEST_PORT
 from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 
@@ -68,7 +69,7 @@ _SHARE = Range(0, 1)
 _COUNT_OR_SHARE = Range(0, is_share=True)
 _SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
 _SHARE_BELOW_1 = Range(0, 1, high_excluded=True)
-_PORT = Range(0, 65535)
+_PORT = Range(0, LARGEST_PORT)
 _SEED = Range(0, LARGEST_SEED)
 
 RANGES: tuple[tuple[str, Range], ...] = (
@@ -118,7 +119,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("*.timeouts.*_seconds", _POSITIVE),
     ("*.infer_timeout_seconds", _POSITIVE),
     ("*.command_timeout_seconds", _POSITIVE),
-    ("remote_critic_rm.*.port", Range(1, 65535)),
+    ("remote_critic_rm.*.port", Range(1, LARGEST_PORT)),
     ("*.port", _PORT),
     ("model.tensor_model_parallel_size", _COUNT),
     ("model.pipeline_model_parallel_size", _COUNT),

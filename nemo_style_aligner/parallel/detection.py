@@ -18,7 +18,8 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_LARGEST_PORT = 65535
+
+LARGEST_PORT = 65535
 
 
 class LaunchError(UserError, RuntimeError):
@@ -197,8 +198,8 @@ def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
 def master_port(env: Mapping[str, str], default: int | None = None) -> int:
     """The port in ``MASTER_PORT``; LaunchError if it is none, or missing without a ``default``."""
     port = integer(env, "MASTER_PORT", default)
-    if port > _LARGEST_PORT:
-        raise LaunchError(f"the environment variable MASTER_PORT is {port}: ports go up to {_LARGEST_PORT}")
+    if port > LARGEST_PORT:
+        raise LaunchError(f"the environment variable MASTER_PORT is {port}: ports go up to {LARGEST_PORT}")
     return port
 
 

@@ -19,6 +19,7 @@ import waitress.wasyncore
 from flask import Flask, Response, request
 
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parallel.detection import LARGEST_PORT
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.connections import (
     ConnectionLimits,
@@ -315,8 +316,8 @@ def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket
     if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_client`
         host = "127.0.0.1"
     try:
-        if not 0 <= port < 2**16:  # getaddrinfo would take its last 16 bits
-            raise OSError(errno.EINVAL, "ports are numbers up to 65535")
+        if not 0 <= port <= LARGEST_PORT:  # getaddrinfo would take its last 16 bits
+            raise OSError(errno.EINVAL, f"ports are numbers up to {LARGEST_PORT}")
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
