@@ -500,8 +500,8 @@ def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: st
 @pytest.mark.parametrize(
     ("name", "mistake", "message"),
     [
-        ("init_gpt.py", "--seed=-1", "--seed -1: must lie in [0, 2147483647]"),
-        ("evaluate_gpt.py", "--seed=-1", "--seed -1: must lie in [0, 2147483647]"),
+        ("init_gpt.py", "--seed=-1", "argument --seed: -1 is not a whole number in [0, 2147483647]"),
+        ("evaluate_gpt.py", "--seed=-1", "argument --seed: -1 is not a whole number in [0, 2147483647]"),
         ("evaluate_gpt.py", "--temperature=inf", "temperature must lie in [1e-20, 1e+20], got inf"),
         ("evaluate_gpt.py", "--end-strings=", "stop_strings holds an empty string"),
     ],

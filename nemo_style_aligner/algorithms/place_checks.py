@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
@@ -69,15 +70,6 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         str(log_dir).encode()
     except UnicodeEncodeError:
         yield f"{said}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
-
-
-def why_unwritable(folder: Path) -> str | None:
-    """Why files cannot be written in ``folder``, which may have to be made first; None if they can."""
-    # A link counts as what it points to. A dangling one is no folder, and none can be made in its place.
-    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not os.path.isdir(nearest):
-        return f"{nearest} is not a folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"this user may not write in {nearest}"
 
 
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:

@@ -11,9 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
+from nemo_style_aligner.arguments import output_argument, seed_argument
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.wording import unescaped
 
 
@@ -22,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the .nemo file or directory of the policy")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of the prompts")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write: summary and responses")
+    parser.add_argument(
+        "--output", type=output_argument, required=True, help="JSON file to write: summary and responses"
+    )
     parser.add_argument(
         "--reward-model",
         type=Path,
@@ -61,7 +63,9 @@ def main() -> None:
         default=32,
         help="responses generated at the same time; more take more memory (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="random seed of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=seed_argument, default=1234, help="random seed of sampling (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     if not args.prompts.is_file():
@@ -74,16 +78,8 @@ def main() -> None:
             parser.error(f"{option} {number}: give at least 1")
     if not args.temperature > 0:
         parser.error(f"--temperature {args.temperature}: must be above 0; use --greedy for the most likely tokens")
-    if not 0 <= args.seed <= LARGEST_SEED:
-        parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     if args.output.is_dir():
         parser.error(f"--output {args.output} is a folder: name a file")
-
-    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.algorithms.place_checks import why_unwritable
-
-    if (reason := why_unwritable(args.output.absolute().parent)) is not None:
-        parser.error(f"--output {args.output} cannot be written: {reason}")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         _evaluate(args)

@@ -13,15 +13,14 @@ import tempfile
 from pathlib import Path
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.arguments import output_argument, seed_argument
 from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.seeds import LARGEST_SEED
 
 
 def main() -> None:
     install_excepthook()
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.algorithms.place_checks import why_unwritable
     from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
     from nemo_style_aligner.data.tokenizer import tokenizer_argument
     from nemo_style_aligner.models.gpt import build_model, parse_precision
@@ -35,7 +34,7 @@ def main() -> None:
         metavar="DIR",
         help="folder of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json); see above",
     )
-    parser.add_argument("--output", type=Path, required=True, help="the .nemo file to write")
+    parser.add_argument("--output", type=output_argument, required=True, help="the .nemo file to write")
     parser.add_argument("--num-layers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--hidden-size", type=int, default=128, help="default: %(default)s")
     parser.add_argument(
@@ -48,11 +47,11 @@ def main() -> None:
     parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
     parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens (default: %(default)s)")
     parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
-    parser.add_argument("--seed", type=int, default=1234, help="random seed of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=seed_argument, default=1234, help="random seed of the weights (default: %(default)s)"
+    )
     args = parser.parse_args()
 
-    if not 0 <= args.seed <= LARGEST_SEED:
-        parser.error(f"--seed {args.seed}: must lie in [0, {LARGEST_SEED}]")
     try:
         architecture = ModelArchitecture(
             num_layers=args.num_layers,
@@ -66,8 +65,6 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    if (reason := why_unwritable(args.output.absolute().parent)) is not None:
-        parser.error(f"--output {args.output} cannot be written: {reason}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
