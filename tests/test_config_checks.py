@@ -451,6 +451,16 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "training_rm", 1, "model.reward_model_type=regression model.regression.attribute_weights=[1,2]",
         ("attribute_weights has 2 entries for num_attributes=1",),
     ),
+    "numbers that are none": (
+        "gpt_ppo_critic", 1,
+        "model.reward_standardization.mean=.nan model.regression.attribute_weights=[.inf] "
+        "model.reward_standardization.std=.nan",
+        (
+            "model.reward_standardization.mean=nan: must be a finite number",
+            "model.regression.attribute_weights=[inf]: must be a finite number",
+            "model.reward_standardization.std=nan: must be above 0",
+        ),
+    ),
     "attributes of a ranking model": (
         "gpt_ppo_critic", 1, "model.reward_model_type=binary_ranking model.regression.num_attributes=3",
         (

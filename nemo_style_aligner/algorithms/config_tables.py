@@ -56,12 +56,15 @@ class Range:
             return f"{self.also}, or {dataclasses.replace(self, also=None)}"
         if self.is_share:
             return f"a share from {self.low} to 1.0, or a whole number"
+        if self.low == -math.inf:
+            return "a finite number"
         if self.high == math.inf:
             return f"above {self.low}" if self.low_excluded else f"{self.low} or more"
         left, right = "(" if self.low_excluded else "[", ")" if self.high_excluded else "]"
         return f"in {left}{self.low}, {self.high}{right}"
 
 
+_FINITE = Range(-math.inf)
 _COUNT = Range(1)
 _NOT_NEGATIVE = Range(0)
 _POSITIVE = Range(0, low_excluded=True)
@@ -132,6 +135,9 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.*_dropout", _SHARE_BELOW_1),
     ("model.loss_clip_val", _NOT_NEGATIVE),
     ("model.regression.num_attributes", _COUNT),
+    ("model.regression.attribute_weights", _FINITE),
+    ("model.regression.loss_mask_val", _FINITE),
+    ("model.reward_standardization.mean", _FINITE),
     ("model.reward_standardization.std", _POSITIVE),
     ("model.ppo.num_rollout_samples", _COUNT),
     ("model.ppo.num_val_samples", _COUNT),
