@@ -431,6 +431,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "training_rm", 1, f"pretrained_checkpoint.restore_from_path={Path(DATA).parent / 'data'}",
         ("pretrained_checkpoint.restore_from_path=",),
     ),
+    "times of which waits are not capable": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.timeouts.read_seconds=1e7 trainer.distributed_timeout_minutes=1e20",
+        ("timeouts.read_seconds=10000000.0: must be in (0, 2000000]",
+         "trainer.distributed_timeout_minutes=1e+20: must be in (0, 33333]"),
+    ),
     "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run=4h is not of the form",)),
     "kind of reward model": (
         "gpt_ppo_critic", 1, "model.reward_model_type=pairwise",
@@ -443,7 +448,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         (
             "trainer.ppo.generation.engine=vllm: choose embedded, megatron or trtllm",
             "trainer.ppo.trt_llm.backend=tensorrt: choose engine or pytorch",
-            "exp_manager.watchdog_minutes=0: must be above 0",
+            "exp_manager.watchdog_minutes=0: must be in (0, 33333]",
             "model.activations_checkpoint_granularity=partial: choose selective or full",
         ),
     ),
@@ -496,13 +501,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "trainer.ppo.connections.max_connections=0 exp_manager.log_format=xml "
         "exp_manager.log_level=verbose",
         (
-            "trainer.ppo.connections.idle_seconds=0: must be above 0",
+            "trainer.ppo.connections.idle_seconds=0: must be in (0, 2000000]",
             "trainer.ppo.connections.max_connections=0: must be 1 or more",
             "exp_manager.log_format=xml: choose text or json",
             "exp_manager.log_level=verbose: choose debug, info or warning",
             "inference_micro_batch_size=[4, 0]: must be 1 or more",
             "strip_sequence_length_to_multiple=0: must be 1 or more",
-            "max_queue_delay_microseconds=-1: must be 0 or more",
+            "max_queue_delay_microseconds=-1: must be in [0, 2000000000000]",
             "model.rm_placement=disk: choose auto, swap or resident",
         ),
     ),

@@ -65,6 +65,9 @@ class Range:
 
 
 _FINITE = Range(-math.inf)
+_LONGEST_SECONDS = 2_000_000  # sockets wait for less than 2^31 ms; a longer wait may end at once
+_SECONDS = Range(0, _LONGEST_SECONDS, low_excluded=True)
+_MINUTES = Range(0, _LONGEST_SECONDS // 60, low_excluded=True)
 _COUNT = Range(1)
 _NOT_NEGATIVE = Range(0)
 _POSITIVE = Range(0, low_excluded=True)
@@ -78,9 +81,9 @@ _SEED = Range(0, LARGEST_SEED)
 RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.num_nodes", _COUNT),
     ("trainer.devices", _COUNT),
-    ("trainer.distributed_timeout_minutes", _POSITIVE),
+    ("trainer.distributed_timeout_minutes", _MINUTES),
     ("model.seed", _SEED),
-    ("exp_manager.watchdog_minutes", _POSITIVE),
+    ("exp_manager.watchdog_minutes", _MINUTES),
     ("trainer.*.max_epochs", _COUNT),
     ("trainer.*.max_steps", Range(1, also=-1)),  # 0 steps would load a model only to write it out again
     ("trainer.ppo.*_interval", _NOT_NEGATIVE),
@@ -106,22 +109,22 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.trt_llm.kv_cache_memory_fraction", _SHARE_ABOVE_0),
     ("trainer.ppo.trt_llm.refit_bucket_mebibytes", _COUNT),
     ("trainer.ppo.trt_llm.max_restarts", _NOT_NEGATIVE),
-    ("trainer.ppo.batch_iterator.*_seconds", _POSITIVE),
+    ("trainer.ppo.batch_iterator.*_seconds", _SECONDS),
     ("trainer.ppo.max_body_bytes", _COUNT),
     ("trainer.ppo.max_outstanding_requests", _COUNT),
     ("inference.max_body_bytes", _COUNT),
     ("inference.max_outstanding_requests", _COUNT),
-    ("*.connections.*_seconds", _POSITIVE),
+    ("*.connections.*_seconds", _SECONDS),
     ("*.connections.min_bytes_per_second", _POSITIVE),
     ("*.connections.max_connections", _COUNT),
     ("*.connections.max_body_without_token", _NOT_NEGATIVE),
     ("*.inference_micro_batch_size", _COUNT),
-    ("*.max_queue_delay_microseconds", _NOT_NEGATIVE),
+    ("*.max_queue_delay_microseconds", Range(0, 10**6 * _LONGEST_SECONDS)),
     ("*.strip_sequence_length_to_multiple", _COUNT),
     ("remote_critic_rm.pad_to_length", _COUNT),
-    ("*.timeouts.*_seconds", _POSITIVE),
-    ("*.infer_timeout_seconds", _POSITIVE),
-    ("*.command_timeout_seconds", _POSITIVE),
+    ("*.timeouts.*_seconds", _SECONDS),
+    ("*.infer_timeout_seconds", _SECONDS),
+    ("*.command_timeout_seconds", _SECONDS),
     ("remote_critic_rm.*.port", Range(1, LARGEST_PORT)),
     ("*.port", _PORT),
     ("model.tensor_model_parallel_size", _COUNT),
