@@ -143,6 +143,7 @@ def test_archives_without_a_size_are_refused(model: Path, missing: str, hint: st
 def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:
     line = "exp_manager.checkpoint_callback_params.monitor="
     assert not problems(model, "gpt_sft", f"{line}validation_loss")
+    assert not problems(model, "gpt_sft", f"{line}null")  # its name is in the checkpoints' names by default
     (problem,) = problems(model, "gpt_sft", f"{line}loss")
     assert "measures no such thing" in problem
     settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"monitor": "validation_loss"}})
@@ -313,6 +314,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "measurement of PPO": (
         "gpt_ppo_actor", 1, "'exp_manager.checkpoint_callback_params.filename=\"{val_rewards:q}-{step:04d}\"'",
         ("exp_manager.checkpoint_callback_params.filename: {val_rewards:q} of 0.5",),
+    ),
+    "name of what is not measured": (
+        "gpt_ppo_critic", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step}-{epoch}-{setp}\"'",
+        ("filename={step}-{epoch}-{setp}: this job measures no epoch, setp; fields in braces can be step",),
     ),
     "name that is none": (
         "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.filename='\"..\"'",

@@ -151,7 +151,7 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
         settings: list[CheckpointSettings] = []
         yield from _attempt(lambda: settings.append(CheckpointSettings.from_config(cfg.exp_manager)))
         if settings:
-            yield from _checkpoint_name(settings[0].filename)
+            yield from _checkpoint_name(view, settings[0].filename)
     if "optim" in cfg.model:
         betas = view.get("model.optim.betas")
         if betas is not None and len(betas) != 2:
@@ -164,12 +164,17 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
             yield f"model.ppo.sampling_params and length_params: {problem}"
 
 
-def _checkpoint_name(template: Any) -> Iterator[str]:
+def _checkpoint_name(view: JobView, template: Any) -> Iterator[str]:
     key = "exp_manager.checkpoint_callback_params.filename"
     if not isinstance(template, str):
         yield f"{key}={template}: must be text"
         return
     fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
+    monitor = str(view.get("exp_manager.checkpoint_callback_params.monitor"))  # `_monitor` checks it; it may be null
+    if unknown := [field for field in fields if field != monitor and not _is_measured(view, field)]:
+        names = ", ".join(_measured(view))
+        yield f"{key}={template}: this job measures no {', '.join(unknown)}; fields in braces can be {names}"
+        return
     # Values to try the template with: counters are integers, metrics of steps and validations are floats.
     examples = {name: 0.5 if name.startswith(("val_", "train_")) else 1 for name in fields}
     try:
@@ -323,12 +328,20 @@ def _recompute(view: JobView) -> Iterator[str]:
 def _monitor(view: JobView) -> Iterator[str]:
     params = "exp_manager.checkpoint_callback_params"
     name = view.get(f"{params}.monitor")
-    known = ("step",) if view.name == "gpt_ppo_critic" else ("step", "epoch", "consumed_samples", "val_*", "train_*")
-    if view.name == "gpt_ppo_actor":
-        known = (*known, "ppo_optimization_step")
-    if name is None or any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(str(name))) for pattern in known):
-        return
-    yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(known)}"
+    if name is not None and not _is_measured(view, str(name)):
+        yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(_measured(view))}"
+
+
+def _measured(view: JobView) -> tuple[str, ...]:
+    """What checkpoints can be ranked by and named after; ``*`` stands for any text."""
+    if view.name == "gpt_ppo_critic":
+        return ("step",)
+    known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
+    return (*known, "ppo_optimization_step") if view.name == "gpt_ppo_actor" else known
+
+
+def _is_measured(view: JobView, name: str) -> bool:
+    return any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(name)) for pattern in _measured(view))
 
 
 # ---- passes that are kept -----------------------------------------------------------------------
