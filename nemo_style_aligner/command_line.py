@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import hydra
 import yaml
-from hydra.errors import ConfigCompositionException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 
 from nemo_style_aligner.config import (
@@ -75,10 +75,11 @@ def compose(name: str, description: str) -> DictConfig | None:
             f"{given} cannot be read ({error.message.splitlines()[0]}): put a text value in quotes, inside those of "
             "the shell: 'KEY=\"{a} b: c\"'"
         ) from error
-    except ConfigCompositionException as error:
-        several = re.match(r"Ambiguous value for argument '\+*(.*)'", str(error))
+    except (HydraException, ValueError) as error:  # ValueError: of some that its grammar lets through
+        several = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.*)'", str(error))
         if several is None:
-            raise
+            cause = "" if error.__cause__ is None else f": {str(error.__cause__).splitlines()[0]}"
+            raise ConfigError(f"hydra cannot make a config of this command line: {error}{cause}") from error
         # Hydra would recommend its multirun.
         raise ConfigError(
             f"{several[1]} gives several values: write a list as KEY=[A,B] and a text value in quotes, inside those of "

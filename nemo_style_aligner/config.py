@@ -87,7 +87,7 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
         prepared.append(f"++{_with_quotes(argument)}" if is_plain else argument)
         takes_value = argument in _FLAGS_WITH_VALUE
     # Hydra's parser wants all overrides in one place.
-    at = len(prepared) if first_override is None else first_override
+    at = first_override or 0  # not after all flags: the last may be --info, which would take one for its value
     return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
 
 

@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner import config
+from nemo_style_aligner import command_line, config
 from nemo_style_aligner.algorithms import run_settings
 from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.config import (
@@ -263,7 +263,25 @@ def test_overrides_are_prepared_for_hydra() -> None:
     assert prepared[:3] == ["-cn", "x=y", "--config-dir=/z"]  # flags first, overrides together
     assert all(argument.startswith("hydra") for argument in prepared[3:-6])
     assert prepared[-6:] == ["++a.b=1", "+c=2", "++d=3", "~e", "hydra.verbose=true", "++f={t: [a=b]}"]
-    assert prepare_overrides(["--cfg", "job"])[:2] == ["--cfg", "job"]
+    assert prepare_overrides(["--cfg", "job"])[-2:] == ["--cfg", "job"]
+    assert prepare_overrides(["--info"])[-1] == "--info"
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("=1", "hydra cannot make a config of this command line: Config group override must be"),
+        ("exp_manager=[1]", "exp_manager=[1]: Cannot merge DictConfig with ListConfig"),
+        ("trainer.devices=choice(1,2)", "trainer.devices=choice(1,2) gives several values: write a list as"),
+    ],
+)
+def test_what_hydra_refuses_is_a_mistake_with_its_cause(
+    argument: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", argument])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # which `compose` sets
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        command_line.compose("gpt_sft", "")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hydra.errors import HydraException
 from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
@@ -236,7 +235,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
         abort_job(status)
 
 
-_MISTAKES = (UserError, HydraException, MissingMandatoryValue)
+_MISTAKES = (UserError, MissingMandatoryValue)
 
 
 def _status_of(error: BaseException) -> int:
