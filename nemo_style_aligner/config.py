@@ -35,8 +35,8 @@ class ConfigError(UserError, ValueError):
 # Keys of `model` that come with a checkpoint's own config, so that the YAML files leave them out.
 _MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_length", "make_vocab_size_divisible_by"}
 
-# Sections in which the user chooses the keys.
-_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.data.chat_prompt_tokens")
+# Sections in which the user chooses the keys, in the jobs that have them.
+_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix")
 
 
 # Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's do; other such keys are ``???``.
@@ -239,12 +239,12 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _is_known(key: str, known: set[str]) -> bool:
-    if key in known or any(key.startswith(f"{section}.") for section in _OPEN_SECTIONS):
-        return True
     section, _, name = key.partition(".")
-    if section == "model" and name in _MODEL_KEYS:
+    if key in known or (section == "model" and name in _MODEL_KEYS):
         return True
-    return any(other.startswith(f"{key}.") for other in known)  # `section={}` or `section=null`
+    if any(other.startswith(f"{key}.") for other in known):  # `section={}` or `section=null`
+        return True
+    return any(key.startswith(f"{section}.") and _is_known(section, known) for section in _OPEN_SECTIONS)
 
 
 def _find_legacy(key: str) -> LegacyKey | None:

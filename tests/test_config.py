@@ -190,6 +190,19 @@ def test_unknown_keys_are_all_named_with_their_nearest() -> None:
     assert "\n  zzz\n" in message
 
 
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("gpt_sft", "model.data.chat_prompt_tokens.turn_strat"),
+        ("inference_rm", "exp_manager.wandb_logger_kwargs.project"),
+        ("gpt_ppo_critic", "model.data.data_prefix.train"),
+    ],
+)
+def test_keys_of_the_users_own_are_unknown_where_there_is_no_place_for_them(job: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"conf/{job}.yaml has no such key:\n  {key}"):
+        check_config(composed(job, f"{key}=x"), job)
+
+
 def test_a_key_in_the_wrong_section_is_found_by_its_name() -> None:
     cfg = composed("gpt_ppo_actor", "model.port=1", "trainer.ratio_eps=0.1")
     with pytest.raises(ConfigError, match=r"trainer.ratio_eps; did you mean .*model.ppo.ratio_eps"):
