@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
@@ -309,6 +309,22 @@ def test_metrics_that_cannot_be_written_say_where_and_what_to_do(tmp_path: Path)
     log._metrics_file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
     with pytest.raises(OSError, match="make room and start the job again: '/dev/full'"):
         log.log_metrics({"loss": 1.0}, step=1)
+
+
+@needs_full_disk
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+def test_so_do_tensorboards_curves(tmp_path: Path) -> None:
+    """The metrics may still have room in their last block, or the disk is full when the job starts."""
+    others = set(threading.enumerate())
+    log = MetricsLogger(tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()  # opened anew for each piece
+    events.unlink()
+    events.symlink_to("/dev/full")
+    with pytest.raises(NotWrittenError, match=r"make room and start the job again: '.*/tensorboard'"):
+        log.log_metrics({"loss": 1.0}, step=1)
+        log.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join()  # so that its end is this test's
 
 
 @needs_full_disk

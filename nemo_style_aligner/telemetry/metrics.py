@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,7 +77,8 @@ class MetricsLogger:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._wandb = _start_wandb(self.log_dir, wandb_kwargs) if wandb_kwargs is not None else None
         # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
-        self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
+        with self._to_tensorboard():
+            self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
         self._timeline_file = _open_for_append(self.log_dir / TIMELINE_FILE)
@@ -105,8 +106,9 @@ class MetricsLogger:
             return
         scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}
         _write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
+        with self._to_tensorboard():
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
         self._tell_wandb(lambda run: run.log({**scalars, "step": step}))
 
     def log_table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
@@ -126,7 +128,8 @@ class MetricsLogger:
             self._tables_file,
             {"step": int(step), "time": time.time(), "key": key, "columns": list(columns), "rows": plain_rows},
         )
-        self._tensorboard.add_text(key, _markdown_table(columns, plain_rows), step)
+        with self._to_tensorboard():
+            self._tensorboard.add_text(key, _markdown_table(columns, plain_rows), step)
 
         def log(run: Any) -> None:
             import wandb
@@ -169,7 +172,8 @@ class MetricsLogger:
         container = without_secrets(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
         text = OmegaConf.to_yaml(container, resolve=True)
         _write_whole(self.log_dir / HYPERPARAMETERS_FILE, text)
-        self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
+        with self._to_tensorboard():
+            self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
         plain = OmegaConf.to_container(container, resolve=True)
         self._tell_wandb(lambda run: run.config.update(plain, allow_val_change=True))
 
@@ -193,17 +197,25 @@ class MetricsLogger:
             )
             self._wandb = None
 
+    def _to_tensorboard(self) -> contextlib.AbstractContextManager[None]:
+        """For each call of TensorBoard's writer: any of them may raise what its thread could not write before."""
+        return _explained(str(self.log_dir / "tensorboard"))
+
     def close(self, wandb_seconds: float = 60.0) -> None:
         """Write out what is left. Calling it twice does nothing; logging afterwards does nothing.
 
         Args:
             wandb_seconds: limit for Weights & Biases: a job must neither fail nor hang because its server is out of
                 reach.
+
+        Raises:
+            OSError: it cannot be written.
         """
         if not self._enabled:
             return
         self._enabled = False
-        self._tensorboard.close()
+        with self._to_tensorboard():
+            self._tensorboard.close()
         self._metrics_file.close()
         self._tables_file.close()
         with contextlib.suppress(OSError):  # of what could not be written before
@@ -327,36 +339,37 @@ def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open_for_append(path: Path) -> TextIO:
     """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8", buffering=1)
+    with _explained(str(path)):
+        if path.exists():
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                with path.open("r+b") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+        return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
     line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
+    with _explained(file.name):
         file.write(line)
-    except OSError as error:
-        raise _write_error(error, file.name) from error
 
 
 def _write_whole(path: Path, text: str) -> None:
     """Replace a file in one step: a process that is killed, or finds the disk full, leaves the old one."""
     unfinished = path.with_name(f".{path.name}.tmp")
-    try:
+    with _explained(str(path)):
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Give an OSError of the body the name of its file, which it may lack, and a remedy if the disk is full."""
+    try:
+        yield
     except OSError as error:
-        raise _write_error(error, str(path)) from error
-
-
-def _write_error(error: OSError, path: str) -> NotWrittenError:
-    """``error`` with the name of its file, which it may lack, and with a remedy if the disk is full."""
-    remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
-    return NotWrittenError(error.errno, f"{error.strerror}{remedy}", path)
+        remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
+        raise NotWrittenError(error.errno, f"{error.strerror}{remedy}", path) from error
 
 
 def _to_float(name: str, value: Any) -> float:
