@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.algorithms import job_setup, service_setup
-from nemo_style_aligner.algorithms.job_setup import Run, start_run
+from nemo_style_aligner.algorithms.job_setup import Run, require_shared, start_run
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import (
     build_critic_service,
@@ -25,7 +25,7 @@ from nemo_style_aligner.algorithms.supervised_setup import reward_objective
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -243,6 +243,20 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")
     cfg.exp_manager.update(explicit_log_dir=None, exp_dir=str(tmp_path / "experiments"))
     assert start_run(cfg).log_dir == tmp_path / "experiments" / "other"
+
+
+def test_machines_with_log_directories_of_their_own_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOCAL_WORLD_SIZE", "1"), ("WORLD_SIZE", "2")):  # as the launcher says
+        monkeypatch.setenv(name, value)
+    require_shared(tmp_path)
+
+    def on_two_machines(look: Callable[[], tuple[str, bool]], group: None) -> list[tuple[str, bool]]:
+        return [look(), ("node2", False)]
+
+    monkeypatch.setattr(job_setup, "on_every_rank", on_two_machines)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not the same folder on all machines.* not there on node2"):
+        require_shared(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("job", ["gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft"])

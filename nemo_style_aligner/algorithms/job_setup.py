@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import socket
+import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +27,10 @@ from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, portable_config
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.parallel.agreement import OtherRankError, on_first_rank
+from nemo_style_aligner.parallel.agreement import OtherRankError, on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.parallel.machine import is_on_one_machine
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
@@ -122,7 +126,7 @@ def start_run(cfg: DictConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
     Raises:
-        ConfigError: another job works in its log directory, or it cannot be written to.
+        ConfigError: another job works in its log directory, it cannot be written to, or machines have one of their own.
     """
     layout = initialize_model_parallel(
         int(cfg.model.tensor_model_parallel_size),
@@ -132,6 +136,7 @@ def start_run(cfg: DictConfig) -> Run:
     )
     log_dir = log_directory(cfg.exp_manager)
     _hold(log_dir, cfg.exp_manager)
+    require_shared(log_dir)
     return Run(
         log_dir=log_dir,
         layout=layout,
@@ -152,6 +157,32 @@ def _hold(log_dir: Path, exp_manager: DictConfig) -> None:
         on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     except OtherRankError as error:
         raise ConfigError(str(error)) from None
+
+
+def require_shared(log_dir: Path) -> None:
+    """Make sure that all machines see the same log directory: every rank writes its part of a checkpoint. Collective.
+
+    Raises:
+        ConfigError: some do not.
+    """
+    if is_on_one_machine():
+        return
+
+    def leave_file() -> str:
+        descriptor, path = tempfile.mkstemp(prefix="shared_", dir=log_dir)
+        os.close(descriptor)
+        return os.path.basename(path)
+
+    name = on_first_rank(leave_file)
+    seen = on_every_rank(lambda: (socket.gethostname(), os.path.exists(log_dir / name)), None)
+    if dist.get_rank() == 0:
+        os.unlink(log_dir / name)
+    if others := sorted({host for host, is_there in seen if not is_there}):
+        raise ConfigError(
+            f"the log directory {log_dir} is not the same folder on all machines: what rank 0 writes on {seen[0][0]} "
+            f"is not there on {some_of(others, shown=10)}. All ranks write checkpoints: set "
+            "exp_manager.explicit_log_dir to a folder on a file system that the machines share"
+        )
 
 
 def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
