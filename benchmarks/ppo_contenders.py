@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -26,6 +27,7 @@ from ppo_models import Models, Workload
 
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
+from nemo_style_aligner.parallel.stop_signals import signals_later
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
@@ -525,21 +527,27 @@ def trl_obstacle(python: str) -> str | None:
 @contextlib.contextmanager
 def busy_core() -> Iterator[None]:
     """Another process that wants a core all the time, for the body of the ``with`` statement."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    process = start([sys.executable, "-c", "while True: pass"], Path(os.devnull), dict(os.environ))
     try:
         yield
     finally:
-        process.kill()
-        process.wait()
+        stop(process)
 
 
 # ---- processes ----------------------------------------------------------------------------------
 
 
+_started: list[subprocess.Popen] = []  # not stopped so far
+
+
 def start(words: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
     """Start a process in a session of its own, with its output in ``log``."""
-    with log.open("wb") as output:
-        return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    with log.open("wb") as output, signals_later():
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        _started.append(process)
+    return process
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -547,6 +555,15 @@ def stop(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process in _started:
+        _started.remove(process)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End what a signal left running that came before its owner knew of it."""
+    for process in [*_started]:
+        stop(process)
 
 
 def failure(name: str, process: subprocess.Popen, log: Path) -> ContenderFailed:

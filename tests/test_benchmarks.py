@@ -393,6 +393,24 @@ def test_the_critics_metrics_are_not_asked_of_a_proxy(
         assert jobs._critic_seconds() == {"infer": 2.5}
 
 
+def test_a_contender_that_is_being_started_is_ended_with_the_benchmark(tmp_path: Path) -> None:
+    """It sends the signal itself: who has started it may not have it yet."""
+    code = f"""
+import os, pathlib, sys, time
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from ppo_contenders import start
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+exit_on_sigterm()
+command = "echo $$ > {tmp_path}/pid; kill -TERM $PPID; exec sleep 300"
+start(["sh", "-c", command], pathlib.Path(os.devnull), dict(os.environ))
+time.sleep(100)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     benchmark_module: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -407,6 +425,7 @@ def test_memory_names_a_case_whose_process_is_killed(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = benchmark_module("memory")
+    monkeypatch.setattr(memory, "exit_on_sigterm", lambda: None)  # a handler would stay
     monkeypatch.setattr(memory, "run_case", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(sys, "argv", ["memory.py", "--cases", "selective"])
     with pytest.raises(SystemExit, match=r"selective: .* status -9 .*smaller"):

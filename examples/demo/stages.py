@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nemo_style_aligner.parallel.stop_signals import signals_later
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]
     """
     process = None
     try:
-        with log.open("a") as output, _signals_later():
+        with log.open("a") as output, signals_later():
             process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
         yield process
     finally:
@@ -153,26 +153,6 @@ def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-@contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """SIGINT and SIGTERM take effect at the end of the block: within it, nobody could end the process that it starts.
-
-    They are not blocked, since the new process would inherit that.
-    """
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handled = {number: handler for number, handler in handlers.items() if callable(handler)}
-    try:
-        for number in handled:
-            signal.signal(number, lambda number, _: received.append(number))
-        yield
-    finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)
-        for number in received[:1]:
-            signal.raise_signal(number)
 
 
 def _words(command: Sequence[object]) -> list[str]:

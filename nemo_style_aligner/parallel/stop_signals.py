@@ -12,6 +12,7 @@ Signal handlers belong to the process, and so this module's state is global.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -120,6 +121,26 @@ def exit_on_sigterm() -> None:
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """SIGINT and SIGTERM take effect at the end of the block: within it, nobody could end the process that it starts.
+
+    They are not blocked, since the new process would inherit that. For scripts that are no jobs. Main thread only.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in handled:
+            signal.signal(number, lambda number, _: received.append(number))
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def is_importing_at_start(frame: FrameType | None) -> bool:
