@@ -35,6 +35,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.groups import device, single_process
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.memory import peak_meter
 
 CASES = ("packed", "selective", "full", "padded")
@@ -87,12 +88,13 @@ def main() -> None:
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
+    exit_on_sigterm()
     args.precision = args.precision or default_precision()
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     results = {}
     for case in args.cases:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=run_case, args=(case, args, sender))
+        process = context.Process(target=run_case, args=(case, args, sender), daemon=True)
         process.start()
         sender.close()
         try:
