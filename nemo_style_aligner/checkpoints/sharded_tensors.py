@@ -219,6 +219,7 @@ def load_sharded_tensors(
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
+    checked: Metadata | None = None,
 ) -> None:
     """Fill the live tensors from the distributed checkpoint in ``folder`` of ``source``. Collective.
 
@@ -228,12 +229,13 @@ def load_sharded_tensors(
     Args:
         optional: prefixes of keys that may be missing from the checkpoint; those tensors keep their values.
         ignored: prefixes of the checkpoint's keys that no tensor needs to ask for.
+        checked: what `check_sharded_tensors` returned for tensors that include these; None: they are checked here.
 
     Raises:
         CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
         DamagedCheckpointError: the files cannot be read.
     """
-    metadata = check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
+    metadata = checked or check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
     built, stored = build_factories(tensors.values()), _shapes(metadata)
     present = [t for t in built if t.key in stored]
     targets = [t.data for t in present]
