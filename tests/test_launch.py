@@ -1133,6 +1133,20 @@ def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, na
     assert process.returncode == -signal.SIGINT and errors == "interrupted\n"
 
 
+def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:
+    code = (
+        "import os, signal\n"
+        "from nemo_style_aligner.parallel.ending import install_excepthook\n"
+        "from nemo_style_aligner.parallel.groups import single_process\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "install_excepthook()\n"
+        "with single_process():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=CLEAN, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGINT and done.stderr == "interrupted\n"
+
+
 def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
     code = (
         "import time\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -251,7 +252,9 @@ def initialize_single_process() -> None:
     """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     set_up_cuda_arithmetic()
+    hook = sys.excepthook
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # torch's wrapper holds back what `ending`'s prints until that returns, which it never does
 
 
 def set_up_cuda_arithmetic() -> None:
