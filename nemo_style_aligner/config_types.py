@@ -114,8 +114,8 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
     """One line for each value whose type is not its key's, or that cannot be computed.
 
     Null is accepted for keys whose default is null and for those in `NULLABLE`. A whole number is accepted as a float.
-    A float that is a whole number (``1e3``), given for a whole number, becomes one in ``cfg``. Numbers are accepted as
-    text.
+    A float that is a whole number (``1e3``), given for a whole number, becomes one in ``cfg``; a number that is given
+    for text becomes text.
     """
     problems = []
     for key, value in list(values(cfg)):
@@ -131,6 +131,9 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
         wanted = _types(key, defaults)
         if isinstance(value, float) and int in wanted and float not in wanted and value.is_integer():
             OmegaConf.update(cfg, key, int(value))
+            continue
+        if wanted == (str,) and isinstance(value, int | float) and not isinstance(value, bool):
+            OmegaConf.update(cfg, key, str(value))
             continue
         if key in _NUMBERS and isinstance(value, list) and not all(_fits(element, float) for element in value):
             problems.append(f"{key}={value}: must be a list of numbers")

@@ -844,6 +844,7 @@ def test_values_that_only_look_like_another_type_pass() -> None:
     )  # fmt: skip
     assert check_config(cfg, "gpt_ppo_actor") == []
     assert isinstance(cfg.trainer.ppo.max_steps, int) and cfg.trainer.ppo.max_steps == 1000
+    assert cfg.exp_manager.name == "7"
     assert load_defaults("gpt_ppo_critic").model.encoder_seq_length and not check_config(
         composed("gpt_ppo_critic", "model.encoder_seq_length=null"), "gpt_ppo_critic"
     )
