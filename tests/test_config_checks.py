@@ -395,6 +395,15 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "no data": (
         "gpt_ppo_actor", 1, "model.data.data_prefix=null", ("model.data.data_prefix should be {train: [FILE, ...",),
     ),
+    "template without the response": (
+        "gpt_sft", 1, f"model.data.train_ds.prompt_template=5 model.data.validation_ds.file_path={DATA}",
+        ("model.data.train_ds: prompt_template '5' should end with {output}",
+         "model.data.validation_ds: prompt_template '5' should end with {output}"),
+    ),
+    "template that is none": (
+        "gpt_sft", 1, "'model.data.train_ds.prompt_template=\"{input} } {output}\"'",
+        ("model.data.train_ds: prompt_template '{input} } {output}' cannot be read (Single '}' encountered in",),
+    ),
     "data file alone": ("training_rm", 1, f"model.data.data_prefix={DATA}", ("model.data.data_prefix should be {tra",)),
     "split of another name": (
         "training_rm", 1, f"'model.data.data_prefix={{train: {DATA}, val: {DATA}}}'", ("has the unknown split 'val'",),

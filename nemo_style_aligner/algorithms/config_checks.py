@@ -8,6 +8,7 @@ one line per problem: key=value, why it cannot be, what to do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import logging
@@ -47,6 +48,7 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config import ConfigError, keys_without_effect
 from nemo_style_aligner.config_types import not_computed, values
+from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
@@ -193,6 +195,14 @@ def _checkpoint_name(view: JobView, template: Any) -> Iterator[str]:
 
 
 _LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are added
+
+
+def _sft_format(view: JobView) -> Iterator[str]:
+    data = view.cfg.model.data
+    for part in ("train_ds", "validation_ds"):
+        if data[part].file_path:
+            for problem in _attempt(functools.partial(SFTFormat.from_config, view.cfg.model, part)):
+                yield f"model.data.{part}: {problem}"
 
 
 def _wandb(view: JobView) -> Iterator[str]:
@@ -414,7 +424,7 @@ def _inference_batch(view: JobView) -> Iterator[str]:
 _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
 _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
 _CHECKS: dict[str, tuple[Check, ...]] = {
-    "gpt_sft": _TRAINING,
+    "gpt_sft": (*_TRAINING, _sft_format),
     "training_rm": (*_TRAINING, _reward_head, _attributes),
     "gpt_ppo_critic": (
         *_TRAINING,

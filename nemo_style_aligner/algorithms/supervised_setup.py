@@ -37,7 +37,6 @@ from nemo_style_aligner.models.supervised_losses import (
     attribute_regression_objective,
     ranking_objective,
 )
-from nemo_style_aligner.wording import unescaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,22 +122,9 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     data = cfg.model.data
 
     def dataset(part: str) -> Dataset[SFTItem]:
-        section = data[part]
-        options = SFTFormat(
-            max_seq_length=int(section.max_seq_length),
-            min_seq_length=int(section.min_seq_length),
-            prompt_template=unescaped(section.prompt_template),
-            label_key=section.label_key,
-            truncation_field=section.truncation_field or "",
-            truncation_method=section.truncation_method,
-            add_bos=bool(section.add_bos),
-            add_eos=bool(section.add_eos),
-            add_sep=bool(section.add_sep),
-            answer_only_loss=bool(cfg.model.answer_only_loss),
-            chats_only=bool(data.chat),
-            chat_prompt_tokens=None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens),
-        )
-        source = data_source(section.file_path, f"model.data.{part}.file_path")
+        markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
+        options = SFTFormat.from_config(cfg.model, part, markup)
+        source = data_source(data[part].file_path, f"model.data.{part}.file_path")
         return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
     def batcher(items: Dataset[SFTItem]) -> Batcher:

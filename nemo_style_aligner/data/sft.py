@@ -24,6 +24,7 @@ from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,43 @@ class SFTFormat:
             )
         if self.truncation_method not in ("left", "right"):
             raise DataError(f"truncation_method should be 'left' or 'right', not {self.truncation_method!r}")
-        unknown = set(self.truncation_keys) - set(self.template_keys)
+        try:
+            unknown = set(self.truncation_keys) - set(self.template_keys)
+        except ValueError as error:  # of string.Formatter
+            raise DataError(
+                f"prompt_template {self.prompt_template!r} cannot be read ({error}): write {{{{ and }}}} for braces of "
+                "the text"
+            ) from error
         if unknown:
             raise DataError(
                 f"truncation_field {sorted(unknown)[0]!r} is not in prompt_template {self.prompt_template!r}"
             )
+
+    @classmethod
+    def from_config(
+        cls, model: Mapping[str, Any], part: str, chat_prompt_tokens: ChatPromptTokens | None = None
+    ) -> SFTFormat:
+        """Read the ``model`` section: ``data.train_ds`` or ``data.validation_ds``, whichever ``part`` names.
+
+        Raises:
+            DataError: options that do not fit together.
+        """
+        data = model["data"]
+        section = data[part]
+        return cls(
+            max_seq_length=int(section["max_seq_length"]),
+            min_seq_length=int(section["min_seq_length"]),
+            prompt_template=unescaped(section["prompt_template"]),
+            label_key=section["label_key"],
+            truncation_field=section["truncation_field"] or "",
+            truncation_method=section["truncation_method"],
+            add_bos=bool(section["add_bos"]),
+            add_eos=bool(section["add_eos"]),
+            add_sep=bool(section["add_sep"]),
+            answer_only_loss=bool(model["answer_only_loss"]),
+            chats_only=bool(data["chat"]),
+            chat_prompt_tokens=chat_prompt_tokens,
+        )
 
     @property
     def template_keys(self) -> list[str]:
