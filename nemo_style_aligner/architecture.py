@@ -9,6 +9,7 @@ written down once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -29,6 +30,9 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 # The constants of Llama 3.1's frequency scaling, as Hugging Face names them; only the factor differs between models.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_FACTOR = 8.0  # NeMo's default
+
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
+_POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
 
 _OFF = (None, False)
 _ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
@@ -86,6 +90,13 @@ class ModelArchitecture:
     family: str = "llama"  # the Hugging Face `model_type` written on export
 
     def __post_init__(self) -> None:
+        for field in _SIZES:
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field} must be a number above 0, got {value}")
         if self.kv_channels == 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -107,9 +118,6 @@ class ModelArchitecture:
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
             )
-        for field in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
 
     # ---- NeMo model_config.yaml -------------------------------------------------------------
 

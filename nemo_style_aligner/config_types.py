@@ -58,6 +58,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("model.use_avg_pool", (bool,)),
     ("model.force_head_dtype", (str, int)),
     ("model.optim.sched.max_steps", (int,)),
+    ("model.add_qkv_bias", (bool,)),
+    ("model.make_vocab_size_divisible_by", (int,)),
     ("model.reward_model_type", (str,)),
     ("model.regression.num_attributes", (int,)),
     ("model.regression.attribute_weights", (list,)),

@@ -567,6 +567,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 6, "trainer.ppo.rollout_devices=2 trainer.ppo.generation.tensor_parallel_size=4",
         ("trainer.ppo.generation.tensor_parallel_size=4: 2 ranks cannot be divided into groups of 4",),
     ),
+    "no heads": ("gpt_sft", 1, "model.num_attention_heads=0", ("num_attention_heads must be at least 1, got 0",)),
+    "rotation": ("gpt_sft", 1, "model.rotary_base=.nan", ("rotary_base must be a number above 0, got nan",)),
+    "rotated share": (
+        "gpt_sft", 1, "model.rotary_percentage=.inf", ("rotary_percentage must be a number above 0, got inf",),
+    ),
     "unknown architecture": ("training_rm", 1, "model.activation=relu", ("model.activation='relu' is not one of",)),
 }  # fmt: skip
 
@@ -818,6 +823,7 @@ def test_wrong_types_are_all_named() -> None:
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
         "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
+        "model.add_qkv_bias=2": "model.add_qkv_bias=2: must be True or False",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
         "trainer.ppo.save_interval=often": "trainer.ppo.save_interval='often': must be a whole number",

@@ -132,6 +132,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.*micro_batch_size", _COUNT),
     ("model.*max_tokens_per_micro_batch", _COUNT),
     ("model.*global_batch_size", _COUNT),
+    ("model.make_vocab_size_divisible_by", _COUNT),
     ("model.encoder_seq_length", Range(2)),
     ("model.max_position_embeddings", Range(2)),
     ("model.activations_checkpoint_num_layers", _COUNT),
