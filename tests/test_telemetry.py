@@ -61,8 +61,10 @@ def test_metrics_reach_the_file_and_tensorboard(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "run")
     logger.log_metrics({"loss": 0.5, "grad_norm": torch.tensor([2.0])}, step=3, prefix="train/")
     logger.log_metrics({"loss": 0.25}, step=4, prefix="train/")
+    logger.log_metrics({}, step=4, prefix="val/")
     logger.close()
 
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert read_metrics(tmp_path / "run") == {"train/loss": [(3, 0.5), (4, 0.25)], "train/grad_norm": [(3, 2.0)]}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -96,13 +96,13 @@ class MetricsLogger:
         return cls(log_dir, rank, wandb_kwargs)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``).
+        """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``), if there are any.
 
         Raises:
             OSError: they cannot be written.
         """
         activity.progress()  # on every rank
-        if not self._enabled:
+        if not self._enabled or not metrics:
             return
         scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}
         _write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
