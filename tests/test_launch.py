@@ -644,14 +644,17 @@ def test_cuda_is_told_of_tensor_parallelism_before_anything_imports_torch(
 ) -> None:
     script.write_text(SCRIPT.replace("check=None", 'check="seen.check"'))
     (script.parent / "seen.py").write_text(
-        "import os, sys\n"
+        "import logging, os, sys\n"
         "def check(*_):\n"
+        "    logging.warning('a doubt')\n"
         "    print('seen', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'), 'torch' in sys.modules, flush=True)\n"
         "    sys.exit(3)\n"
     )
     env = CLEAN if given is None else CLEAN | {"CUDA_DEVICE_MAX_CONNECTIONS": given}
-    result = run(script, f"model.tensor_model_parallel_size={tp_size}", "trainer.devices=1", env=env)
+    size = f"model.tensor_model_parallel_size={tp_size}"
+    result = run(script, size, "trainer.devices=1", "exp_manager.log_format=json", env=env)
     assert result.stdout.split() == ["seen", str(expected), "False"] and result.returncode == 3, result.stderr
+    assert '"message": "a doubt"' in result.stderr  # what the checks say has the format that is asked for
 
 
 TWO_MACHINES = """

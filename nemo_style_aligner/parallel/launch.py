@@ -57,7 +57,7 @@ from nemo_style_aligner.parallel.machine import (
 )
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
-from nemo_style_aligner.telemetry.log_lines import configure_logging
+from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -422,10 +422,12 @@ def _run_job(
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
+    level = (
+        cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"
+    )  # else the check refuses it
+    configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
     if check is not None:
         hydra.utils.get_method(check)(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
-    level = getattr(logging, cfg.exp_manager.log_level.upper())
-    configure_logging(info.rank, level, cfg.exp_manager.log_format)
     for note in notes:
         _logger.info(note)
     log_dir = log_directory(cfg.exp_manager)
