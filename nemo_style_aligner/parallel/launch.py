@@ -422,9 +422,7 @@ def _run_job(
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
-    level = (
-        cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"
-    )  # else the check refuses it
+    level = cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"  # else it is refused below
     configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
     if check is not None:
         hydra.utils.get_method(check)(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
