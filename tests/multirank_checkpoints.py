@@ -50,6 +50,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.telemetry import activity
 
 VOCAB = 61
 TIED = ModelArchitecture(
@@ -498,16 +499,21 @@ def behind(folder: Path) -> dict[str, Any]:
         results["written"] = written
 
         order: list[int] = []
-        slow = threading.Timer(0.3, gate.set)
-        gate.clear()
-        slow.start()
+        polled: list[float] = []
+
+        def may_publish(_: float) -> bool:
+            polled.append(activity.current().progress)
+            time.sleep(0.1)
+            return len(polled) == 3
+
         m = manager(directory, save_last_n=2)
-        start_save(m, model, optimizer, 2, before_publishing=gate.wait, on_end=lambda _: order.append(2))
+        start_save(m, model, optimizer, 2, before_publishing=may_publish, on_end=lambda _: order.append(2))
         start_save(m, model, optimizer, 3, on_end=lambda _: order.append(3))
         m.finish()
         shutil.rmtree(directory / "megatron_gpt-step=2", ignore_errors=True)
         dist.barrier()
         results["two"] = {"order": order, "names": [n.replace("-v1", "") for n in names(directory)]}
+        results["each poll is progress"] = len(polled) == 3 and polled == sorted(set(polled))
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -155,7 +155,6 @@ class Critic:
         self._scorer = scorer
         self._stop_at = stop_at
         self.steps: list[tuple[int, Experience]] = []
-        self.timeout_s = 60.0
         self.trainer: PPOTrainer
 
     def start_training(self, experience: Experience) -> Any:

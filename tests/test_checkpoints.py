@@ -435,6 +435,10 @@ def test_only_one_checkpoint_is_written_at_a_time(multirank: dict[str, Any]) -> 
     assert result["names"] == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
 
 
+def test_a_wait_for_the_critics_checkpoint_is_progress_while_all_ranks_are_there(multirank: dict[str, Any]) -> None:
+    assert multirank["behind"]["each poll is progress"]
+
+
 @pytest.mark.parametrize("is_public", [True, False])
 def test_pinned_memory_is_given_back_with_any_torch(monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
     calls = []

@@ -267,7 +267,7 @@ def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
     sent: list[torch.Tensor] = []
     client: Any = SimpleNamespace(train_async=lambda *tensors: sent.extend(tensors))
     journal: Any = object()
-    RemoteCritic(client, journal, "refuse", timeout_s=1.0).start_training(experience)
+    RemoteCritic(client, journal, "refuse").start_training(experience)
     assert list(map(id, sent)) == [id(getattr(experience, name)) for name in ("tokens", "returns", "values", "mask")]
 
 

@@ -29,6 +29,7 @@ from served_critic import client_config, wait_for
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.checkpoints import manifest
+from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.servers import http_client, journal, training_session
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
@@ -44,6 +45,7 @@ from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import BATCH_ARRAYS, MAX_RUNS, CriticPosition, TrainingLedger, batch_digest
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.telemetry import activity
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
 LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)
@@ -199,7 +201,7 @@ def actor(
     client = CriticClient(
         client_config(job.port), infer_limits=limits, train_limits=limits, on_lost=options.get("on_lost")
     )
-    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"), timeout_s=60.0)
+    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"))
     try:
         client.wait_until_ready(20)
         if state is not None:
@@ -393,6 +395,22 @@ def test_training_that_is_under_way_survives_the_critic(job: CriticJob, tmp_path
         started = threading.Timer(1.0, job.start)
         started.start()
         assert train(critic, 2) == weights(1, 2)[-1:]
+
+
+def test_a_wait_for_the_critic_is_progress_only_while_all_ranks_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The critic's limits are hours: a rank that is stopped meanwhile is missed after the watchdog's."""
+    seen: list[activity.Activity] = []
+
+    def meet(answer: Any, *_: Any) -> Any:  # the next one, or never
+        seen.append(activity.current())
+        return answer if len(seen) < 3 else (0.5, None)
+
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "broadcast_object", meet)
+    client = SimpleNamespace(position=CriticPosition("run", 1), follow=lambda _: None)
+    assert CriticTraining(SimpleNamespace(client=client), concurrent.futures.Future()).result() == 0.5
+    assert [now.bound for now in seen] == [0.0, 0.0, 0.0]
+    assert seen[0].progress < seen[1].progress < seen[2].progress
 
 
 def test_a_save_is_of_a_level_critic(job: CriticJob, tmp_path: Path) -> None:

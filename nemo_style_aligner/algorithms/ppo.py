@@ -27,7 +27,6 @@ from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
-from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -237,18 +236,12 @@ class PPOTrainer(TrainingLoop):
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
         critic_save = self.critic.start_save()
-        with activity.bounded(self.critic.timeout_s):
-            super().write_checkpoint(critic_save.wait, functools.partial(self.save_pair_ended, critic_save))
+        super().write_checkpoint(critic_save.wait, functools.partial(self.save_pair_ended, critic_save))
 
     def save_pair_ended(self, critic_save: CriticSave, times: WorkTimes) -> None:
         """Note that the critic's checkpoint and this job's are both whole on disk."""
         self.critic.confirm_save(critic_save)
         self.save_ended(times)
-
-    def finish_save(self) -> None:
-        """Wait for the save that is under way, if there is one."""
-        with activity.bounded(self.critic.timeout_s):
-            super().finish_save()
 
     def close(self) -> None:
         """Close the connections to the critic and to the work queue."""

@@ -65,12 +65,10 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         scorer.wait_until_ready(ready_seconds, sequences=sequences)
     collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest, queue)
     journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))
-    timeouts = cfg.remote_critic_rm.timeouts
     critic = RemoteCritic(
         scorer,
         journal if dist.get_rank() == 0 else None,
         cfg.remote_critic_rm.trained_critic,
-        float(timeouts.training_seconds) + float(timeouts.restart_seconds),
     )
     trainer = PPOTrainer(
         settings,

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import uuid
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
@@ -17,6 +17,8 @@ from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TrainedCritic = Literal["refuse", "keep"]
 # The critic keeps what belongs to the actor's newest two checkpoints, and goes back to an earlier one if it is damaged.
@@ -48,6 +50,12 @@ class CriticSave:
         return is_done
 
 
+def _wait_for(future: concurrent.futures.Future[T] | None) -> T:
+    """Collective: the result of what rank 0 has asked of the critic, which the client's limits end (None elsewhere)."""
+    # For the watchdog the wait is progress, but only for as long as all ranks take part in it.
+    return result_on_every_rank(future, met=activity.progress)
+
+
 class CriticTraining:
     """A training request that is under way in the critic job."""
 
@@ -57,8 +65,7 @@ class CriticTraining:
 
     def result(self) -> float:
         """Collective: wait for the training; return its mean loss, the same on every rank."""
-        with activity.bounded(self._critic.timeout_s):
-            loss = result_on_every_rank(self._future)
+        loss = _wait_for(self._future)
         self._critic.client.follow(broadcast_object(self._critic.client.position))
         return loss
 
@@ -73,16 +80,12 @@ class RemoteCritic:
         journal: rank 0's journal; None on the other ranks.
         trained_critic: what a new run does with a critic that has been trained before
             (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
-        timeout_s: the longest wait for training or a save, restarts of the critic included; for the watchdog.
     """
 
-    def __init__(
-        self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic, timeout_s: float
-    ) -> None:
+    def __init__(self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic) -> None:
         self.client = client
         self._journal = journal
         self._trained_critic = trained_critic
-        self.timeout_s = timeout_s
         self._resumed: CriticPosition | None = None
         self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
@@ -93,10 +96,10 @@ class RemoteCritic:
         Raises:
             SequenceConflictError: the critic cannot go there.
         """
-        with activity.phase("bringing the critic up to date"), activity.bounded(self.timeout_s):
+        with activity.phase("bringing the critic up to date"):
             thread = concurrent.futures.ThreadPoolExecutor(1, "critic-begin")
             future = None if self._journal is None else thread.submit(self._bring_level, self._journal)
-            self.client.follow(result_on_every_rank(future))
+            self.client.follow(_wait_for(future))
 
     def _bring_level(self, journal: CriticJournal) -> CriticPosition:
         position = self._resumed or journal.run_start()
@@ -129,7 +132,7 @@ class RemoteCritic:
             position = CriticPosition(position.run_id, 1, conflict.history)
             self.client.begin(journal, position)
             # The state that the run begins with may be in the critic's memory alone.
-            self.client.save_async(position.history).result(self.timeout_s)
+            self.client.save_async(position.history).result()
         journal.begin_run(position)
         self._published_history = position.history
 

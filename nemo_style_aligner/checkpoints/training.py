@@ -40,6 +40,7 @@ from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
+from nemo_style_aligner.telemetry import activity
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -154,6 +155,7 @@ class CheckpointManager:
             protected: checkpoints that are not pruned this time, whatever the settings say.
             before_publishing: called by rank 0's writer once all files are verified, again and again until it returns
                 True; then the checkpoint is renamed into place. What it raises fails the save.
+                It has a time limit of its own.
             on_end: called in the main thread of every rank once the checkpoint and its archive are complete, by
                 `finish`, `poll` or the next save, or by this one if it does not write in the background.
 
@@ -245,8 +247,9 @@ class CheckpointManager:
                 raise
             if may_publish := save.before_publishing:
                 # Polled, so that no rank waits in one collective for long, however long it takes.
+                # For the watchdog it is progress that all of them are there: the wait has a limit of its own.
                 while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
-                    pass
+                    activity.progress()
             on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
             is_whole()
             if save.is_archived:

@@ -39,7 +39,10 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def result_on_every_rank(
-    future: concurrent.futures.Future[T] | None, group: dist.ProcessGroup | None = None, src: int = 0
+    future: concurrent.futures.Future[T] | None,
+    group: dist.ProcessGroup | None = None,
+    src: int = 0,
+    met: Callable[[], object] = lambda: None,
 ) -> T:
     """The result of rank ``src``'s ``future`` (None on the others) on every rank. Collective.
 
@@ -48,6 +51,7 @@ def result_on_every_rank(
     Args:
         group: the default group unless given.
         src: a rank of the default group.
+        met: called on every rank each time that all have met and go on waiting.
 
     Raises:
         Exception: what the future raised, on rank ``src``; `OtherRankError` on the others.
@@ -61,6 +65,7 @@ def result_on_every_rank(
         answer = broadcast_object(answer, src, group)
         if failure is not None:
             raise failure
+        met()
     result, message = answer
     if message is not None:
         raise OtherRankError(f"rank {src}: {message}")
