@@ -523,6 +523,18 @@ def test_where_the_file_system_has_no_locks_jobs_start_all_the_same(
     assert "cannot be locked (No locks available)" in caplog.text
 
 
+def test_what_mpi_says_of_ranks_that_cannot_meet_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI sees interfaces of which some lead nowhere."""
+
+    def broadcast(value: object, root: int) -> object:
+        raise ArithmeticError("MPI_ERR_INTERN: internal error")
+
+    mpi = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(size=2, bcast=broadcast), Exception=ArithmeticError)
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"over MPI \(MPI_ERR_INTERN: internal error\).* --mca btl_tcp_if_include"):
+        launch._agree_on_address(LaunchInfo(1, 2, 0, 1, "mpirun"), 1000.0)
+
+
 def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI would wait for ever, and there is no watchdog yet."""
     ended, errors = threading.Event(), []

@@ -234,7 +234,13 @@ def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
         node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         info = dataclasses.replace(info, local_rank=node.rank, local_world_size=node.size)
     place = _meeting_place(info) if info.rank == 0 else None
-    address, port = MPI.COMM_WORLD.bcast(place, root=0)
+    try:
+        address, port = MPI.COMM_WORLD.bcast(place, root=0)
+    except MPI.Exception as error:
+        raise LaunchError(
+            f"the ranks cannot reach each other over MPI ({error}), see its messages: name the network interface that "
+            "their machines share (mpirun --mca btl_tcp_if_include INTERFACE), or start with torchrun"
+        ) from error
     return dataclasses.replace(info, master_addr=address, master_port=port)
 
 
