@@ -450,6 +450,8 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("timeouts.read_seconds=10000000.0: must be in (0, 2000000]",
          "trainer.distributed_timeout_minutes=1e+20: must be in (0, 33333]"),
     ),
+    "model of no path": ("inference_rm", 1, "inference.model_name=a/b", ("inference.model_name='a/b': the service's",)),
+    "model without a name": ("inference_rm", 1, "inference.model_name='\"\"'", ("inference.model_name='': the",)),
     "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run=4h is not of the form",)),
     "kind of reward model": (
         "gpt_ppo_critic", 1, "model.reward_model_type=pairwise",

@@ -421,6 +421,12 @@ def _inference_batch(view: JobView) -> Iterator[str]:
         yield f"{view.said(key)}: give a whole number, or a list of one or more"
 
 
+def _model_name(view: JobView) -> Iterator[str]:
+    key = "inference.model_name"
+    if not re.fullmatch(r"[^\s/?#%]+", name := str(view.get(key))) or name == "stats":
+        yield f"{key}={name!r}: the service's paths have this name (/v2/models/NAME/infer); give a single plain word"
+
+
 _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
 _TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
 _CHECKS: dict[str, tuple[Check, ...]] = {
@@ -435,5 +441,5 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
         _keep_activations,
     ),
     "gpt_ppo_actor": (*_TRAINING, *ACTOR_CHECKS, _keep_activations),
-    "inference_rm": (*_COMMON, _attributes, _inference_batch),
+    "inference_rm": (*_COMMON, _attributes, _inference_batch, _model_name),
 }
