@@ -7,6 +7,7 @@ file, it describes a model's architecture, or it is in `LEGACY_KEYS`. Everything
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -46,8 +47,10 @@ _REQUIRED = ("pretrained_checkpoint.restore_from_path", "rm_model_file", "model.
 _TEMPLATES = ("prompt_template", "filename")
 
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+_FLAGS_WITH_PATH = ("--config-path", "-cp")
 _FLAGS_WITH_VALUE = (
-    *("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"),
+    *_FLAGS_WITH_PATH,
+    *("--config-name", "-cn", "--config-dir", "-cd"),
     *("--package", "-p", "--cfg", "-c", "--info", "-i"),
 )
 
@@ -78,17 +81,27 @@ def prepare_overrides(arguments: Sequence[str]) -> list[str]:
     """
     prepared: list[str] = []
     first_override: int | None = None
-    takes_value = False  # whether the argument before was a flag like --config-name, whose value follows it
+    flag = ""  # the argument before, if it was one like --config-name, whose value follows it
     for argument in arguments:
-        is_override = not takes_value and not argument.startswith("-")
+        name, sign, path = argument.partition("=")
+        if flag in _FLAGS_WITH_PATH:
+            argument = _from_here(argument)
+        elif sign and name in _FLAGS_WITH_PATH:
+            argument = f"{name}={_from_here(path)}"
+        is_override = not flag and not argument.startswith("-")
         if is_override and first_override is None:
             first_override = len(prepared)
         is_plain = is_override and "=" in argument and re.match(r"(?!hydra[./])[A-Za-z_]", argument)
         prepared.append(f"++{_with_quotes(argument)}" if is_plain else argument)
-        takes_value = argument in _FLAGS_WITH_VALUE
+        flag = argument if argument in _FLAGS_WITH_VALUE else ""
     # Hydra's parser wants all overrides in one place.
     at = first_override or 0  # not after all flags: the last may be --info, which would take one for its value
     return [*prepared[:at], *_QUIET_HYDRA, *prepared[at:]]
+
+
+def _from_here(path: str) -> str:
+    """A path as it is meant in the folder in which the job is started: hydra would look beside a module of ours."""
+    return path if "://" in path else os.path.abspath(path)
 
 
 def _with_quotes(override: str) -> str:

@@ -278,6 +278,9 @@ def test_overrides_are_prepared_for_hydra() -> None:
     assert prepared[-6:] == ["++a.b=1", "+c=2", "++d=3", "~e", "hydra.verbose=true", "++f={t: [a=b]}"]
     assert prepare_overrides(["--cfg", "job"])[-2:] == ["--cfg", "job"]
     assert prepare_overrides(["--info"])[-1] == "--info"
+    here = str(Path("own").absolute())  # of what hydra would look for beside our modules
+    assert prepare_overrides(["--config-path=own", "-cp", "own"])[-3:] == [f"--config-path={here}", "-cp", here]
+    assert prepare_overrides(["--config-path=pkg://own"])[-1] == "--config-path=pkg://own"
 
 
 @pytest.mark.parametrize(
