@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -949,7 +950,7 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 # ---- stopping early -----------------------------------------------------------------------------
 
 STOP_SCRIPT = """
-import os, signal, time
+import contextlib, os, signal, time
 from omegaconf import DictConfig
 from nemo_style_aligner.parallel.launch import job
 
@@ -989,7 +990,8 @@ def main(cfg: DictConfig) -> int:
             control.check()
             time.sleep(0.05)
     except StopEarlyError as reason:
-        print(f"saved because {reason}\\n", end="", flush=True)
+        with contextlib.suppress(OSError):  # its reader, a launcher, may be gone
+            print(f"saved because {reason}\\n", end="", flush=True)
         control.stop_early(1, reason)
     return control.status
 
@@ -1055,6 +1057,33 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     assert marker.read_text().startswith("stopped")
     if phase == "running":
         assert output.count("saved because received SIG") == 2
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
+@pytest.mark.parametrize("by", ["torchrun", pytest.param("mpirun", marks=needs_mpi)])
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) -> None:
+    path, marker = tmp_path / "script.py", tmp_path / "log" / "requeue"
+    path.write_text(STOP_SCRIPT)
+    command = [*launcher(by, 2), str(path), "trainer.devices=2", "trainer.num_nodes=1", "exp_manager.name=running"]
+    process = subprocess.Popen(
+        [*command, f"exp_manager.explicit_log_dir={marker.parent}"],
+        env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    ranks: list[int] = []
+    try:
+        assert process.stdout is not None
+        assert all("waiting" in process.stdout.readline() for _ in range(2))
+        ranks = _ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+        _wait_until(lambda: not any(_alive(pid) for pid in ranks), 30)
+        assert marker.read_text().startswith("stopped early")
+    finally:
+        process.kill()
+        process.communicate()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("by", ["python", "nohup"])

@@ -56,7 +56,7 @@ from nemo_style_aligner.parallel.machine import (
     raise_limit_of_open_files,
 )
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
-from nemo_style_aligner.parallel.supervisor import end_with_supervisor, supervise
+from nemo_style_aligner.parallel.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
 
 if TYPE_CHECKING:
@@ -441,6 +441,8 @@ def _run_job(
     end_start = functools.partial(_end_start, info, log_dir, is_service)
     try:
         stop_signals.install(end_start)
+        if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
+            signal_when_parent_dies(signal.SIGTERM)
         initialize(cfg)
         status = main(cfg) or 0
     except (Exception, StopDuringStartError) as error:

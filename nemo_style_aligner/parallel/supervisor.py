@@ -79,15 +79,21 @@ def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: in
 def end_with_supervisor() -> None:
     """In a rank that a supervisor started: let the kernel kill this process when the supervisor dies.
 
-    Linux only; elsewhere, and in other processes, it does nothing.
+    In other processes it does nothing.
     """
     supervisor = os.environ.get(SUPERVISOR_PID)
-    if supervisor is None or not sys.platform.startswith("linux"):
+    if supervisor is None:
         return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal_when_parent_dies(signal.SIGKILL)
     if os.getppid() != int(supervisor):  # it died before the call above
         os._exit(1)
+
+
+def signal_when_parent_dies(number: signal.Signals) -> None:
+    """Let the kernel send this signal when the process that has started this one is gone. Linux only."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number)
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
