@@ -825,6 +825,7 @@ def test_wrong_types_are_all_named() -> None:
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
         "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
+        "trainer.ppo.trt_llm.engine_dir=[a]": "trainer.ppo.trt_llm.engine_dir=['a']: must be text, this is a list",
         "model.add_qkv_bias=2": "model.add_qkv_bias=2: must be True or False",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",
