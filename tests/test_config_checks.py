@@ -450,6 +450,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("timeouts.read_seconds=10000000.0: must be in (0, 2000000]",
          "trainer.distributed_timeout_minutes=1e+20: must be in (0, 33333]"),
     ),
+    "archive without a name": ("gpt_sft", 1, "exp_manager.name='\"\"'", ("exp_manager.name='': the archive",)),
+    "archive with a long name": (
+        "gpt_ppo_actor", 1, f"exp_manager.name={'x' * 201} remote_critic_rm.journal_max_gibibytes=-1",
+        ("needs a name, of at most 200 bytes", "remote_critic_rm.journal_max_gibibytes=-1: must be 0 or more"),
+    ),
     "model of no path": ("inference_rm", 1, "inference.model_name=a/b", ("inference.model_name='a/b': the service's",)),
     "model without a name": ("inference_rm", 1, "inference.model_name='\"\"'", ("inference.model_name='': the",)),
     "run time": ("gpt_sft", 1, "exp_manager.max_time_per_run=4h", ("max_time_per_run=4h is not of the form",)),

@@ -150,6 +150,7 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
     yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
     if "exp_manager" in cfg:
         yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
+        yield from _archive_name(str(cfg.exp_manager.name))
         settings: list[CheckpointSettings] = []
         yield from _attempt(lambda: settings.append(CheckpointSettings.from_config(cfg.exp_manager)))
         if settings:
@@ -164,6 +165,11 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
     if view.name == "gpt_ppo_actor":
         for problem in _attempt(lambda: sampling_params(cfg)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
+
+
+def _archive_name(name: str) -> Iterator[str]:
+    if not name.strip() or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/")):
+        yield f"exp_manager.name={name!r}: the archive NAME.nemo needs a name, of at most {_LONGEST_NAME} bytes"
 
 
 def _checkpoint_name(view: JobView, template: Any) -> Iterator[str]:

@@ -122,6 +122,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("*.max_queue_delay_microseconds", Range(0, 10**6 * _LONGEST_SECONDS)),
     ("*.strip_sequence_length_to_multiple", _COUNT),
     ("remote_critic_rm.pad_to_length", _COUNT),
+    ("remote_critic_rm.journal_max_gibibytes", _NOT_NEGATIVE),
     ("*.timeouts.*_seconds", _SECONDS),
     ("*.infer_timeout_seconds", _SECONDS),
     ("*.command_timeout_seconds", _SECONDS),
