@@ -199,8 +199,12 @@ def meet_over_gloo(store: dist.Store, rank: int, world_size: int) -> None:
     """
     if world_size == 1:
         return
+    store = dist.PrefixStore("gloo", store)
     try:
-        dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, _MEETING_TIMEOUT)
+        group = dist.ProcessGroupGloo(store, rank, world_size, _MEETING_TIMEOUT)
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{other}" for other in range(world_size)], _MEETING_TIMEOUT)
+        del group  # not before: its connections end with it, which would fail ranks that are still connecting
     except RuntimeError as error:
         raise LaunchError(
             f"the ranks cannot reach each other over gloo, which checkpoints need ({error}): set GLOO_SOCKET_IFNAME to "
