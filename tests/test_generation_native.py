@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import pwd
 import shutil
 from pathlib import Path
@@ -361,7 +362,7 @@ def test_a_cached_library_that_cannot_be_loaded_is_made_again(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("trouble", ["noexec", "no locks", "read-only", "no home"])
+@pytest.mark.parametrize("trouble", ["noexec", "unloadable", "no locks", "read-only", "no home"])
 def test_without_a_usable_cache_torch_does_it(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,7 +370,10 @@ def test_without_a_usable_cache_torch_does_it(
         raise OSError(f"{trouble} file system")
 
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    if trouble == "noexec":  # compiled, and refused by the loader
+    if trouble == "noexec":
+        monkeypatch.setattr(compilation.os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+        monkeypatch.setattr(compilation, "compile_to", lambda *_: pytest.fail("compiled what cannot be loaded"))
+    elif trouble == "unloadable":  # compiled, and refused by the loader
         monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: path.write_bytes(b"\x7fELF"))
     elif trouble == "no locks":
         monkeypatch.setattr(compilation.fcntl, "flock", refuse)

@@ -144,7 +144,7 @@ def find_or_compile(
     except OSError as error:
         raise NothingCompiles(
             f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder on a local "
-            "disk that is not mounted noexec, or CXX to a compiler no newer than this Python's C++ library"
+            "disk, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
 
 
@@ -221,6 +221,11 @@ def _cache_folder() -> Path:
         raise NothingCompiles(
             f"{folder} belongs to another user or is writable by others, and the code in it is executed: "
             "chmod it to 700, or set NEMO_STYLE_ALIGNER_CACHE to a folder of your own"
+        )
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # else each rank in turn would compile what none can load
+        raise NothingCompiles(
+            f"{folder} is mounted noexec, and the code in it is executed: "
+            "set NEMO_STYLE_ALIGNER_CACHE to a folder on another file system"
         )
     return folder
 
