@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -315,6 +316,9 @@ def test_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved")
     saved.save(tmp_path / "saved")  # onto itself
+    os.rename(tmp_path / "saved", tmp_path / "moved")
+    saved.save(tmp_path / "again")  # an archive's files were temporary
+    os.rename(tmp_path / "again", tmp_path / "saved")
     assert saved.text_to_ids(text) == ids and type(saved) is type(tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.encode(text, add_special_tokens=False) == ids

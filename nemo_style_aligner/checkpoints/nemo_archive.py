@@ -20,7 +20,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
-from nemo_style_aligner.data.tokenizer import SentencePieceTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
 
@@ -365,13 +364,8 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
         FileNotFoundError: no archive, or none with a tokenizer in it.
         TokenizerError: it cannot be read, or is of an unsupported kind.
     """
-    folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
-    tokenizer = load_tokenizer(_extract_tokenizer(Path(path), Path(folder.name)))
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        weakref.finalize(tokenizer, folder.cleanup)  # saving it copies its file
-    else:
-        folder.cleanup()
-    return tokenizer
+    with nemo_tokenizer_dir(path) as directory:
+        return load_tokenizer(directory)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -335,7 +334,8 @@ class SentencePieceTokenizer(Tokenizer):
         # before every text, which only the first part should have.
         pieces = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
         self._special = re.compile("(" + ("|".join(map(re.escape, pieces)) or "(?!)") + ")")
-        self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=model_file.read_bytes() + _NO_DUMMY_PREFIX)
+        self._content = model_file.read_bytes()  # to be saved again, when the file may be gone
+        self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=self._content + _NO_DUMMY_PREFIX)
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -365,9 +365,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _save(self, directory: Path) -> None:
         """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
         directory.mkdir(parents=True, exist_ok=True)
-        target = directory / "tokenizer.model"
-        if target.resolve() != self._model_file.resolve():
-            shutil.copyfile(self._model_file, target)
+        (directory / "tokenizer.model").write_bytes(self._content)
         config: dict[str, Any] = {_BACKEND_KEY: "sentencepiece"} | self._template_variables()
         config["unk_token"] = self._model.id_to_piece(self._model.unk_id())
         fast = to_fast_tokenizer(self._model)
