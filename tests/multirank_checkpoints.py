@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -880,6 +881,7 @@ def resuming(folder: Path) -> dict[str, Any]:
             self.folders: list[Path] = []
 
         def save(self, directory: Path) -> None:
+            directory.mkdir()
             (directory / "tokenizer.json").write_text("{}")
             self.folders.append(directory)
 
@@ -931,9 +933,11 @@ def resuming(folder: Path) -> dict[str, Any]:
         m.export_at_end(model)
         results["exported"]["damaged"] = exported(m, model, made)
         m = CheckpointManager(folder / "always", CheckpointSettings(always_save_nemo=True), export)
+        tempfile.tempdir = str(folder / "missing")  # as if all folders for temporary files were full
         for step in (1, 2):
             save(m, model, None, step)
-        results["tokenizers"] = [len(set(tokenizer.folders)), sum(path.exists() for path in tokenizer.folders)]
+        tempfile.tempdir = None
+        results["tokenizers"] = [len(tokenizer.folders), sum(path.exists() for path in tokenizer.folders)]
         results["put aside"] = sorted(p.name for p in (folder / "all").glob("*.damaged"))
         results["newest"] = manager(directory).resume(model, optimizer)
         results["off"] = manager(directory, resume_if_exists=False).resume(model, optimizer)

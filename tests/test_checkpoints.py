@@ -53,7 +53,7 @@ from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
@@ -113,7 +113,11 @@ def test_an_archive_that_does_not_fit_is_refused_by_name(multirank: dict[str, An
     assert "64 embeddings" in results["more tokens"]
 
 
-def test_the_tokenizer_travels_in_the_archive(tmp_path: Path) -> None:
+def _no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_the_tokenizer_travels_in_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = train_character_tokenizer("abc 123", tmp_path / "tokenizer")
     config = yaml.safe_dump({"tokenizer": {"library": "huggingface"}})
     with tarfile.open(tmp_path / "own.nemo", "w") as tar:
@@ -123,6 +127,13 @@ def test_the_tokenizer_travels_in_the_archive(tmp_path: Path) -> None:
     assert loaded.text_to_ids("a1 c") == tokenizer.text_to_ids("a1 c")
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.json").is_file()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", _no_room)
+        with pytest.raises(NotWrittenError, match=r"tokenizer.json cannot be written \(no room\): .*TMPDIR"):
+            load_nemo_tokenizer(tmp_path / "own.nemo")
+    monkeypatch.setattr(tempfile, "mkdtemp", _no_room)  # Python found no folder that it can write to
+    with pytest.raises(NotWrittenError, match=r"own.nemo cannot be unpacked \(no room\): .*TMPDIR"):
+        load_nemo_tokenizer(tmp_path / "own.nemo")
 
 
 def test_a_tokenizer_that_nemo_put_in_is_found(tmp_path: Path) -> None:
@@ -689,7 +700,7 @@ def test_the_end_of_training_writes_the_best_model_that_is_whole(multirank: dict
     assert results["exported"] == {"top 1": 0, "all kept": 1, "damaged": 2}
     assert results["model kept"]
     assert results["put aside"] == ["m--val_loss=0.100-step=2.damaged"]
-    # Each of five archives has a tokenizer written for it, in a folder that is gone afterwards.
+    # Each of five archives has a tokenizer written for it, without a folder for temporary files.
     assert results["tokenizers"] == [5, 0]
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shutil
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import NotWrittenError, UserError
 
 
 class DamagedCheckpointError(UserError, ValueError):
@@ -56,12 +55,23 @@ class FileSource(ABC):
         return [name for name in self.names() if name.startswith(folder + "/")]
 
     def extract(self, names: list[str], target: Path, *, strip: str = "") -> None:
-        """Copy files to the directory ``target``, without the leading folder ``strip`` in their names."""
+        """Copy small files to the temporary folder ``target``, without the leading folder ``strip`` in their names.
+
+        Raises:
+            NotWrittenError: one cannot be written.
+        """
         for name in names:
             destination = target / PurePosixPath(name).relative_to(strip)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            with self.open(name) as source, destination.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
+            with self.open(name) as source:
+                content = source.read()
+            try:
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                destination.write_bytes(content)
+            except OSError as error:
+                raise NotWrittenError(
+                    f"{destination} cannot be written ({error.strerror}): make room there, or name another folder for "
+                    "temporary files in TMPDIR"
+                ) from error
 
     def _not_found(self, name: str) -> FileNotFoundError:
         return FileNotFoundError(f"{self.location} has no file {name}")

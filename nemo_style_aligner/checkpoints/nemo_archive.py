@@ -50,6 +50,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
 
@@ -80,7 +81,7 @@ def save_nemo(
     path: Path,
     model: MegatronModel,
     model_config: Mapping[str, Any],
-    tokenizer_dir: Path | None,
+    tokenizer: Tokenizer | Path | None,
 ) -> None:
     """Write an archive. Collective. It appears at ``path`` once it is complete, and replaces what was there.
 
@@ -90,20 +91,20 @@ def save_nemo(
         path: on a file system that all ranks share.
         model: its weights are written as they are.
         model_config: the contents of ``model_config.yaml``; only rank 0's is used.
-        tokenizer_dir: Hugging Face tokenizer files, which are copied into the archive; None for none.
+        tokenizer: what the archive gets, or the folder of its Hugging Face files; None for none. Rank 0's is used.
 
     Raises:
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
         ValueError: ``path`` is a directory that holds something other than an archive.
     """
-    write_nemo(path, prepare(model_tensors(model.gpt)), model_config, tokenizer_dir)
+    write_nemo(path, prepare(model_tensors(model.gpt)), model_config, tokenizer)
 
 
 def write_nemo(
     path: Path,
     tensors: PreparedTensors,
     model_config: Mapping[str, Any],
-    tokenizer_dir: Path | None,
+    tokenizer: Tokenizer | Path | None,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -120,7 +121,7 @@ def write_nemo(
     on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
     try:
         write_tensors(tensors, staging / _WEIGHTS, group)
-        on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer_dir), group)
+        on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer), group)
         checksums = describe_files(staging, group)
         finish = _publish_directory if as_directory else _publish_tar
         patiently_on_first_rank(lambda: finish(path, staging, checksums), group)
@@ -152,10 +153,13 @@ def _prepare(path: Path, staging: Path, size: int) -> None:
     require_space(staging, size)
 
 
-def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer_dir: Path | None) -> None:
+def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer: Tokenizer | Path | None) -> None:
     config = _plain(model_config)
-    if tokenizer_dir is not None:
-        shutil.copytree(tokenizer_dir, staging / _TOKENIZER)
+    if tokenizer is not None:
+        if isinstance(tokenizer, Path):
+            shutil.copytree(tokenizer, staging / _TOKENIZER)
+        else:
+            tokenizer.save(staging / _TOKENIZER)
         config["tokenizer"] = {"library": "huggingface", "type": _TOKENIZER, "model": None}
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
@@ -363,6 +367,7 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
         TokenizerError: it cannot be read, or is of an unsupported kind.
+        NotWrittenError: there is no temporary folder with room to unpack it.
     """
     with nemo_tokenizer_dir(path) as directory:
         return load_tokenizer(directory)
@@ -375,9 +380,17 @@ def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
         TokenizerError: it is of an unsupported kind.
+        NotWrittenError: there is no temporary folder with room for it.
     """
-    with tempfile.TemporaryDirectory(prefix="nemo_tokenizer_") as folder:
-        yield _extract_tokenizer(Path(path), Path(folder))
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
+    except OSError as error:  # Python says which folders it has tried
+        raise NotWrittenError(
+            f"the tokenizer of {path} cannot be unpacked ({error.strerror}): name a folder for temporary files, with "
+            "room in it, in TMPDIR"
+        ) from error
+    with folder as name:
+        yield _extract_tokenizer(Path(path), Path(name))
 
 
 def _extract_tokenizer(path: Path, target: Path) -> Path:

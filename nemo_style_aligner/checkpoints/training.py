@@ -18,7 +18,6 @@ import functools
 import logging
 import math
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -75,7 +74,6 @@ class _Save:
         manifest: without its files.
         contents: what is in it; copies, if it is written in the background while training changes the state.
         is_archived: whether the .nemo archive is written after it.
-        tokenizer_folder: tokenizer files for the archive; on rank 0, if there are any.
         protected, before_publishing: see `CheckpointManager.save`.
     """
 
@@ -83,7 +81,6 @@ class _Save:
     manifest: Manifest
     contents: Contents
     is_archived: bool
-    tokenizer_folder: tempfile.TemporaryDirectory[str] | None
     protected: Collection[Path]
     before_publishing: MayPublish | None
 
@@ -184,7 +181,6 @@ class CheckpointManager:
             Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}, self._resumed_from),
             contents.copied() if in_background else contents,
             self.settings.always_save_nemo,
-            self._save_tokenizer() if self.settings.always_save_nemo else None,
             protected,
             before_publishing,
         )
@@ -233,27 +229,26 @@ class CheckpointManager:
         Args:
             is_whole: called once the checkpoint is complete, before the archive is written.
         """
-        with save.tokenizer_folder or contextlib.nullcontext() as tokenizer_dir:
-            try:
-                write_contents(save.contents, save.manifest, staging_of(save.target), group)
-            except (OSError, ValueError, TypeError) as error:
-                free = on_first_rank(lambda: self._files.give_up(save.target), group)
-                if isinstance(error, OSError):
-                    raise NotWrittenError(
-                        f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
-                        f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are "
-                        "deleted. The earlier checkpoints are intact; start again once the cause is fixed"
-                    ) from error
-                raise
-            if may_publish := save.before_publishing:
-                # Polled, so that no rank waits in one collective for long, however long it takes.
-                # For the watchdog it is progress that all of them are there: the wait has a limit of its own.
-                while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
-                    activity.progress()
-            on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
-            is_whole()
-            if save.is_archived:
-                self._export(save.contents.model(), tokenizer_dir, group)
+        try:
+            write_contents(save.contents, save.manifest, staging_of(save.target), group)
+        except (OSError, ValueError, TypeError) as error:
+            free = on_first_rank(lambda: self._files.give_up(save.target), group)
+            if isinstance(error, OSError):
+                raise NotWrittenError(
+                    f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
+                    f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are "
+                    "deleted. The earlier checkpoints are intact; start again once the cause is fixed"
+                ) from error
+            raise
+        if may_publish := save.before_publishing:
+            # Polled, so that no rank waits in one collective for long, however long it takes.
+            # For the watchdog it is progress that all of them are there: the wait has a limit of its own.
+            while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
+                activity.progress()
+        on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        is_whole()
+        if save.is_archived:
+            self._export(save.contents.model(), group)
 
     def newest(self) -> Path | None:
         """The newest finished checkpoint, whose files may be damaged; None if there is none. Not collective."""
@@ -283,8 +278,7 @@ class CheckpointManager:
             restore_model(best, model)
         elif self._is_archived:
             return
-        with self._save_tokenizer() or contextlib.nullcontext() as tokenizer_dir:
-            self._export(prepare(model_tensors(model.gpt)), tokenizer_dir, self._writer.group)
+        self._export(prepare(model_tensors(model.gpt)), self._writer.group)
         if best is not None and current is not None:
             restore_model(current, model)
 
@@ -304,27 +298,13 @@ class CheckpointManager:
                 return path
         return None
 
-    def _save_tokenizer(self) -> tempfile.TemporaryDirectory[str] | None:
-        """Write the tokenizer files for an archive, on rank 0, in the main thread, which may be using the tokenizer.
-
-        They are written anew for each archive, since a cleanup of temporary files may remove old ones.
-        """
-        tokenizer = self.nemo.tokenizer if self.nemo is not None else None
-        if tokenizer is None or dist.get_rank() != 0:
-            return None
-        folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
-        tokenizer.save(Path(folder.name))
-        return folder
-
-    def _export(self, tensors: PreparedTensors, tokenizer_dir: str | None, group: dist.ProcessGroup | None) -> None:
+    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None) -> None:
         """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return
         path = self.directory / f"{self.settings.nemo_name}.nemo"
         try:
-            write_nemo(
-                path, tensors, self.nemo.model_config, Path(tokenizer_dir) if tokenizer_dir else None, group=group
-            )
+            write_nemo(path, tensors, self.nemo.model_config, self.nemo.tokenizer, group=group)
         except OSError as error:
             raise NotWrittenError(f"the archive {path} was not written: {error}. The checkpoints are intact") from error
         logger.info("saved %s", path)

@@ -378,7 +378,7 @@ class SentencePieceTokenizer(Tokenizer):
             config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}
         else:
             config["tokenizer_class"] = _PORTABLE_CLASS
-            fast.save(str(directory / "tokenizer.json"))
+            (directory / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
         _write_config(directory, config, self.chat_template)
 
     def _template_variables(self) -> dict[str, str]:

@@ -239,9 +239,7 @@ def checkpoint_to_nemo(
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False)
     restore_model(checkpoint, model)
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
-        load_nemo_tokenizer(base).save(Path(folder))
-        save_nemo(output, model, portable_config(config, architecture), Path(folder))
+    save_nemo(output, model, portable_config(config, architecture), load_nemo_tokenizer(base))
     return architecture
 
 

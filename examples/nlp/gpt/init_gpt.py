@@ -9,8 +9,6 @@ The tokenizer may be that of any Hugging Face model (give the model's folder), o
 """
 
 import argparse
-import tempfile
-from pathlib import Path
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import output_argument, seed_argument
@@ -69,9 +67,7 @@ def main() -> None:
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
         model = build_model(architecture, {}, parse_precision(32), trainable=False)
-        with tempfile.TemporaryDirectory() as folder:  # the tokenizer alone: the given folder may hold a whole model
-            args.tokenizer.save(Path(folder) / "tokenizer")
-            save_nemo(args.output, model, config, Path(folder) / "tokenizer")
+        save_nemo(args.output, model, config, args.tokenizer)
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
 
 
