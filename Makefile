@@ -36,7 +36,8 @@ install: $(STAMP)
 
 # Debian without python3-venv has `venv` but no `ensurepip`: the system's pip then fills the new environment.
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "make install needs $(PYTHON) (3.10 or newer): install it, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "make install needs Python 3.10 or newer, and $(PYTHON) is missing or older: install it, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { \
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 

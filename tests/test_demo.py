@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +37,15 @@ def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
     (demo.directory / "sft").mkdir()
     assert (Demo(tmp_path / "demo", num_stages=1, keep=True).directory / "sft").exists()
     assert not (Demo(tmp_path / "demo", num_stages=1).directory / "sft").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """``false`` fails as an old one does. Without this, pip would say that torch has conflicting dependencies."""
+    command = ["make", "install", "PYTHON=false", f"VENV={tmp_path / 'venv'}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode and "needs Python 3.10 or newer" in result.stderr, result
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
