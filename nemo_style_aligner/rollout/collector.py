@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -90,9 +89,7 @@ class RolloutCollector:
         """Gather all ranks' results on every rank, in sample order."""
         where = device()
         sequences = [r.prompt_token_ids + r.token_ids for r in results]
-        width = torch.tensor([max(map(len, sequences), default=0)], device=where)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        s = int(width)
+        s = all_reduce_max(max(map(len, sequences), default=0))
         # Log-probs belong to the response only: zeros stand at the prompt's positions.
         logprobs = [[0.0] * (len(r.prompt_token_ids) - 1) + r.logprobs for r in results]
 
