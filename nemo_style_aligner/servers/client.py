@@ -1,7 +1,7 @@
 """The actor job's client of the critic and reward service.
 
-It knows nothing of process groups: call it on the ranks that own the data (model-parallel sources for
-inference, rank 0 for training and saving) and distribute the results from there.
+It knows nothing of process groups: scores are asked for by the ranks that have responses, training and saves by rank 0.
+Whoever calls it distributes the results.
 """
 
 from __future__ import annotations
