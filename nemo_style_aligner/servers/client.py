@@ -220,26 +220,24 @@ class CriticClient:
     def wait_until_ready(
         self,
         timeout_s: float,
-        progress: Callable[[str], None] | None = None,
         sequences: SequencesToScore | None = None,
     ) -> None:
         """Wait until every server is ready, and check that it is the one the config describes.
 
-        ``progress`` gets a line every ten seconds (default: the log).
+        The log gets a line every ten seconds.
 
         Raises:
             ServerUnavailableError: after ``timeout_s``.
             UnfitServiceError: a server is no service of this kind, does not have the models and outputs needed, or says
                 that it cannot take the ``sequences``.
         """
-        say = progress or logger.info
         deadline = time.monotonic() + timeout_s
         infer_outputs = {"values", "rewards"} if self._combined else {"values"}
         needed = [(self._critic, {self._infer_model: infer_outputs, self._train_model: set(), self._save_model: set()})]
         if self._reward is not None:
             needed.append((self._reward, {self._reward_model: {"rewards"}}))
         for server, models in needed:
-            _wait_for(server, deadline, timeout_s, say)
+            _wait_for(server, deadline, timeout_s)
             for model, outputs in models.items():
                 metadata = _model_metadata(server, model, outputs, max(deadline - time.monotonic(), 5.0))
                 if sequences is not None:
@@ -383,9 +381,9 @@ def _check_shape(name: str, array: np.ndarray, rows: int, columns: int) -> None:
         raise ProtocolError(500, f"'{name}' holds strings, and should hold numbers (FP32)")
 
 
-def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callable[[str], None]) -> None:
+def _wait_for(server: HttpClient, deadline: float, timeout_s: float) -> None:
     started = last_line = time.monotonic()
-    say(f"waiting for the server at {server.base_url} (at most {timeout_s:g} s)")
+    logger.info("waiting for the server at %s (at most %g s)", server.base_url, timeout_s)
     while True:
         try:
             server.request("GET", READY_PATH, limits=_READY_LIMITS)
@@ -403,12 +401,13 @@ def _wait_for(server: HttpClient, deadline: float, timeout_s: float, say: Callab
                     f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
                 ) from None  # its message is in this one
             if now - last_line >= PROGRESS_SECONDS:
-                say(f"still waiting for the server at {server.base_url} after {now - started:.0f} s: {error}")
+                waited = now - started
+                logger.info("still waiting for the server at %s after %.0f s: %s", server.base_url, waited, error)
                 last_line = now
             if isinstance(error, RequestRefusedError):  # it came at once, without a wait
                 time.sleep(min(_REFUSED_POLL_SECONDS, deadline - now))
         else:
-            say(f"the server at {server.base_url} is ready after {time.monotonic() - started:.1f} s")
+            logger.info("the server at %s is ready after %.1f s", server.base_url, time.monotonic() - started)
             return
 
 
