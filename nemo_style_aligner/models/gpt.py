@@ -112,7 +112,9 @@ class GPTRewardModel(GPTModel):
         """[s, b, h] -> head outputs [b, s, attributes] in fp32 on the last stage, else unchanged."""
         return self.rm_head(hidden_states) if self.post_process else hidden_states
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """As `GPTModel`'s, without the output layer this model does not have."""
         # Bypasses GPTModel and LanguageModule, which both expect that layer.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

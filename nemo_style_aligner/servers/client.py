@@ -263,7 +263,7 @@ class CriticClient:
         self,
         inputs: dict[str, np.ndarray],
         needed: Mapping[str, tuple[int, int]],
-        rewards: concurrent.futures.Future | None,
+        rewards: concurrent.futures.Future[dict[str, np.ndarray]] | None,
         position: CriticPosition,
     ) -> Scores:
         answer = self._values(inputs, needed, position)

@@ -16,12 +16,13 @@ import numpy as np
 from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import ProtocolError
 
-ResultFuture = concurrent.futures.Future  # of dict[str, np.ndarray]: the outputs by name
+ResultFuture = concurrent.futures.Future[dict[str, np.ndarray]]
+"""Of the outputs by name."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """Something the dispatcher has to do. ``future`` resolves to the outputs by name."""
+    """Something the dispatcher has to do."""
 
     future: ResultFuture = dataclasses.field(default_factory=ResultFuture)
     arrived: float = dataclasses.field(default_factory=time.monotonic)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -58,7 +58,7 @@ class ProgressBar:
         self._started = self._last_line = clock()
         self._shown_done: int | None = None
         self._enabled = rank == 0
-        self._bar: tqdm | None = None
+        self._bar: tqdm[NoReturn] | None = None
         if self._enabled and _has_room(self._stream):
             self._bar = tqdm(
                 total=total, initial=initial, desc=description, file=self._stream, dynamic_ncols=True, leave=True

@@ -64,7 +64,8 @@ class DecodeGraphs:
         # One buffer for all results: a graph with an output of its own would hold the memory of its logits for good.
         dtype = logits_dtype(shape.dtype, device)
         self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=dtype, device=device)
-        self._stream: Any = None  # one for all captures: libraries keep a workspace for each stream
+        # One for all captures: libraries keep a workspace for each stream.
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
 
     @property
