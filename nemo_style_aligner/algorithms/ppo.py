@@ -230,13 +230,13 @@ class PPOTrainer(TrainingLoop):
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
 
-    def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
+    def begin_save(self) -> tuple[MayPublish | None, OnEnd]:
         """Save the critic, then this job. If only the critic's save succeeds, the critic goes back on resuming.
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
         critic_save = self.critic.start_save()
-        super().write_checkpoint(critic_save.wait, functools.partial(self.save_pair_ended, critic_save))
+        return critic_save.wait, functools.partial(self.save_pair_ended, critic_save)
 
     def save_pair_ended(self, critic_save: CriticSave, times: WorkTimes) -> None:
         """Note that the critic's checkpoint and this job's are both whole on disk."""

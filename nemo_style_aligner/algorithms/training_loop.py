@@ -241,21 +241,25 @@ class TrainingLoop(abc.ABC):
         with self.timer("save_time"):
             self.finish_save()  # of the save before this one
             self.run_control.save_began()
-            self.write_checkpoint()
+            before_publishing, on_end = self.begin_save()
+            with self.run_control.section(STATE):  # may wait: rollouts under way are part of it
+                state = self.state_dict()
+            self.checkpoints.save(
+                self.model,
+                self.optimizer,
+                state,
+                self._last_metrics | {"step": self.step, "epoch": self.epoch},
+                before_publishing=before_publishing,
+                on_end=on_end,
+            )
         self._is_saved = True
 
-    def write_checkpoint(self, before_publishing: MayPublish | None = None, on_end: OnEnd | None = None) -> None:
-        """Hand the state to the checkpoints; see `CheckpointManager.save` for the arguments."""
-        with self.run_control.section(STATE):  # may wait: rollouts under way are part of it
-            state = self.state_dict()
-        self.checkpoints.save(
-            self.model,
-            self.optimizer,
-            state,
-            self._last_metrics | {"step": self.step, "epoch": self.epoch},
-            before_publishing=before_publishing,
-            on_end=on_end or self.save_ended,
-        )
+    def begin_save(self) -> tuple[MayPublish | None, OnEnd]:
+        """Do what must come before the state is copied; return ``before_publishing`` and ``on_end`` of the save.
+
+        See `CheckpointManager.save`.
+        """
+        return None, self.save_ended
 
     def save_ended(self, times: WorkTimes) -> None:
         """Note that the checkpoint is whole on disk."""
