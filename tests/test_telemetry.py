@@ -88,7 +88,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "run", rank=1)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_table("samples", ["a"], [["b"]], step=1)
-    logger.log_hyperparameters({"a": 1})
+    logger.log_hyperparameters(OmegaConf.create({"a": 1}))
     logger.close()
     assert not (tmp_path / "run").exists()
 
@@ -332,10 +332,10 @@ def test_so_do_tensorboards_curves(tmp_path: Path) -> None:
 @needs_full_disk
 def test_a_full_disk_leaves_the_hyperparameters_of_the_start_before(tmp_path: Path) -> None:
     log = MetricsLogger(tmp_path)
-    log.log_hyperparameters({"a": 1})
+    log.log_hyperparameters(OmegaConf.create({"a": 1}))
     (tmp_path / ".hyperparameters.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"make room and start the job again: '.*/hyperparameters.yaml'"):
-        log.log_hyperparameters({"a": 2})
+        log.log_hyperparameters(OmegaConf.create({"a": 2}))
     log.close()
     assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1}
 

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.directory import is_training_checkpoint
 from nemo_style_aligner.checkpoints.durable import (
@@ -154,7 +153,7 @@ def _prepare(path: Path, staging: Path, size: int) -> None:
 
 
 def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer: Tokenizer | Path | None) -> None:
-    config = _plain(model_config)
+    config = dict(model_config)
     if tokenizer is not None:
         if isinstance(tokenizer, Path):
             shutil.copytree(tokenizer, staging / _TOKENIZER)
@@ -182,12 +181,6 @@ def _publish_tar(path: Path, staging: Path, checksums: Mapping[str, Any]) -> Non
 
 def _write_checksums(staging: Path, checksums: Mapping[str, Any]) -> None:
     (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(config, DictConfig):
-        return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
-    return dict(config)
 
 
 def _move_into_tar(directory: Path, tar_path: Path) -> None:

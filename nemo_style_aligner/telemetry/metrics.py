@@ -161,7 +161,7 @@ class MetricsLogger:
             self._has_timeline = False
             logger.warning("%s ends here, as it cannot be written: %s", self._timeline_file.name, error)
 
-    def log_hyperparameters(self, config: DictConfig | Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, config: DictConfig) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
 
         Raises:
@@ -169,7 +169,7 @@ class MetricsLogger:
         """
         if not self._enabled:
             return
-        container = without_secrets(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
+        container = without_secrets(config)
         text = OmegaConf.to_yaml(container, resolve=True)
         _write_whole(self.log_dir / HYPERPARAMETERS_FILE, text)
         with self._to_tensorboard():
