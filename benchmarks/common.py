@@ -232,16 +232,13 @@ def default_precision() -> str:
 
 
 def _processor() -> str:
-    return _cpuinfo("model name") or platform.processor()
-
-
-def _cpuinfo(key: str) -> str:
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text().splitlines():
-            if line.split(":")[0].strip() == key:
-                return line.split(":", 1)[1].strip()
-    return ""
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor()
 
 
 def long_tailed(count: int, bounds: Sequence[int], draw: random.Random) -> list[int]:
@@ -256,6 +253,7 @@ def long_tailed(count: int, bounds: Sequence[int], draw: random.Random) -> list[
 
 # ---- the floor ----------------------------------------------------------------------------------
 
+_TRIES = 4
 _TRY_SECONDS = 0.5
 
 
@@ -311,10 +309,10 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
     return rate
 
 
-def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4) -> float:
+def best_seconds(action: Callable[[], Any], device: torch.device) -> float:
     """Shortest time of some tries after a warm-up; a slow action gets fewer tries, and its warm-up counts."""
     best, total = float("inf"), 0.0
-    for attempt in range(tries + 1):
+    for attempt in range(_TRIES + 1):
         started = time.perf_counter()
         action()
         if device.type == "cuda":
@@ -323,7 +321,7 @@ def best_seconds(action: Callable[[], Any], device: torch.device, tries: int = 4
         total += seconds
         if attempt or seconds > _TRY_SECONDS:
             best = min(best, seconds)
-        if total > tries * _TRY_SECONDS:
+        if total > _TRIES * _TRY_SECONDS:
             break
     return best
 

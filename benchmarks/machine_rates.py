@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +33,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     rates = measure_rates(device, megabytes * 2**20)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    print(json.dumps({"rates": dataclasses.asdict(rates), "name": name, "wait_policy": policy}))
+    print(json.dumps({"rates": dataclasses.asdict(rates), "name": name}))
 
 
 if __name__ == "__main__":
