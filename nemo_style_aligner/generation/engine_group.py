@@ -38,7 +38,7 @@ class EngineGroup:
         """Whether this rank acts for the group: takes the work and hands in the results."""
         return self.tensor_parallel.rank == 0
 
-    def share(self, value: Any = None) -> Any:
+    def share(self, value: Any) -> Any:
         """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
         return value if self.control is None else broadcast_object(value, self.leader, self.control)
 

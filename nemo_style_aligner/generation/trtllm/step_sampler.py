@@ -38,7 +38,7 @@ class StepSampler:
         vocab_size: int,
         vocab_limit: int,
         statistics: GenerationStatistics,
-        agree: Agree = lambda tokens: tokens,
+        agree: Agree,
     ) -> None:
         """
         Args:

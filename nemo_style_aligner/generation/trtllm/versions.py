@@ -52,7 +52,7 @@ class Installation:
     python: str
 
 
-def install_command(backend: Backend, python: str = "python") -> str:
+def install_command(backend: Backend, python: str) -> str:
     """The command that installs the pinned version for ``backend`` into the environment of ``python``."""
     pin = ENGINE_PIN if backend == "engine" else PYTORCH_PIN
     pre = " --pre" if backend == "pytorch" else ""
