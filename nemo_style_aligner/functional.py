@@ -49,10 +49,7 @@ def response_mask(prompt_lengths: torch.Tensor, sequence_lengths: torch.Tensor, 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Mean of ``x`` over the positions where ``mask`` is 1 (all dims, or one); 0 where there are none."""
-    total, count = zero_where_masked(x, mask), mask.to(x.dtype)
-    if dim is None:
-        return total.sum() / count.sum().clamp(min=1)
-    return total.sum(dim) / count.sum(dim).clamp(min=1)
+    return zero_where_masked(x, mask).sum(dim) / mask.to(x.dtype).sum(dim).clamp(min=1)
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
@@ -67,7 +64,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
     """
     # In fp64, so that the order of the rows does not change the result, to fp32 rounding.
     values = zero_where_masked(x, mask).double()
-    count = (mask != 0).sum().double()
+    count = (mask != 0).sum()
     mean = values.sum() / count.clamp(min=1)
     squares = zero_where_masked(values - mean, mask).square().sum()
     variance = squares / (count - 1 if unbiased else count).clamp(min=1)

@@ -124,6 +124,8 @@ def test_reward_sits_where_the_last_token_is_predicted() -> None:
         assert got[i, length - 2] == rewards[i] and mask[i, length - 2] == 1
         assert got[i].count_nonzero() == 1
     torch.testing.assert_close(got, F.token_rewards(rewards[:, None], torch.zeros_like(mask), lengths, 0.1))
+    shortest = F.token_rewards(rewards[:2], torch.zeros(2, 3), torch.tensor([2, 1]), 0.1)
+    assert shortest.tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -163,7 +165,7 @@ def test_whitening_equals_torch_var_and_survives_a_large_mean(unbiased: bool) ->
     got = F.whiten(x, mask, unbiased)
     kept = x[mask == 1].double()
     want = (kept - kept.mean()) / torch.sqrt(kept.var(unbiased=unbiased) + 1e-8)
-    torch.testing.assert_close(got[mask == 1].double(), want, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(got[mask == 1].double(), want, rtol=1e-6, atol=1e-6)
 
 
 def test_policy_loss_against_a_loop() -> None:
@@ -236,6 +238,14 @@ def test_kl_is_clamped_and_finite_for_wild_log_probs() -> None:
         F.kl_penalty(wild, wild, "k4")  # type: ignore[arg-type]
 
 
+def test_masked_mean() -> None:
+    x, mask = torch.tensor([[1.0, 4.0, math.nan], [6.0, math.nan, math.nan]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert F.masked_mean(x, mask).item() == pytest.approx(11 / 3)
+    assert F.masked_mean(x, mask, dim=1).tolist() == [2.5, 6.0]
+    assert F.masked_mean(x, mask, dim=0).tolist() == [3.5, 4.0, 0.0]
+    assert F.masked_mean(x[1:], mask[1:]).item() == 6.0
+
+
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="mask has shape"):
         F.masked_mean(torch.zeros(2, 3), torch.zeros(2, 4))
@@ -274,10 +284,12 @@ def test_masked_positions_reach_neither_loss_nor_gradient(junk: float, all_maske
         assert all(torch.all(a == 0) for a in got) and torch.all(got_grad == 0)
 
 
-def test_whitening_one_token_is_finite() -> None:
+def test_whitening_one_token_is_finite_and_two_are_whitened() -> None:
     mask = torch.tensor([[0.0, 1.0]])
     for unbiased in (True, False):
         assert torch.equal(F.whiten(torch.tensor([[3.0, 4.0]]), mask, unbiased), torch.zeros(1, 2))
+        two = F.whiten(torch.tensor([[3.0, 4.0]]), torch.ones(1, 2), unbiased)
+        assert two.tolist()[0] == pytest.approx([-(0.5**0.5), 0.5**0.5] if unbiased else [-1, 1])
 
 
 def test_importance_weights_are_capped_ratios_without_gradient() -> None:
@@ -304,6 +316,7 @@ def test_effective_sample_share() -> None:
     one = F.effective_sample_share(torch.tensor([[5.0, 0.0, 0.0], [0.0, 7.0, 7.0]]), mask)
     some = F.effective_sample_share(torch.tensor([[1.0, 2.0, 1.0], [2.0, math.nan, 9.0]]), mask)
     assert [float(share) for share in (equal, one, some)] == pytest.approx([1.0, 0.25, 36 / (4 * 10)])
+    assert F.effective_sample_share(torch.ones(2, 3), torch.zeros(2, 3)) == 0
 
 
 # ---- reward model losses ----------------------------------------------------------------------
