@@ -974,6 +974,8 @@ def test_another_batch_size_goes_on_at_the_same_place(
     second = EpochSampler(100, then, 7, shuffle=False, drop_last=True)
     second.load_state_dict(first.state_dict())
     assert second.epoch == epoch and next(iter(second)) == [*follow]
+    shuffled = EpochSampler(100, then, 7, shuffle=True, drop_last=True)
+    assert len(shuffled.order(epoch)) == second.samples_per_epoch
     assert not caplog.text
     third = EpochSampler(100, batch, 7, shuffle=False, drop_last=True)
     third.load_state_dict(first.state_dict() | {"num_samples": 3})
@@ -1024,5 +1026,8 @@ def test_too_little_data_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="3 samples do not fill one global batch of 4"):
         EpochSampler(3, 4, 0, shuffle=True, drop_last=True)
     assert list(EpochSampler(3, 4, 0, shuffle=False, drop_last=False)) == [[0, 1, 2]]
-    with pytest.raises(ValueError, match="at least 1"):
-        EpochSampler(3, 0, 0, shuffle=False, drop_last=False)
+    assert list(EpochSampler(1, 1, 0, shuffle=True, drop_last=True)) == [[0]]
+    for batch_size, consumed_samples in ((0, 0), (1, -1)):
+        with pytest.raises(ValueError, match="at least 1 and consumed_samples not negative"):
+            EpochSampler(3, batch_size, 0, shuffle=False, drop_last=False, consumed_samples=consumed_samples)
+    assert list(EpochSampler(1, 4, 0, shuffle=False, drop_last=False)) == [[0]]

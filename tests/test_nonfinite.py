@@ -151,6 +151,7 @@ def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) 
     experience, _ = make_experience(made.rollouts, made.scores, made.logprobs, made.init_logprobs, settings, version=0)
     reason = why_nothing_is_learnt(made.rollouts, experience, settings)
     assert bool(experience.policy_mask.any()) == (reason is None) == (num_ended > 0 or not is_masked)
+    assert reason is None or "none of 6 responses has ended by itself" in reason
 
 
 def test_what_leaves_every_response_out_is_named() -> None:
@@ -164,15 +165,26 @@ def test_what_leaves_every_response_out_is_named() -> None:
     reason = why_nothing_is_learnt(made.rollouts, experience, settings)
     assert reason is not None and "2 without an end" in reason and "1 with NaN or Inf" in reason
     assert "the others outside importance_sequence_bounds" in reason
+    # Truncated responses count only where they are masked, bounds only where there are any.
+    made.rollouts.is_end[:], experience.policy_mask[:] = False, 0
+    settings = dataclasses.replace(SETTINGS, mask_truncated=False)
+    reason = why_nothing_is_learnt(made.rollouts, experience, settings)
+    assert reason is not None and reason.endswith(": 1 with NaN or Inf (on_nonfinite=skip)")
 
 
-def test_log_probs_of_the_engine_that_are_nan_leave_a_sample_out() -> None:
+@pytest.mark.parametrize("whose", ["", "the engine's "])
+@pytest.mark.parametrize("has_penalty", [True, False])
+def test_log_probs_that_are_nan_leave_a_sample_out(whose: str, has_penalty: bool) -> None:
     """Importance weights are made of them: one NaN would cost the whole update."""
     made = step()
-    made.rollouts.engine_logprobs[3, int(made.rollouts.lengths[3]) - 2] = math.nan
-    with pytest.raises(NonFiniteError, match=r"the engine's log-probs of samples \[3\]"):
+    made.init_logprobs = made.init_logprobs if has_penalty else None  # type: ignore[assignment]
+    logprobs = made.rollouts.engine_logprobs if whose else made.logprobs
+    logprobs[3, int(made.rollouts.lengths[3]) - 2] = math.nan
+    with pytest.raises(NonFiniteError, match=rf"in {whose}log-probs of samples \[3\]"):
         made.screened(STOP)
     screened = made.screened(SKIP)
     assert screened.rollouts.is_valid.tolist() == [True, True, True, False, True, True]
+    assert screened.logprobs.isfinite().all() and screened.rollouts.engine_logprobs.isfinite().all()
     experience, metrics = screened.experience()
     assert experience.importance_weights.isfinite().all() and all(map(math.isfinite, metrics.values()))
+    assert (metrics["init_policy_kl"] != 0) == has_penalty

@@ -217,13 +217,15 @@ def test_experience_is_what_the_formulas_say() -> None:
     in_loss = advantages[kept == 1]
     assert 1 < len(in_loss) < (mask * batch.is_end[:, None]).sum()
     torch.testing.assert_close(experience.returns, returns)
+    weights = log_ratios.exp().clamp(max=1.2)
+    torch.testing.assert_close(experience.importance_weights, weights * mask)
     torch.testing.assert_close(experience.advantages[kept == 1], (in_loss - in_loss.mean()) / in_loss.std())
     assert torch.equal(experience.mask, mask) and torch.equal(experience.policy_mask, kept)
 
     def of_sequences(x: torch.Tensor) -> float:
         return ((x * mask).sum(1) / mask.sum(1)).mean().item()
 
-    log_ratio = log_ratios[mask == 1]
+    log_ratio, used = log_ratios[mask == 1], weights[kept == 1]
     expected = {
         "init_policy_kl": of_sequences(kl),
         "rewards_with_kl": of_sequences(rewards),
@@ -231,9 +233,30 @@ def test_experience_is_what_the_formulas_say() -> None:
         "staleness_mean": 1.0,
         "staleness_max": 2.0,
         "importance_truncated": (log_ratios.exp() > 1.2)[kept == 1].float().mean().item(),
+        "importance_weights": used.mean().item(),
+        "importance_effective_share": (used.sum() ** 2 / (len(used) * used.square().sum())).item(),
+        "importance_masked_sequences": ((ratios > 1.2) | (ratios < 0.9)).float().mean().item(),
         "engine_kl": (log_ratio.exp() - 1 - log_ratio).mean().item(),
+        "engine_logprob_gap_mean": log_ratio.abs().mean().item(),
+        "engine_logprob_gap_max": log_ratio.abs().max().item(),
+        "rewards": made.scores.rewards.mean().item(),
+        "prompt_lengths": batch.prompt_lengths.float().mean().item(),
+        "response_lengths": batch.lengths.float().mean().item(),
+        "fraction_of_samples_properly_ended": batch.is_end.float().mean().item(),
     }
+    moments = {"advantages": advantages, "returns": returns, "values": made.scores.values}
+    for name, values in moments.items():
+        expected[f"{name}_mean"] = values[mask == 1].mean().item()
+        expected[f"{name}_std"] = values[mask == 1].std(unbiased=False).item()
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert metrics.keys() - expected.keys() == {"rollout_size", "nonfinite_samples"}
+
+    settings = dataclasses.replace(
+        settings, normalize=False, importance_weight_cap=None, importance_sequence_bounds=None
+    )
+    experience, metrics = make_experience(batch, made.scores, logprobs, made.init_logprobs, settings, version=5)
+    torch.testing.assert_close(experience.advantages, advantages)
+    assert torch.all(experience.importance_weights == 1) and not any("importance" in name for name in metrics)
 
 
 def test_samples_are_shown_without_their_padding() -> None:
