@@ -53,7 +53,14 @@ from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, pack_row, shares
+from nemo_style_aligner.models.packing import (
+    AttentionBlocks,
+    MicroBatching,
+    micro_batches,
+    pack_row,
+    shares,
+    used_lengths,
+)
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.models.recompute import computed_again, not_keeping
 from nemo_style_aligner.models.restore import lay_over, open_base_model
@@ -584,6 +591,53 @@ def test_every_sequence_is_computed_once_within_the_budget(group: int, max_token
     if max_tokens is not None and group == 1:  # rows are nearly full
         assert sum(lengths) / (len(parts) * max_tokens) > 0.9
     assert micro_batches([0, 0], MicroBatching(4, max_tokens, group)) == [[]]
+
+
+def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
+    ids = torch.arange(1, 13).view(3, 4)
+    wanted = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
+    packed = pack_row(ids, wanted, multiple=4)
+    assert packed.tokens.tolist() == [[1, 2, 9, 10, 11, 0, 0, 0]] and packed.sequences.lengths == (2, 3, 3)
+    assert packed.sequences.positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert packed.sequences.cu_seqlens_q.tolist() == packed.sequences.cu_seqlens_kv.tolist() == [0, 2, 5, 8]
+    assert packed.sequences.max_seqlen_q == packed.sequences.max_seqlen_kv == 3
+    assert packed.outputs.tolist() == [1, 2, 4]
+    assert packed.unpack(torch.tensor([7, 8, 9])).tolist() == [[0, 7, 0], [0, 0, 0], [8, 0, 9]]
+    assert pack_row(ids, wanted, multiple=5).sequences.lengths == (2, 3)
+    nothing = pack_row(ids, torch.zeros_like(wanted), multiple=2)
+    assert nothing.tokens.tolist() == [[0, 0]] and nothing.sequences.lengths == (2,) and not len(nothing.outputs)
+    assert used_lengths(torch.ones(3, 0)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("num_rows, max_tokens", [(0, None), (0, 8), (1, 0)])
+def test_micro_batches_hold_something(num_rows: int, max_tokens: int | None) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        MicroBatching(num_rows, max_tokens)
+    assert MicroBatching(1, 1).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    "lengths, blocks",
+    [
+        ([7], [(7, 1)]),
+        ([3, 128, 1], [(128, 3)]),  # short ones are padded, whatever that takes
+        ([200, 128, 130, 900, 160, 850], [(900, 2), (200, 3), (128, 1)]),  # long ones, by a quarter at most
+        ([120, 200], [(200, 2)]),
+        ([129, 1, 2], [(129, 1), (2, 2)]),
+    ],
+)
+def test_attention_of_similar_sequences_takes_one_call(lengths: list[int], blocks: list[tuple[int, int]]) -> None:
+    """Every token is there once, beside those of its sequence; padding is the sequence's last token."""
+    found = AttentionBlocks.of(lengths, torch.device("cpu"))
+    assert [tuple(block.shape) for block in found.tokens] == blocks
+    computed = torch.cat([block.reshape(-1) for block in found.tokens])
+    assert torch.equal(computed[found.outputs], torch.arange(sum(lengths)))
+    ends = torch.tensor(lengths).cumsum(0)
+    for block in found.tokens:
+        last = block[-1]
+        assert torch.isin(last, ends - 1).all()
+        steps = block.diff(dim=0)
+        assert ((steps == 1) | ((steps == 0) & (block[1:] == last))).all()
 
 
 def test_data_parallel_ranks_get_equal_work() -> None:

@@ -56,6 +56,7 @@ from nemo_style_aligner.rollout.work_queue import (
 )
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition
+from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
@@ -484,6 +485,28 @@ def test_a_worker_silent_for_longer_than_its_lease_gets_on_with_its_own_ids() ->
     assert sorted(sink.got) == list(range(8))
     assert queue.status()["total"]["expired"] > 0 and queue.status()["total"]["completed"] == 8
     assert len(begun) < 8 + queue.status()["total"]["expired"]
+
+
+def test_an_engine_leases_for_its_free_slots_when_it_has_begun_what_it_had() -> None:
+    class Work(StaticPartition):
+        def lease(self, n: int, wait: bool = False) -> list[int]:
+            asked.append(n)
+            return super().lease(n)
+
+    asked: list[int] = []
+    work = Work(0, 1)
+    work.start_round(1, list(range(8)))
+    supply = RequestSupply(work, EngineGroup(), 4, [Prompt(i, [i]) for i in range(8)], seed=7)
+    assert supply.wait() and asked == [4]
+    source = iter(supply)
+    begun = [next(source) for _ in range(4)]
+    assert asked == [4] and supply.num_running == 4
+    supply.num_running -= 3
+    begun += source
+    assert asked == [4, 3, 1, 1] and supply.num_running == 5
+    assert [(r.request_id, r.prompt_token_ids, r.seed) for r in begun] == [
+        (i, [i], derive_seed(7, i)) for i in range(8)
+    ]
 
 
 def test_the_ranks_of_an_engine_hear_of_their_leader_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
