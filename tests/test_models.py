@@ -593,6 +593,15 @@ def test_every_sequence_is_computed_once_within_the_budget(group: int, max_token
     assert micro_batches([0, 0], MicroBatching(4, max_tokens, group)) == [[]]
 
 
+def test_micro_batches_and_shares_of_a_few_rows() -> None:
+    assert micro_batches([3, 0, 2, 5, 1, 1], MicroBatching(4)) == [[0, 2, 3, 4], [5]]
+    assert micro_batches([2, 5, 3, 4, 6], MicroBatching(1, max_tokens=8)) == [[0, 4], [1, 2], [3]]
+    assert micro_batches([1, 1, 1, 1], MicroBatching(1, group=2)) == [[0, 1], [2, 3]]
+    assert shares([3, 3, 9, 1, 0, 0, 2, 2], 2, group=2) == [[0, 1, 6, 7], [2, 3]]
+    with pytest.raises(ValueError, match="3 rows cannot be divided into groups of 2"):
+        shares([1, 1, 1], 2, group=2)
+
+
 def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     ids = torch.arange(1, 13).view(3, 4)
     wanted = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
@@ -601,6 +610,7 @@ def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     assert packed.sequences.positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
     assert packed.sequences.cu_seqlens_q.tolist() == packed.sequences.cu_seqlens_kv.tolist() == [0, 2, 5, 8]
     assert packed.sequences.max_seqlen_q == packed.sequences.max_seqlen_kv == 3
+    assert packed.sequences.qkv_format == "thd"
     assert packed.outputs.tolist() == [1, 2, 4]
     assert packed.unpack(torch.tensor([7, 8, 9])).tolist() == [[0, 7, 0], [0, 0, 0], [8, 0, 9]]
     assert pack_row(ids, wanted, multiple=5).sequences.lengths == (2, 3)

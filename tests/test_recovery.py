@@ -827,6 +827,21 @@ def test_ledgers_forget_the_run_that_came_longest_ago() -> None:
     assert ledger.expected("run1") == 3 and ledger.expected("run2") == 1
 
 
+def test_a_run_may_undo_no_training_but_its_own() -> None:
+    ledger = TrainingLedger()
+    states = [ledger.state_dict()]
+    for run, number in (("a", 1), ("a", 2), ("b", 1), ("a", 3), (None, 0)):
+        ledger.record(run, number, 0.0, "x")
+        states.append(ledger.state_dict())
+    for since in range(len(states)):
+        ledger.load_state_dict(states[4])
+        assert ledger.is_ahead_by_run_alone(states[since], "a") == (since in (3, 4)), since
+    ledger.load_state_dict(states[5])
+    assert not ledger.is_ahead_by_run_alone(states[4], "a")
+    ledger.load_state_dict(states[2])
+    assert ledger.is_ahead_by_run_alone(states[0], "a") and not ledger.is_ahead_by_run_alone(states[0], "b")
+
+
 def test_batches_of_the_same_bytes_are_told_apart_by_shape_and_dtype() -> None:
     kinds: list[tuple[tuple[int, int], Any]] = [((2, 3), np.float32), ((3, 2), np.float32), ((2, 3), np.int32)]
     digests = {batch_digest({name: np.zeros(shape, dtype) for name in BATCH_ARRAYS}) for shape, dtype in kinds}
