@@ -144,7 +144,13 @@ def nemo_cosine_annealing(step: int, lr: float, min_lr: float, warmup: int, cons
 
 @pytest.mark.parametrize(
     "lr, min_lr, warmup, constant, max_steps",
-    [(9e-7, 9e-8, 10, 0, 50), (1e-3, 0.0, 0, 0, 7), (1e-3, 1e-4, 3, 5, 20), (9e-6, 9e-7, 10, 1000, 300)],
+    [
+        (9e-7, 9e-8, 10, 0, 50),
+        (1e-3, 0.0, 0, 0, 7),
+        (1e-3, 0.0, 1, 0, 7),
+        (1e-3, 1e-4, 3, 5, 20),
+        (9e-6, 9e-7, 10, 1000, 300),
+    ],
 )
 def test_schedule_is_nemos(lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> None:
     sched = {"name": "CosineAnnealing", "warmup_steps": warmup, "constant_steps": constant, "min_lr": min_lr}
@@ -166,6 +172,7 @@ def test_constant_schedule_and_errors() -> None:
         Schedule(lr=1.0, name="Polynomial")
     with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):
         Schedule(lr=1.0, min_lr=2.0)
+    assert Schedule(lr=1.0, min_lr=2.0, name="constant")(9) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -176,6 +183,7 @@ def test_constant_schedule_and_errors() -> None:
         (11, {}, False),  # nothing but the warm-up
         (1011, {}, False),
         (1000, {"warmup_steps": 0}, True),
+        (1001, {"warmup_steps": 1}, True),
         (1010, {"min_lr": 1.0}, False),
         (1010, {"name": "constant"}, False),
     ],
@@ -188,7 +196,7 @@ def test_a_run_that_is_too_short_for_its_schedule_says_so(
     schedule.warn_if_nothing_decays()
     assert bool(caplog.records) == expected
     if expected:
-        first = 0 if settings["warmup_steps"] == 0 else 11
+        first = {0: 0, 1: 2, 10: 11}[settings["warmup_steps"]]
         assert f"of {max_steps} updates, all after the first {first} run at min_lr=0.1" in caplog.text
         assert all(schedule(step) == 0.1 for step in range(first, max_steps))
 

@@ -146,10 +146,12 @@ def test_ids_come_in_the_given_order_or_longest_expected_first() -> None:
 
 def test_a_round_is_complete_when_every_id_is() -> None:
     queue = WorkQueue(LEASE_SECONDS)
+    assert queue.status()["state"] == DRAINED and queue.status()["done"] == 0
     queue.start_round(0, [1, 2])
     assert queue.lease(5, "a")[:2] == ([1, 2], WAITING)
     assert queue.complete([1], "a") == ([1], [])
     assert queue.lease(5, "b")[:2] == ([], WAITING)
+    assert queue.status()["done"] == 1 and queue.status()["holders"].keys() == {"a"}
     assert queue.complete([1, 2], "a") == ([1, 2], [])  # a repeated report is accepted again
     assert queue.lease(5, "b")[:2] == ([], DRAINED)
     assert queue.status()["done"] == 2 and queue.status()["total"]["completed"] == 2
@@ -173,6 +175,24 @@ def test_an_expired_lease_is_served_again_and_late_answers_are_refused() -> None
     assert queue.status()["total"] == {"served": 4, "expired": 1, "completed": 3, "refused": 2}
 
 
+def test_a_lease_runs_out_whatever_is_asked() -> None:
+    clock = Clock()
+    queue = WorkQueue(lease_seconds=10, clock=clock)
+    for round_number, ask in enumerate((
+        lambda: queue.lease(1, "b").ids == [1],
+        lambda: queue.complete([1], "a") == ([], [1]),
+        lambda: queue.renew("a") == [],
+        lambda: queue.status()["pending"] == 1,
+    )):  # fmt: skip
+        queue.start_round(round_number, [1])
+        assert queue.lease(1, "a").ids == [1]
+        for _ in range(2):
+            clock.now += 4
+            assert queue.lease(1, "b").ids == []
+        clock.now += 2
+        assert ask(), round_number
+
+
 def test_renewing_keeps_a_lease() -> None:
     clock = Clock()
     queue = WorkQueue(lease_seconds=10, clock=clock)
@@ -180,6 +200,7 @@ def test_renewing_keeps_a_lease() -> None:
     queue.lease(1, "a")
     for seconds in (8, 16, 24):
         pass_time(queue, clock, seconds)
+        assert queue.status()["holders"] == {"a": {"count": 1, "ids": [1], "silent_seconds": 8.0}}
         assert queue.renew("a") == [1]
     pass_time(queue, clock, 34)
     assert queue.renew("a") == []
@@ -190,15 +211,17 @@ def test_a_queue_that_stood_still_takes_no_ids_from_workers_that_live() -> None:
     """Its process was stopped: signs of life of all wait in its backlog. Who is silent then is given up as ever."""
     clock = Clock()
     queue = WorkQueue(lease_seconds=10, workers=2, clock=clock)
-    queue.start_round(0, [1, 2, 3, 4])
+    queue.start_round(0, [1, 2, 3, 4, 5])
     assert queue.lease(1, "a")[0] == [1] and queue.lease(1, "b")[0] == [2] and queue.lease(1, "dead")[0] == [3]
-    for _ in range(6):  # an id that is lost five times ends the job
-        clock.now += 100
+    clock.now += 4
+    assert queue.lease(1, "dead later")[0] == [4]
+    for seconds in (12, 100, 100, 100, 100, 100):  # an id that is lost five times ends the job
+        clock.now += seconds
         assert queue.renew("a") == [1] and queue.complete([2], "b") == ([2], [])
-    pass_time(queue, clock, clock.now + 8)
-    assert queue.renew("a") == [1] and queue.status()["total"]["expired"] == 0
-    pass_time(queue, clock, clock.now + 2)
-    assert queue.status()["total"]["expired"] == 1 and queue.lease(1, "b")[0] == [3]
+    for seconds, expired in ((5, 0), (1, 1), (3, 1), (1, 2)):
+        pass_time(queue, clock, clock.now + seconds)
+        assert queue.renew("a") == [1] and queue.status()["total"]["expired"] == expired
+    assert queue.lease(1, "b")[0] == [3]
 
 
 def test_a_repeated_lease_request_gets_the_same_ids() -> None:
@@ -217,12 +240,17 @@ def test_a_straggler_cannot_touch_the_next_round() -> None:
     queue.start_round(4, [1, 2])
     assert queue.lease(1, "late", round_number=4)[0] == [1]
     queue.start_round(5, [1, 2])
-    assert queue.lease(9, "late", round_number=4)[:2] == ([], DRAINED)
+    assert queue.status()["holders"] == {}
+    assert queue.lease(9, "late", round_number=4) == ([], DRAINED, 0, 0)
     assert queue.complete([1], "late", round_number=4) == ([], [1])
+    assert queue.status()["total"]["refused"] == 1
     assert queue.renew("late", round_number=4) == []
     assert queue.lease(9, "a", round_number=5)[0] == [1, 2]
+    assert queue.renew("a", round_number=4) == [] and queue.renew("a", round_number=5) == [1, 2]
     with pytest.raises(RoundMismatchError, match="round 6 has not begun"):
         queue.lease(1, "a", round_number=6)
+    with pytest.raises(RoundMismatchError, match="round 6 has not begun"):
+        queue.complete([1], "a", round_number=6)
 
 
 def test_wrong_rounds_are_named() -> None:
@@ -809,6 +837,23 @@ def test_leases_shrink_towards_the_end_of_a_round() -> None:
     assert sizes[0] == 10 and sizes[-8:] == [1] * 8  # twice as many single ids as workers, or more
     queue.start_round(1, list(range(100)))
     assert len(queue.lease(60).ids) == 60  # NeMo-Aligner's request names no worker: as many as it asks for
+
+
+def test_more_workers_than_expected_get_less() -> None:
+    queue = WorkQueue(LEASE_SECONDS, workers=2)
+    queue.start_round(0, list(range(24)))
+    leases = [queue.lease(99, worker) for worker in "abc"]
+    assert [(len(lease.ids), lease.share, lease.unfinished) for lease in leases] == [(6, 9, 24), (5, 6, 24), (3, 3, 24)]
+    for workers in (1, None):  # alone, or nobody knows
+        queue = WorkQueue(LEASE_SECONDS, workers=workers)
+        queue.start_round(0, list(range(24)))
+        assert queue.complete([0, 99], "stranger") == ([], [0, 99]) and queue.renew("stranger") == []
+        assert queue.lease(4, "a").share == 20 and len(queue.lease(99, "a").ids) == 20
+        holder = queue.status()["holders"]["a"]  # names some, not hundreds
+        assert holder["count"] == 24 and holder["ids"] == list(range(20))
+    for wrong in ({"lease_seconds": 0}, {"lease_seconds": 1, "workers": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            WorkQueue(**wrong)
 
 
 def test_nothing_is_leased_ahead_that_others_have_slots_for() -> None:
