@@ -849,7 +849,9 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
     """Not by momentum, by decay, or by a step of the schedule."""
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
     actor = make_actor(model, None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     actor.update(policy_batch(tokens()))
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = actor.update(policy_batch(tokens(), mask=0.0))
     assert report.keys() == {"loss", "lr", "skipped_updates"} and report["loss"] == 0.0  # nothing is a mean of nothing
@@ -1452,7 +1454,13 @@ def test_the_gradient_norm_is_reported_without_clipping() -> None:
     for clip in (0.0, 1e-3):
         model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
         import_weights(model, export_weights(reference_model()))
-        norms.append(make_actor(model, None, clip).update(policy_batch(tokens()))["grad_norm"])
+        actor = make_actor(model, None, clip)
+        actor.optimizer.schedule = Schedule(lr=0.4, warmup_steps=3)
+        report = actor.update(policy_batch(tokens()))
+        norms.append(report["grad_norm"])
+        assert {group["lr"] for group in actor.optimizer.megatron.param_groups} == {report["lr"]} == {0.1}
+        clipped = torch.cat([p.grad.flatten() for p in actor.optimizer.megatron.get_parameters()]).norm()
+        assert clipped.item() == pytest.approx(clip or norms[0], rel=1e-2)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 1e-2
 
 
@@ -1474,6 +1482,8 @@ def test_gradients_are_clipped_as_by_megatron() -> None:
     clip_grad_by_total_norm_fp32(parameters, 0.37, norm)
     assert all(torch.equal(a, parameter.grad) for a, parameter in zip(clipped, parameters, strict=True))
     optimizer._clip(0.36)
+    optimizer.clip_grad = 0.0  # no limit
+    optimizer._clip(norm)
     assert all(torch.equal(a, parameter.grad) for a, parameter in zip(clipped, parameters, strict=True))
 
 
