@@ -952,6 +952,15 @@ def resuming(folder: Path) -> dict[str, Any]:
         m.finish()
         for setting in (named, {"resume_from_checkpoint": str(next(back.glob("*step=3")))}, named):
             results["back, steps"].append(manager(back, **setting).resume(model, optimizer)["step"])
+        last = next(back.glob("*-last"))  # loses its -last to a newer one, which is damaged then
+        named = {"resume_from_checkpoint": str(last)}
+        m = manager(back, **named)
+        m.resume(model, optimizer)
+        save(m, model, optimizer, 7)
+        same = {"resume_from_checkpoint": str(last).removesuffix("-last")}
+        results["lost its last"] = [manager(back, **same).resume(model, optimizer)["step"]]
+        next(back.glob("*step=7-last/trainer_state.json")).unlink()
+        results["lost its last"].append(manager(back, **named).resume(model, optimizer)["step"])
         results["explicit, wrong"] = error_of(
             lambda: manager(directory, resume_from_checkpoint=str(folder / "nothing")).resume(model, optimizer)
         )

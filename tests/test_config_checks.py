@@ -656,6 +656,8 @@ def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
     named.mkdir(parents=True)
     Manifest(1, 3, None, {}).write(named)
     assert problems(model, "gpt_sft", line) == []
+    named.rename(named.with_name("step=3"))  # as a newer one's save does
+    assert problems(model, "gpt_sft", line) == []
 
 
 def test_a_secret_that_others_may_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_style_aligner.arguments import why_unwritable
-from nemo_style_aligner.checkpoints.directory import DAMAGED
+from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -78,12 +78,12 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     if not named:
         return
     path = Path(os.path.expanduser(str(named)))
-    if os.path.isfile(path / MANIFEST):
+    if os.path.isfile(present_name(path) / MANIFEST):
         return
     with contextlib.suppress(OSError, RuntimeError):
         own = filter(None, map(_manifest, (log_directory(exp_manager) / "checkpoints").iterdir()))
         newest = max(own, key=lambda manifest: manifest.sequence, default=None)
-        if newest is not None and newest.resumed_from == str(path.resolve()):
+        if newest is not None and had_resumed_from(newest, str(path.resolve())):
             return
     reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
     yield (

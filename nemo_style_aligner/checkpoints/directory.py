@@ -131,7 +131,7 @@ class CheckpointDirectory:
     def newest_resumed_from(self, origin: str | None) -> Path | None:
         """The newest finished checkpoint, if the run that wrote it had resumed from ``origin``."""
         entries = self.entries()
-        return entries[0].path if entries and entries[0].manifest.resumed_from == origin else None
+        return entries[0].path if entries and had_resumed_from(entries[0].manifest, origin) else None
 
     def ranked(self) -> list[Path]:
         """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
@@ -164,6 +164,19 @@ def is_training_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a training checkpoint, be it damaged or unfinished."""
     # One of the two suffices: a checkpoint that has lost the other is reported as damaged, not overlooked.
     return (path / STATE).is_dir() or (path / MANIFEST).is_file()
+
+
+def present_name(path: Path) -> Path:
+    """The path of a checkpoint that is named as it was once: it loses its ``-last`` when a newer one is saved."""
+    if os.path.exists(path) or not path.name.endswith(LAST):
+        return path
+    return path.with_name(path.name.removesuffix(LAST))
+
+
+def had_resumed_from(manifest: Manifest, origin: str | None) -> bool:
+    """Whether a checkpoint's run had resumed from ``origin``, a resolved path, named with or without ``-last``."""
+    recorded = manifest.resumed_from
+    return recorded is not None and origin is not None and recorded.removesuffix(LAST) == origin.removesuffix(LAST)
 
 
 def staging_of(target: Path) -> Path:

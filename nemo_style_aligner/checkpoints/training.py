@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
-from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, put_aside, staging_of
+from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, present_name, put_aside, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
@@ -322,8 +322,9 @@ class CheckpointManager:
             NoCheckpointError: there is no checkpoint, and the settings ask for one.
             DamagedCheckpointError: the one that the settings name is damaged, or all that exist are.
         """
-        if self._named is not None:
-            return self.load(self._latest_resumed() or self._named, model, optimizer, check)
+        if (named := self._named) is not None:
+            start = self._latest_resumed() or on_first_rank(lambda: present_name(named))
+            return self.load(start, model, optimizer, check)
         if not self.settings.resume_if_exists:
             return None
         path = self.latest()
