@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors, stored_shapes
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
-from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
@@ -641,6 +643,12 @@ def full_disk(folder: Path) -> dict[str, Any]:
         except OSError as error:
             errors.append(str(error))
         shutil.disk_usage = usage
+        for call in ("mkdir", "replace"):  # those that make its folders, and that give it its name
+            with unittest.mock.patch.object(os, call, side_effect=OSError(errno.EIO, "Input/output error")):
+                try:
+                    save(m, model, optimizer, 4)
+                except NotWrittenError as error:
+                    errors.append(str(error))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -612,8 +613,10 @@ def test_what_the_system_says_about_a_file_is_told(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -> None:
     result = multirank["full_disk"]
-    before, during = result["errors"]
+    before, without_folder, without_name, during = result["errors"]
     assert "does not fit" in before
+    assert re.match(r"step 4 was not saved: .*Input/output error.* start again", without_folder)
+    assert re.match(r"the checkpoint .*step=4-last was not saved: .*Input/output error.* start again", without_name)
     assert "rank 1" in during and "File too large" in during
     assert result["names"] == ["megatron_gpt-step=1-last"]
 

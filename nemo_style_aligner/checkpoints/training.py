@@ -19,7 +19,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,13 @@ class CheckpointManager:
         if self.run_settings is not None:
             trainer_state = {**trainer_state, RUN_SETTINGS: dict(self.run_settings)}
         contents = take(model, optimizer, trainer_state, step)
-        target, sequence = on_first_rank(lambda: self._files.prepare(values, contents.size))
+        try:
+            target, sequence = on_first_rank(lambda: self._files.prepare(values, contents.size))
+        except OSError as error:
+            raise NotWrittenError(
+                f"step {step} was not saved: {error}. The earlier checkpoints are intact; start again once the cause "
+                "is fixed"
+            ) from error
         in_background = self.settings.async_save and self._has_memory_for(contents)
         save = _Save(
             target,
@@ -229,26 +235,33 @@ class CheckpointManager:
         Args:
             is_whole: called once the checkpoint is complete, before the archive is written.
         """
-        try:
+        with self._given_up_on_failure(save, group):
             write_contents(save.contents, save.manifest, staging_of(save.target), group)
-        except (OSError, ValueError, TypeError) as error:
-            free = on_first_rank(lambda: self._files.give_up(save.target), group)
-            if isinstance(error, OSError):
-                raise NotWrittenError(
-                    f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
-                    f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are "
-                    "deleted. The earlier checkpoints are intact; start again once the cause is fixed"
-                ) from error
-            raise
         if may_publish := save.before_publishing:
             # Polled, so that no rank waits in one collective for long, however long it takes.
             # For the watchdog it is progress that all of them are there: the wait has a limit of its own.
             while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
                 activity.progress()
-        on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        with self._given_up_on_failure(save, group):
+            on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
         is_whole()
         if save.is_archived:
             self._export(save.contents.model(), group)
+
+    @contextlib.contextmanager
+    def _given_up_on_failure(self, save: _Save, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """If the body fails, delete what was written, and say so with the cause. Collective in ``group``."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError) as error:
+            free = on_first_rank(lambda: self._files.give_up(save.target), group)
+            if isinstance(error, OSError):
+                raise NotWrittenError(
+                    f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
+                    f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are deleted. "
+                    "The earlier checkpoints are intact; start again once the cause is fixed"
+                ) from error
+            raise
 
     def newest(self) -> Path | None:
         """The newest finished checkpoint, whose files may be damaged; None if there is none. Not collective."""
