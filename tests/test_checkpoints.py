@@ -37,7 +37,7 @@ from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
-from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, checkpoint_name, staging_of
+from nemo_style_aligner.checkpoints.directory import TRAINER_STATE, CheckpointDirectory, checkpoint_name, staging_of
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
@@ -777,6 +777,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
     whole = tmp_path / "step=1-last"
     (whole / "state").mkdir(parents=True)
     (whole / "state" / "data").write_text("weights")
+    (whole / TRAINER_STATE).write_text('{"trainer": {}}')
     troubles = [errno.EMFILE, errno.ESTALE]
 
     def open_in_trouble(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -790,12 +791,17 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
         Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
         opened = Path.open
         monkeypatch.setattr(Path, "open", open_in_trouble)
-        for name in ("data", MANIFEST):
+        readers: dict[str, Callable[[], Any]] = {
+            "data": manager.latest,
+            MANIFEST: manager.latest,
+            TRAINER_STATE: lambda: next(iter(manager.trainer_states()), None),
+        }
+        for name, read in readers.items():
             failing, troubles[:] = {name}, [errno.EMFILE, errno.ESTALE]
-            assert manager.latest() == whole and not troubles
+            assert read() == whole and not troubles
             troubles[:] = [errno.EIO, errno.ETIMEDOUT, errno.EIO]
             with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\] trouble: '{whole}.*{name}'"):
-                manager.latest()
+                read()
             assert os.listdir(tmp_path) == [whole.name]
         (whole / "state" / "data").unlink()
         assert manager.latest() is None

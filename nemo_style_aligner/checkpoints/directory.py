@@ -6,6 +6,7 @@ The layout of a checkpoint is in `contents`; what happens to damaged and unfinis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_file,
 )
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, NOT_THERE, Manifest, read_patiently
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 
 logger = logging.getLogger(__name__)
@@ -138,13 +139,18 @@ class CheckpointDirectory:
         return [entry.path for entry in self._rank(self.entries())]
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
-        """What each finished checkpoint keeps for the trainer, by path, newest first. Unreadable ones are left out."""
+        """What each finished checkpoint keeps for the trainer, by path, newest first. Damaged ones are left out.
+
+        Raises:
+            OSError: one cannot be read now; without it, what a run needs would count as gone, and be pruned.
+        """
         states = {}
         for entry in self.entries():
+            path = entry.path / TRAINER_STATE
             try:
-                content = (entry.path / TRAINER_STATE).read_text(encoding="utf-8")
+                content = read_patiently(path, functools.partial(path.read_text, encoding="utf-8"))
                 states[entry.path] = json.loads(content)["trainer"]
-            except (OSError, ValueError, KeyError) as error:
+            except (*NOT_THERE, ValueError, KeyError) as error:
                 logger.error("%s is damaged and is ignored: %s", entry.path, error)
         return states
 

@@ -70,7 +70,7 @@ class Manifest:
         try:
             content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
             checksum, version = content.pop("sha256"), content.pop("format")
-        except (*_NOT_THERE, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (*NOT_THERE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
         if version != _FORMAT or checksum != _checksum({"format": version, **content}):
             raise DamagedCheckpointError(f"{path} is damaged, or of another version")
@@ -80,7 +80,8 @@ class Manifest:
             raise DamagedCheckpointError(f"{path} is of another version: {error}") from error
 
 
-_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of reading that are damage: the file is gone. Of any other, it may be readable later."""
 
 
 def read_patiently(path: Path, read: Callable[[], T]) -> T:
@@ -89,7 +90,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
         try:
             return read()
         except OSError as error:
-            if isinstance(error, _NOT_THERE) or error.errno is None:  # None: raised by Python, about the contents
+            if isinstance(error, NOT_THERE) or error.errno is None:  # None: raised by Python, about the contents
                 raise
             if pause is None:
                 raise OSError(error.errno, error.strerror, str(path)) from error  # it may lack the path
@@ -196,7 +197,7 @@ def _compare(source: FileSource, name: str, expected: Mapping[str, Any]) -> str 
 
     try:
         found = read_patiently(path, read)
-    except _NOT_THERE:
+    except NOT_THERE:
         return f"{path}: No such file or directory"
     except OSError as error:
         if error.errno is not None:

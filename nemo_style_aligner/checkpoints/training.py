@@ -397,7 +397,7 @@ class CheckpointManager:
         return True
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
-        """What `load` would return for each finished checkpoint, by path, newest first, without unreadable ones."""
+        """What `load` would return for each finished checkpoint, by path, newest first, without damaged ones."""
         self.finish()
         return on_first_rank(self._files.trainer_states)
 
