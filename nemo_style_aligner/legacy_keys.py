@@ -114,7 +114,10 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     ),
     LegacyKey("model.ppo.sampling_params.compute_logprob", "has no effect: log-probs are always returned"),
     # In a job that only serves a model
-    LegacyKey("model.activations_checkpoint_*", "has no effect: nothing is trained in this job"),
+    *(
+        LegacyKey(f"model.activations_checkpoint_{name}", "has no effect: nothing is trained in this job")
+        for name in ("granularity", "method", "num_layers")
+    ),
     LegacyKey("model.global_batch_size", "has no effect: nothing is trained in this job"),
     LegacyKey("model.micro_batch_size", "has no effect: see forward_micro_batch_size"),
     # In a job that only trains one

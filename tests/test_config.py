@@ -181,12 +181,14 @@ def test_every_key_is_explained(job: str) -> None:
 
 
 def test_unknown_keys_are_all_named_with_their_nearest() -> None:
-    cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", "trainer.ppo.gradient_clip=1", "zzz=1")
+    recompute = "model.activations_checkpoint_granularty=full"
+    cfg = composed("gpt_ppo_actor", "model.ppo.entropy_bonsu=1", "trainer.ppo.gradient_clip=1", recompute, "zzz=1")
     with pytest.raises(ConfigError) as error:
         check_config(cfg, "gpt_ppo_actor")
     message = str(error.value)
     assert "model.ppo.entropy_bonsu; did you mean model.ppo.entropy_bonus" in message
     assert "trainer.ppo.gradient_clip; did you mean trainer.ppo.gradient_clip_val" in message
+    assert "granularty; did you mean model.activations_checkpoint_granularity" in message
     assert "\n  zzz\n" in message
 
 
