@@ -99,6 +99,8 @@ OF_THE_JOB: tuple[str, ...] = (
     "model.pipeline_model_parallel_size",
     "model.seed",
     "model.answer_only_loss",
+    "model.rm_placement",
+    "model.keep_activations",
 )
 """Keys directly below ``model`` for which a checkpoint's value has no meaning."""
 

@@ -861,6 +861,18 @@ def test_wrong_types_are_all_named() -> None:
     assert "\n  model.ppo.entropy_bonsu; did you mean" in message  # with the keys that do not exist, in one message
 
 
+@pytest.mark.parametrize(
+    ("job", "override", "said"),
+    [
+        ("gpt_ppo_critic", "model.rm_placement=null", "this key needs a value; its default is auto"),
+        ("gpt_ppo_critic", "model.keep_activations=null", "this key needs a value; its default is auto"),
+    ],
+)
+def test_values_of_which_a_job_makes_something_else_are_refused(job: str, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]}=.*: {said}"):
+        check_config(composed(job, override), job)
+
+
 def test_values_that_only_look_like_another_type_pass() -> None:
     cfg = composed(
         "gpt_ppo_actor", "model.optim.lr=1", "trainer.ppo.max_steps=1e3", "exp_manager.name=7", "trainer.precision=32",
