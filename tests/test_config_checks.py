@@ -462,6 +462,12 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "model.reward_model_type=pairwise",
         ("model.reward_model_type='pairwise': choose binary_ranking or regression",),
     ),
+    "kind of reward model that is empty": (
+        "gpt_ppo_critic", 1, "model.reward_model_type='\"\"'", ("model.reward_model_type='': choose binary_ranking",),
+    ),
+    "dtype of the head": (
+        "gpt_ppo_critic", 1, "model.force_head_dtype=0", ("model.force_head_dtype='0': choose float32 or bfloat16",),
+    ),
     "choices and ranges that are looked at nowhere else": (
         "gpt_ppo_actor", 1,
         "trainer.ppo.generation.engine=vllm trainer.ppo.trt_llm.backend=tensorrt exp_manager.watchdog_minutes=0 "

@@ -51,7 +51,7 @@ class RewardHeadConfig:
             ValueError: an unknown choice, attribute weights that do not match the attributes, or a standardisation
                 without mean or std.
         """
-        kind = cfg.get("reward_model_type") or "binary_ranking"
+        kind = "binary_ranking" if (given := cfg.get("reward_model_type")) is None else given
         if kind not in ("binary_ranking", "regression"):
             raise ValueError(f"model.reward_model_type={kind!r}: choose binary_ranking or regression")
         regression = cfg.get("regression") or {}
@@ -61,7 +61,7 @@ class RewardHeadConfig:
             raise ValueError(
                 f"model.regression.attribute_weights has {len(weights)} entries for num_attributes={num_attributes}"
             )
-        dtype_name = str(cfg.get("force_head_dtype") or "float32").removeprefix("torch.")
+        dtype_name = "float32" if (given := cfg.get("force_head_dtype")) is None else str(given).removeprefix("torch.")
         if dtype_name not in _DTYPES:
             raise ValueError(f"model.force_head_dtype={dtype_name!r}: choose float32 or bfloat16")
         standardization = cfg.get("reward_standardization") or {}
