@@ -73,7 +73,11 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("exp_manager.wandb_logger_kwargs.*", (bool, int, float, str, list, dict)),
 )
 
-_NUMBERS = ("model.optim.betas", "model.regression.attribute_weights")  # lists of which every element is one
+_NUMBERS = (
+    "model.optim.betas",
+    "model.regression.attribute_weights",
+    "trainer.ppo.importance_sequence_bounds",
+)  # lists of which every element is one
 
 _LENGTH = "model.encoder_seq_length"
 

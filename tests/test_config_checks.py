@@ -872,6 +872,7 @@ def test_wrong_types_are_all_named() -> None:
     [
         ("gpt_ppo_critic", "model.rm_placement=null", "this key needs a value; its default is auto"),
         ("gpt_ppo_critic", "model.keep_activations=null", "this key needs a value; its default is auto"),
+        ("gpt_ppo_actor", "trainer.ppo.importance_sequence_bounds=[False,2]", "must be a list of numbers"),
     ],
 )
 def test_values_of_which_a_job_makes_something_else_are_refused(job: str, override: str, said: str) -> None:

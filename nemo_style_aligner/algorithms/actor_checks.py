@@ -7,8 +7,6 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from omegaconf import ListConfig
-
 from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
 from nemo_style_aligner.rollout.engine_setup import engine_size
 
@@ -90,10 +88,7 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
 def _importance(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.importance_sequence_bounds"
     bounds = view.get(key)
-    if bounds is None:
-        return
-    numbers = list(bounds) if isinstance(bounds, ListConfig) else []
-    if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] < numbers[1]:
+    if bounds is not None and (len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]):
         yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
 
 
