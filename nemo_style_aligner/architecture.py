@@ -104,6 +104,8 @@ class ModelArchitecture:
                     f"{self.num_attention_heads}; set kv_channels to the size of one head"
                 )
             object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        if self.kv_channels < 1:
+            raise ValueError(f"kv_channels must be at least 1, got {self.kv_channels}")
         if self.turned_channels > self.kv_channels:
             raise ValueError(
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "

@@ -581,6 +581,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("trainer.ppo.generation.tensor_parallel_size=4: 2 ranks cannot be divided into groups of 4",),
     ),
     "no heads": ("gpt_sft", 1, "model.num_attention_heads=0", ("num_attention_heads must be at least 1, got 0",)),
+    "heads of no size": ("gpt_sft", 1, "model.kv_channels=-1", ("kv_channels must be at least 1, got -1",)),
     "rotation": ("gpt_sft", 1, "model.rotary_base=.nan", ("rotary_base must be a number above 0, got nan",)),
     "rotated share": (
         "gpt_sft", 1, "model.rotary_percentage=.inf", ("rotary_percentage must be a number above 0, got inf",),
