@@ -343,6 +343,9 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "address with an empty part": (
         "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip=.svc.cluster.local", ("critic.ip=.svc.cluster.local: give",),
     ),
+    "address that is a pattern": (
+        "gpt_ppo_actor", 1, "remote_critic_rm.critic.ip='\"*.x\"'", ("critic.ip=*.x: give only a host name",),
+    ),
     "reward model's address": (
         "gpt_ppo_actor", 1,
         "remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.ip='\"a b\"' "

@@ -125,7 +125,7 @@ def _services(view: JobView) -> Iterator[str]:
 
 def _host(view: JobView, key: str) -> Iterator[str]:
     host = str(view.get(key))
-    is_plain = re.fullmatch(r"([^\s/:@.]{1,63}\.)*[^\s/:@.]{1,63}\.?", host) is not None
+    is_plain = re.fullmatch(r"([\w-]{1,63}\.)*[\w-]{1,63}\.?", host) is not None
     if ":" in host and not re.search(r"[\s/]", host):
         with contextlib.suppress(ValueError):
             is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
