@@ -507,6 +507,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "training_rm", 1, "trainer.precision=32 model.optim.name=fused_adam",
         ("model.force_head_dtype=bfloat16, trainer.precision=32, model.optim.name=fused_adam: this optimizer cannot",),
     ),
+    "threads": (
+        "gpt_ppo_critic", 1, "trainer.ppo.max_outstanding_requests=1e5",
+        ("trainer.ppo.max_outstanding_requests=100000: must be in [1, 10000]",),
+    ),
     "length of the schedule": (
         "gpt_ppo_critic", 1, "trainer.ppo.max_steps=-1", ("trainer.ppo.max_steps=-1: the learning rate's schedule",),
     ),

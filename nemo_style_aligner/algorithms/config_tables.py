@@ -111,9 +111,8 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.trt_llm.max_restarts", _NOT_NEGATIVE),
     ("trainer.ppo.batch_iterator.*_seconds", _SECONDS),
     ("trainer.ppo.max_body_bytes", _COUNT),
-    ("trainer.ppo.max_outstanding_requests", _COUNT),
     ("inference.max_body_bytes", _COUNT),
-    ("inference.max_outstanding_requests", _COUNT),
+    ("*.max_outstanding_requests", Range(1, 10_000)),  # each has a thread
     ("*.connections.*_seconds", _SECONDS),
     ("*.connections.min_bytes_per_second", _POSITIVE),
     ("*.connections.max_connections", _COUNT),
