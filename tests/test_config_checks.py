@@ -528,6 +528,9 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "model.ppo.sampling_params.end_strings=[no]",
         ("end_strings has False in it, which is no text: put it in quotes",),
     ),
+    "list of lists of end strings": (
+        "gpt_ppo_actor", 1, "model.ppo.sampling_params.end_strings=[[stop]]", ("has ['stop'] in it, which is",),
+    ),
     "service": (
         "gpt_ppo_critic", 1,
         "trainer.ppo.inference_micro_batch_size=[4,0] trainer.ppo.strip_sequence_length_to_multiple=0 "

@@ -59,7 +59,7 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
 
 def _end_string(given: object) -> str:
     """An end string: YAML reads some as numbers."""
-    if given is None or isinstance(given, bool):
+    if not isinstance(given, str | int | float) or isinstance(given, bool):
         raise ValueError(f"end_strings has {given!r} in it, which is no text: put it in quotes")
     return unescaped(str(given))
 
