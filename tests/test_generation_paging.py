@@ -16,6 +16,7 @@ from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
+from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, StepPlan
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
@@ -105,6 +106,75 @@ def test_pages_that_were_never_computed_are_not_shared() -> None:
     blocks.enter(0, [1] * 64, 0)
     blocks.release(0, 40)  # preempted in the middle of its prompt
     assert blocks.enter(1, [1] * 64, 0) == 32
+
+
+# ---- scheduler ----------------------------------------------------------------------------------
+
+
+def scheduler(
+    prompts: list[list[int]], blocks: BlockTable, max_new_tokens: int = 1, share: float = 0.5, chunk: int = 4
+) -> Scheduler:
+    limits = SchedulerLimits(chunk, 2 * chunk, share, SamplingParams(max_new_tokens=max_new_tokens))
+    requests = [GenerationRequest(number, prompt) for number, prompt in enumerate(prompts)]
+    return Scheduler(requests, blocks, limits, admit=lambda request: 100 + request.request_id)
+
+
+def planned(plan: StepPlan) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """The requests that decode; the chunks as request, start and length."""
+    chunks = [(chunk.sequence.request.request_id, chunk.start, chunk.length) for chunk in plan.prefill]
+    return [sequence.request.request_id for sequence in plan.decode], chunks
+
+
+def advance(of: Scheduler) -> StepPlan:
+    plan = of.plan()
+    sequences, slots = plan.sampled()
+    of.record(sequences, slots, [70 + sequence.number for sequence in sequences], [-0.5] * len(sequences))
+    return plan
+
+
+def test_passes_that_decode_prefill_a_share_of_the_time() -> None:
+    of = scheduler([[1] * 10, [2] * 6, [3] * 12], BlockTable(2, 2, 4), max_new_tokens=20)
+    first, second = of.refill()
+    assert (first.slot, first.key, second.slot, second.key) == (0, 100, 1, 101) and of.num_active == 2
+    assert planned(advance(of)) == ([], [(0, 0, 8)])
+    assert planned(advance(of)) == ([], [(0, 8, 2), (1, 0, 6)])
+    assert of.newest.tolist() == [70, 71] and of.positions.tolist() == [10, 6]
+    for _ in range(6):
+        assert planned(advance(of)) == ([0, 1], [])
+    assert first.token_ids == [70] * 7 and first.logprobs == [-0.5] * 7 and of.positions.tolist() == [16, 12]
+    of.finish(first)
+    (third,) = of.refill()
+    assert (third.slot, third.number) == (0, 2)
+    # Of the passes without anything to prefill, one is saved up.
+    chunks = [planned(advance(of)) for _ in range(4)]
+    assert chunks == [([1], [(2, 0, 4)]), ([1], [(2, 4, 4)]), ([1], []), ([1], [(2, 8, 4)])]
+    plan = advance(of)
+    assert planned(plan) == ([2, 1], []) and plan.decode_slots.tolist() == [0, 1]
+
+
+def test_sequences_enter_while_each_can_have_another_page() -> None:
+    prompts = [[number] * PAGE_TOKENS for number in range(2)]
+    assert len(scheduler(prompts, BlockTable(2, 2, 2)).refill()) == 2  # of one token each, which is never fed
+    for num_pages, entering in ((3, 1), (4, 2)):
+        of = scheduler(prompts, BlockTable(2, 2, num_pages), max_new_tokens=2)
+        assert len(of.refill()) == entering
+    of = scheduler([[1] * 40, [1] * 40], BlockTable(2, 3, 6), chunk=50)
+    of.refill()
+    assert of.num_shared_tokens == 2 * PAGE_TOKENS
+    assert planned(of.plan()) == ([], [(0, 0, 40), (1, 32, 8)])
+
+
+def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
+    of = scheduler([[1] * 15, [2] * 15], BlockTable(2, 3, 4), max_new_tokens=30, chunk=50)
+    older, younger = of.refill()
+    while not of.num_preemptions:
+        advance(of)
+    assert of.num_preemptions == 1 and (older.slot, younger.slot, of.num_active) == (0, -1, 1)
+    assert len(older.token_ids) == len(younger.token_ids) + 1 == 19  # a page begins with the 18th, which is token 33
+    assert of.refill() == []  # no memory
+    of.finish(older)
+    assert of.refill() == [younger] and younger.prefill_ids == [2] * 15 + [71] * 18
+    assert planned(advance(of)) == ([], [(1, 0, 33)]) and len(younger.token_ids) == 19
 
 
 # ---- a step that remembers tokens instead of keys ---------------------------------------------------

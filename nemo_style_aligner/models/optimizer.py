@@ -145,7 +145,6 @@ class Optimizer:
         for group in self.megatron.param_groups:
             # megatron leaves this to its own scheduler: norms and biases have wd_mult 0.
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
-        model.config.grad_scale_func = self.megatron.scale_loss
         self._offload: AdamOffload | None = None
         if offload and device().type != "cpu":  # on a CPU they are in host memory anyway
             self._offload = AdamOffload(self.parts(), model.module)
