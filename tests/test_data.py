@@ -425,8 +425,9 @@ def test_template_with_several_fields(tmp_path: Path, tokenizer: Tokenizer) -> N
         ({"max_seq_length": 12}, "abcdefgh XY$"),
         ({"max_seq_length": 8}, "abcd XY$"),
         ({"max_seq_length": 8, "truncation_method": "left"}, "efgh XY$"),
+        ({"max_seq_length": 9, "add_sep": True}, "abcd$ XY$"),
         ({"max_seq_length": 8, "truncation_field": "output"}, "abcdefgh"),  # no room for any response: dropped
-        ({"max_seq_length": 10, "truncation_field": "output,input"}, "abcdefgh"),  # the same
+        ({"max_seq_length": 10, "truncation_field": "output, input"}, "abcdefgh"),  # the same
         ({"max_seq_length": 8, "truncation_field": "output", "answer_only_loss": False}, "abcdefgh"),
         ({"max_seq_length": 11, "truncation_field": ""}, "abcdefgh XY"),  # the response's end is cut
     ],
@@ -486,6 +487,7 @@ def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None
     "changes, complaint",
     [
         ({"prompt_template": "{output} {input}"}, r"should end with \{output\}"),
+        ({"prompt_template": "{input} {output} {output}"}, r"should end with \{output\}"),
         ({"label_key": "answer"}, r"should end with \{answer\}"),
         ({"truncation_field": "context"}, "'context' is not in prompt_template"),
         ({"truncation_method": "random"}, "'left' or 'right'"),
@@ -597,6 +599,18 @@ def test_nemo_markup_learns_responses_and_where_they_stop(
     assert spell(tokenizer, item.token_ids) == whole
     parts = ["\x00System\nS\n\x11User\nu1\n\x11Assistant\n", "User\nu2\n\x11Assistant\n"]
     assert learnt(tokenizer, item) == "_" * len(parts[0]) + "a1\n\x11" + "_" * len(parts[1]) + "a2\n\x11"
+
+
+@pytest.mark.parametrize("markup, want", [(None, "a1]a2]"), (MARKUP, "a1\n\x11a2\n\x11")], ids=["template", "markup"])
+def test_what_follows_the_last_response_is_not_learnt(
+    tmp_path: Path, tokenizer: Tokenizer, markup: ChatPromptTokens | None, want: str
+) -> None:
+    row = {"messages": [*MESSAGES["messages"], {"role": "user", "content": "u3"}]}
+    unlearnt = {"messages": [turn | {"weight": 0} for turn in MESSAGES["messages"]]}
+    data = sft(tmp_path, tokenizer, row, unlearnt, max_seq_length=200, chat_prompt_tokens=markup)
+    assert len(data) == data.num_dropped == 1
+    assert spell(tokenizer, data[0].token_ids).endswith("ser\nu3\n" if markup else "ser\nu3]\n")
+    assert learnt(tokenizer, data[0]).replace("_", "") == want
 
 
 def test_a_chat_has_the_tokens_that_its_prompts_have_in_ppo(tmp_path: Path) -> None:
@@ -801,6 +815,8 @@ def test_turns_of_weight_0_are_not_learnt_and_nulls_are_not_there(tmp_path: Path
         ([SUM[0], THOUGHTFUL | {"reasoning_content": ["hm"]}], {}, "'reasoning_content' should be a string"),
         ([SUM[0], CALL | {"tool_calls": "add"}], {}, "'tool_calls' should be a list of calls"),
         ([SUM[0], CALL | {"tool_calls": [{"function": {}}]}], {}, "key 'name' is missing"),
+        ([SUM[0], CALL | {"tool_calls": [{"function": "add"}]}], {}, "'function' should be an object"),
+        ([SUM[0], CALL | {"content": 3}], {}, "'content' should be a string"),
         ([SUM[0], CALL | {"tool_calls": [{"name": "add", "arguments": "{"}]}], {}, "'arguments' of the call of 'add'"),
         ([SUM[0] | {"name": "\ud83d"}, THOUGHTFUL], {}, "'name' holds an unpaired surrogate"),
         ([SUM[0], THOUGHTFUL], {"tools": "add"}, "'tools' should be a list of tools"),
