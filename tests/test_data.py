@@ -190,6 +190,8 @@ def test_comparisons_are_consecutive_lines(
     ids = tokenizer.text_to_ids
     assert (pairs[0].chosen_ids, pairs[0].rejected_ids) == (ids("good"), ids("bad"))
     assert (pairs[1].chosen_ids, pairs[1].rejected_ids) == (ids("y"), ids("longer"))
+    longest = max(len(ids("y")), len(ids("longer")))
+    assert [len(ComparisonDataset([a], tokenizer, length)) for length in (longest - 1, longest)] == [1, 2]
     ended = ComparisonDataset([a], tokenizer, seq_length=8, append_eod=True)
     assert ended[0].rejected_ids == [*ids("bad"), tokenizer.eos_id]
     b = jsonl(tmp_path / "b.jsonl", {"text": "good<|endoftext|>"}, {"text": "bad<|im_end|>"})
@@ -321,7 +323,7 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
         RegressionDataset([path], tokenizer, 8, num_attributes=1)
 
 
-@pytest.mark.parametrize("label", ['"good"', "[]", '[1, "a"]', "true", "[NaN]", "null", "1" + "0" * 400])
+@pytest.mark.parametrize("label", ['"good"', "[]", '[1, "a"]', "true", "[1, true]", "[NaN]", "null", "1" + "0" * 400])
 def test_bad_labels_are_named(tmp_path: Path, tokenizer: Tokenizer, label: str) -> None:
     path = jsonl(tmp_path / "r.jsonl", f'{{"text": "a", "label": {label}}}')
     with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' should be"):
@@ -890,7 +892,11 @@ def test_data_prefix(tmp_path: Path) -> None:
         ({"train": [0.3, "a.jsonl", "b.jsonl"]}, "weights and files in turn"),
         ({"train": ["a.jsonl", 0.3]}, "weights and files in turn"),
         ({"train": [0.3, 0.4]}, "weights and files in turn"),
+        ({"train": [0.3, "a.jsonl", "b.jsonl", "c.jsonl"]}, "weights and files in turn"),
+        ({"train": ["a.jsonl", ["b.jsonl"]]}, "give a file, or a list of files"),
         ({"train": [-1, "a.jsonl"]}, "positive"),
+        ({"train": [0.3, "a.jsonl", 0, "b.jsonl"]}, "positive"),
+        ({"train": [0.3, "a.jsonl", "inf", "b.jsonl"]}, "positive"),
     ],
 )
 def test_bad_data_prefixes_are_refused(value: Any, complaint: str) -> None:

@@ -150,6 +150,27 @@ def test_suppressed_stop_ids_and_vocab_limit() -> None:
     assert (tokens[~suppress] == 3).any()
 
 
+def test_greedy_takes_the_best() -> None:
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(1))
+    logits[0, 49] = 9.0
+    tokens, logprobs = sample(
+        logits, SamplingParams(max_new_tokens=1, use_greedy=True, temperature=2.0), _rows(9), vocab_limit=49
+    )
+    assert torch.equal(tokens, logits[:, :49].argmax(-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+
+
+def test_logits_of_very_different_sizes_take_no_weight_from_each_other() -> None:
+    logits = torch.randint(0, 5, (2, 50), generator=torch.Generator().manual_seed(1)).float()
+    shifted = logits + torch.tensor([[0.0], [-1e4]])
+    for params in (SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=1, top_k=9)):
+        for key in range(9):
+            tokens, logprobs = sample(shifted, params, _rows(2, key))
+            expected, expected_logprobs = sample(logits, params, _rows(2, key))
+            assert torch.equal(tokens, expected)
+            torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-3, rtol=0)
+
+
 def test_an_unknown_id_far_above_the_others_takes_no_weight_from_them() -> None:
     logits = torch.zeros(4000, 8)
     logits[:, 2], logits[:, 7] = -torch.inf, 200.0
