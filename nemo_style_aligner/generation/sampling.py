@@ -156,8 +156,7 @@ def _lowest_kept(values: torch.Tensor, normalizer: torch.Tensor, top_p: float) -
     """Of scores [b, n] in descending order: the lowest that top-p keeps, [b, 1], and the probability of all, [b]."""
     probabilities = (values - normalizer).exp()
     cumulative = probabilities.cumsum(dim=-1)
-    mass_before = cumulative - probabilities
-    mass_before[:, 0] = 0.0  # the best token always stays
+    mass_before = cumulative - probabilities  # exactly 0 for the best token, which therefore always stays
     return values.masked_fill(mass_before >= top_p, torch.inf).amin(dim=-1, keepdim=True), cumulative[:, -1]
 
 
