@@ -21,6 +21,12 @@ class NotWrittenError(UserError, OSError):
     exit_status = 1
 
 
+class UnreadableError(UserError, OSError):
+    """A file that is there cannot be read at the moment; the message names it."""
+
+    exit_status = 1
+
+
 class NonFiniteError(UserError, FloatingPointError):
     """NaN or Inf that the run does not tolerate. The message names the samples or tensors; nothing was applied."""
 

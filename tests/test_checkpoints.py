@@ -54,7 +54,7 @@ from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
+from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
@@ -800,10 +800,14 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
             failing, troubles[:] = {name}, [errno.EMFILE, errno.ESTALE]
             assert read() == whole and not troubles
             troubles[:] = [errno.EIO, errno.ETIMEDOUT, errno.EIO]
-            with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\] trouble: '{whole}.*{name}'"):
+            with pytest.raises(UnreadableError, match=rf"\[Errno {errno.EIO}\] trouble: '{whole}.*{name}'"):
                 read()
             assert os.listdir(tmp_path) == [whole.name]
         (whole / "state" / "data").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+            with pytest.raises(NotWrittenError, match=rf"{whole}, which is damaged, cannot be put aside: .*denied"):
+                manager.latest()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
 

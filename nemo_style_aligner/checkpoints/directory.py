@@ -28,6 +28,7 @@ from nemo_style_aligner.checkpoints.durable import (
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, NOT_THERE, Manifest, read_patiently
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
+from nemo_style_aligner.errors import NotWrittenError
 
 logger = logging.getLogger(__name__)
 
@@ -191,11 +192,20 @@ def staging_of(target: Path) -> Path:
 
 
 def put_aside(path: Path, problems: list[str]) -> None:
-    """Report a damaged checkpoint and rename it out of the way."""
+    """Report a damaged checkpoint and rename it out of the way.
+
+    Raises:
+        NotWrittenError: it cannot be renamed.
+    """
     aside = path.with_name(path.name + DAMAGED)
     logger.error("%s is damaged and put aside as %s: %s", path, aside.name, "; ".join(problems))
-    remove_path(aside)
-    os.rename(path, aside)
+    try:
+        remove_path(aside)
+        os.rename(path, aside)
+    except OSError as error:
+        raise NotWrittenError(
+            f"{path}, which is damaged, cannot be put aside: {error}. To go on from the checkpoint before, move it away"
+        ) from error
 
 
 def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.durable import sync_file
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
+from nemo_style_aligner.errors import UnreadableError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank, patiently_on_every_rank
 from nemo_style_aligner.telemetry import activity
 
@@ -85,7 +86,11 @@ NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def read_patiently(path: Path, read: Callable[[], T]) -> T:
-    """``read()`` of a file, tried again if the system cannot read it at the moment, but not if it does not exist."""
+    """``read()`` of a file, tried again if the system cannot read it at the moment, but not if it does not exist.
+
+    Raises:
+        UnreadableError: the last try failed, too.
+    """
     for pause in (*_READ_PAUSES, None):
         try:
             return read()
@@ -93,7 +98,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
             if isinstance(error, NOT_THERE) or error.errno is None:  # None: raised by Python, about the contents
                 raise
             if pause is None:
-                raise OSError(error.errno, error.strerror, str(path)) from error  # it may lack the path
+                raise UnreadableError(error.errno, error.strerror, str(path)) from error  # it may lack the path
             logger.warning("%s: %s; retrying", path, error)
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
