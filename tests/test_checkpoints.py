@@ -36,9 +36,14 @@ from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import background, durable, manifest, sharded_writing
+from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, sharded_writing
 from nemo_style_aligner.checkpoints.directory import TRAINER_STATE, CheckpointDirectory, checkpoint_name, staging_of
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, open_source
+from nemo_style_aligner.checkpoints.file_source import (
+    DamagedCheckpointError,
+    DirectorySource,
+    MissingFileError,
+    open_source,
+)
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
     ArchiveOfRun,
@@ -197,8 +202,22 @@ def test_what_nemos_converters_put_in_is_not_taken_for_a_tokenizer(tmp_path: Pat
 
 def test_an_archive_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "model_config.yaml").write_text("num_layers: 2\n")
-    with pytest.raises(FileNotFoundError, match="has no tokenizer"), nemo_tokenizer_dir(tmp_path):
+    with pytest.raises(MissingFileError, match="has no tokenizer"), nemo_tokenizer_dir(tmp_path):
         pass
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=f"the tokenizer of {tmp_path} cannot be used"):
+        load_nemo_tokenizer(tmp_path)
+
+
+def test_an_archive_that_lacks_its_metadata_or_has_odd_checksums_says_so(tmp_path: Path) -> None:
+    with open_source(tmp_path) as source:
+        with pytest.raises(MissingFileError, match=rf"{tmp_path} has no file model_weights/\.metadata"):
+            stored_shapes(source, "model_weights")
+        for content in ("[1, 2]", '{"model_config.yaml": 3}', "{"):
+            (tmp_path / "checksums.json").write_text(content)
+            with pytest.raises(DamagedCheckpointError, match=rf"{tmp_path}: checksums.json cannot be read"):
+                nemo_archive._stored_checksums(source)
 
 
 def test_what_is_no_archive_is_told_which_script_makes_one_of_it(tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ class DamagedCheckpointError(UserError, ValueError):
     exit_status = 1
 
 
+class MissingFileError(UserError, FileNotFoundError):
+    """A checkpoint lacks a file that is needed, or is not there at all."""
+
+    exit_status = 1
+
+
 class FileSource(ABC):
     """The files of one checkpoint, by their relative POSIX names."""
 
@@ -38,7 +44,7 @@ class FileSource(ABC):
         """Open a file for reading; the stream is seekable.
 
         Raises:
-            FileNotFoundError: no regular file of this name.
+            MissingFileError: no regular file of this name.
         """
 
     @abstractmethod
@@ -73,8 +79,8 @@ class FileSource(ABC):
                     "temporary files in TMPDIR"
                 ) from error
 
-    def _not_found(self, name: str) -> FileNotFoundError:
-        return FileNotFoundError(f"{self.location} has no file {name}")
+    def _not_found(self, name: str) -> MissingFileError:
+        return MissingFileError(f"{self.location} has no file {name}")
 
 
 class DirectorySource(FileSource):
@@ -96,7 +102,7 @@ class DirectorySource(FileSource):
             (p for part in (relative, *relative.parents[:-1]) if (p := self.location / part).is_symlink()), None
         )
         if link is not None:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{link} is a symbolic link, which is not followed: copy the folder, `cp -rL {self.location} FOLDER`, "
                 "and give that one"
             )
@@ -155,11 +161,11 @@ def open_source(location: Path) -> Iterator[FileSource]:
     """The files of the checkpoint at ``location``, a directory or a tar file.
 
     Raises:
-        FileNotFoundError: nothing is there.
+        MissingFileError: nothing is there.
         ValueError: it is neither a directory nor a readable tar file.
     """
     if not location.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {location}")
+        raise MissingFileError(f"there is no checkpoint at {location}")
     source: FileSource = DirectorySource(location) if location.is_dir() else TarSource(location)
     try:
         yield source

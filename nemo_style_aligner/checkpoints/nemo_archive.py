@@ -38,7 +38,13 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_file,
     sync_tree,
 )
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, open_source, safe_name
+from nemo_style_aligner.checkpoints.file_source import (
+    DamagedCheckpointError,
+    FileSource,
+    MissingFileError,
+    open_source,
+    safe_name,
+)
 from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     MODEL_PREFIX,
@@ -251,8 +257,9 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
     if _CHECKSUMS not in source.names():
         return {}
     try:
-        return dict(json.loads(source.read_text(_CHECKSUMS)))
-    except ValueError as error:
+        stored = json.loads(source.read_text(_CHECKSUMS))
+        return {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in stored.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{source.location}: {_CHECKSUMS} cannot be read: {error}") from error
 
 
@@ -363,7 +370,10 @@ def load_nemo_tokenizer(path: Path) -> Tokenizer:
         NotWrittenError: there is no temporary folder with room to unpack it.
     """
     with nemo_tokenizer_dir(path) as directory:
-        return load_tokenizer(directory)
+        try:
+            return load_tokenizer(directory)
+        except TokenizerError as error:  # it names the copy, which is gone then
+            raise TokenizerError(f"the tokenizer of {path} cannot be used: {error}") from error
 
 
 @contextlib.contextmanager
@@ -404,7 +414,7 @@ def _extract_tokenizer(path: Path, target: Path) -> Path:
         if section.get("library") == "huggingface" and kind and Path(kind).is_dir():
             return Path(kind)  # where NeMo's converter found it
     where = f" (its config names {kind}, which is no directory here; nothing is downloaded)" if kind else ""
-    raise FileNotFoundError(
+    raise MissingFileError(
         f"{path} has no tokenizer{where}: neither {_TOKENIZER}/ nor a nemo: reference in its config to a sentencepiece "
         f"model or a tokenizer.json; {_WHAT_TO_DO}"
     )
