@@ -460,7 +460,7 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
     untied = hyperparameters.read_text()
     others.write_text(untied.replace("embeddings_and_output_weights: false", "embeddings_and_output_weights: true"))
     shutil.copytree(checkpoint, moved)
-    (tmp_path / "no.yaml").write_text("model: []")
+    no_hyperparameters = [b"model: []", untied.replace("num_layers: 2", "num_layers: two").encode(), b"\xff"]
     train_character_tokenizer("abc", tmp_path / "tokenizer")
     base = tmp_path / "base.nemo"
     shape = ("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2")
@@ -479,7 +479,9 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
         refused("nowhere.nemo, which the job started from, does not exist: say where", base=tmp_path / "nowhere.nemo")
         refused("holds a language model, but .* a reward", hyperparameters=artefacts.rm_log / HYPERPARAMETERS_FILE)
         refused("in the checkpoint, but not in the model: model.output_layer.weight", hyperparameters=others)
-        refused("no.yaml is not a hyperparameters file written by a job", hyperparameters=tmp_path / "no.yaml")
+        for content in no_hyperparameters:
+            (tmp_path / "no.yaml").write_bytes(content)
+            refused("no.yaml is not a hyperparameters file written by a job", hyperparameters=tmp_path / "no.yaml")
         refused("hyperparameters.yaml, .* does not exist: .* from the log directory", moved)
         refused("is not a training checkpoint: name a folder in", artefacts.sft)
         refused("there is no checkpoint at", tmp_path / "none")

@@ -222,7 +222,7 @@ def checkpoint_to_nemo(
             f"{MANIFEST} and {STATE}/"
         )
     job = _read_hyperparameters(hyperparameters or checkpoint.resolve().parents[1] / HYPERPARAMETERS_FILE)
-    config, architecture = job.model, ModelArchitecture.from_nemo_config(job.model)
+    config, architecture = job.model, job.architecture
     base = base or job.base
     _check_base(base, architecture)
     on_first_rank(lambda: make_place(output))  # before all of the checkpoint is read, which takes long
@@ -250,12 +250,14 @@ class _Job:
     Attributes:
         path: the file.
         model: the ``model`` section, already laid over that of ``base``.
+        architecture: what that says of the model.
         dtype: of the model's weights.
         base: the archive that the job started from.
     """
 
     path: Path
     model: dict[str, Any]
+    architecture: ModelArchitecture
     dtype: torch.dtype
     base: Path
 
@@ -270,8 +272,9 @@ def _read_hyperparameters(path: Path) -> _Job:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         model = config["model"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
-        return _Job(path, model, parse_precision(config["trainer"]["precision"]), Path(str(base)).expanduser())
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        dtype, architecture = parse_precision(config["trainer"]["precision"]), ModelArchitecture.from_nemo_config(model)
+        return _Job(path, model, architecture, dtype, Path(str(base)).expanduser())
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 
 
