@@ -42,8 +42,19 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.ledger import BATCH_ARRAYS, MAX_RUNS, CriticPosition, TrainingLedger, batch_digest
+from nemo_style_aligner.servers.ledger import (
+    BATCH_ARRAYS,
+    EXPECTED_SEQUENCE_HEADER,
+    HISTORY_HEADER,
+    INITIAL_HISTORY,
+    MAX_RUNS,
+    OTHER_RUN_HEADER,
+    CriticPosition,
+    TrainingLedger,
+    batch_digest,
+)
 from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.telemetry import activity
 
@@ -825,6 +836,31 @@ def test_ledgers_forget_the_run_that_came_longest_ago() -> None:
     ledger.record("run1", 2, 0.0, "x")
     ledger.record("new", 1, 0.0, "x")
     assert ledger.expected("run1") == 3 and ledger.expected("run2") == 1
+
+
+def test_a_repeat_is_answered_where_the_histories_agree() -> None:
+    ledger, start = TrainingLedger(), CriticPosition("a", 1, INITIAL_HISTORY)
+    assert start.parameters() == {"run_id": "a", "sequence_number": 1, "history": INITIAL_HISTORY}
+    assert ledger.stored_answer(start, "x") is None
+    assert ledger.where("a") == {EXPECTED_SEQUENCE_HEADER: "1", HISTORY_HEADER: INITIAL_HISTORY}
+    ledger.record("a", 1, 0.5, "x")
+    assert start.after("x") == CriticPosition("a", 2, ledger.history) != start.after("y")
+    unfollowed = CriticPosition("a", 1)
+    assert unfollowed.after("x") == CriticPosition("a", 2)
+    assert unfollowed.parameters() == {"run_id": "a", "sequence_number": 1}
+    assert ledger.stored_answer(start, "x") == ledger.stored_answer(unfollowed, "x") == 0.5
+    assert ledger.stored_answer(start.after("x"), "y") is None
+    for number, history, digest, reason in (
+        (1, INITIAL_HISTORY, "y", "is stale: expected 2"),
+        (1, "other", "x", "is stale: expected 2"),
+        (3, None, "y", "is ahead of its predecessors: expected 2"),
+        (2, "other", "y", "trained on other batches"),
+    ):
+        with pytest.raises(ProtocolError, match=reason) as refusal:
+            ledger.stored_answer(CriticPosition("a", number, history), digest)
+        assert refusal.value.status == 409
+        assert refusal.value.headers == {EXPECTED_SEQUENCE_HEADER: "2", HISTORY_HEADER: ledger.history}
+    assert ledger.where("b") == {EXPECTED_SEQUENCE_HEADER: "1", HISTORY_HEADER: ledger.history, OTHER_RUN_HEADER: "0"}
 
 
 def test_a_run_may_undo_no_training_but_its_own() -> None:
