@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ class Resumable(Protocol):
         ...
 
 
+_SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may keep what they knew for some seconds
 # Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
 _WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
 
@@ -173,8 +175,14 @@ def require_shared(log_dir: Path) -> None:
         os.close(descriptor)
         return os.path.basename(path)
 
+    def look() -> tuple[str, bool]:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not (is_there := os.path.exists(log_dir / name)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return socket.gethostname(), is_there
+
     name = on_first_rank(leave_file)
-    seen = on_every_rank(lambda: (socket.gethostname(), os.path.exists(log_dir / name)), None)
+    seen = on_every_rank(look, None)
     if dist.get_rank() == 0:
         os.unlink(log_dir / name)
     if others := sorted({host for host, is_there in seen if not is_there}):
