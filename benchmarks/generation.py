@@ -401,8 +401,14 @@ def summarise(workload: Workload, figures: dict[str, Figures], floor: Floor, rat
 def decode_figures(
     workload: Workload, seconds: float, prefill: float, floor: Floor, rates: MachineRates
 ) -> dict[str, float]:
-    """Figures of decoding alone: the tokens after each response's first, and the time beyond that of the prompts."""
-    decode = max(seconds - prefill, 1e-9)
+    """Figures of decoding alone: the tokens after each response's first, and the time beyond that of the prompts.
+
+    Without those that divide by that time if there is none: on a busy machine the prompts may take longer than the
+    whole run did.
+    """
+    decode = seconds - prefill
+    if decode <= 0:
+        return {"prefill_seconds": prefill}
     tokens = sum(workload.lengths) - len(workload.lengths)
     return {
         "prefill_seconds": prefill,

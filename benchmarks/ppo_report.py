@@ -125,8 +125,8 @@ def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) ->
     for name in names:
         times = [step.phases.get(name, 0.0) for step in steps]
         phases[name] = {"seconds": spread(times)}
-        if name in floors:
-            phases[name]["fraction_of_floor"] = floors[name] / max(statistics.median(times), 1e-9)
+        if name in floors and (seconds_taken := statistics.median(times)):
+            phases[name]["fraction_of_floor"] = floors[name] / seconds_taken
     waiting = [sum(s for phase, s in step.phases.items() if "wait" in phase) / step.seconds for step in steps]
     figures: dict[str, Any] = {
         "rounds": len(steps),
