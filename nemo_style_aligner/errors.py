@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -46,3 +49,17 @@ def comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+@contextlib.contextmanager
+def excepthook_kept() -> Iterator[None]:
+    """Put `sys.excepthook` back at the end: for calls of libraries that put their own in front of it.
+
+    Theirs would print a traceback before ours says whether there is one, or hold back what ours prints until it
+    returns, which it never does (`nemo_style_aligner.parallel.ending.install_excepthook`).
+    """
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from nemo_style_aligner.errors import excepthook_kept
 from nemo_style_aligner.parallel.detection import LaunchError
 
 _TIMEOUT_MINUTES = 30.0  # as in the configs
@@ -256,9 +256,8 @@ def initialize_single_process() -> None:
     """torch.distributed for a tool that runs as one process: no address, no port, nobody to wait for."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     set_up_cuda_arithmetic()
-    hook = sys.excepthook
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    sys.excepthook = hook  # torch's wrapper holds back what `ending`'s prints until that returns, which it never does
+    with excepthook_kept():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def set_up_cuda_arithmetic() -> None:

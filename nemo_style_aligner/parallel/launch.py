@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.command_line import compose
 from nemo_style_aligner.config import ConfigError, check_config, log_directory
-from nemo_style_aligner.errors import comes_from
+from nemo_style_aligner.errors import comes_from, excepthook_kept
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, detect_launch, integer, master_port
@@ -143,7 +143,6 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
             _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
     _stay_on_loopback(info)
     timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
-    hook = sys.excepthook
     rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
@@ -153,13 +152,11 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         store.set("run", uuid.uuid4().hex[:12])
     name_run(store.get("run").decode())
     meet_over_gloo(store, info.rank, info.world_size)
-    try:
+    with excepthook_kept():
         if rollout_ranks:
             worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
         else:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    finally:
-        sys.excepthook = hook  # torch's wrapper holds back what ours prints until ours returns, which it never does
     _logger.info(
         "%d ranks, started by %s, %s, %d threads each",
         info.world_size,

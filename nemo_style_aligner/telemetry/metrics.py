@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
-from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.errors import NotWrittenError, UserError, excepthook_kept
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -272,16 +271,14 @@ def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
     known = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
     if known and not settings.keys() & {"id", "resume"}:
         settings |= {"id": known, "resume": "allow"}
-    hook = sys.excepthook
     try:
-        run = wandb.init(**settings)
+        with excepthook_kept():
+            run = wandb.init(**settings)
     except Exception as error:
         raise WandbError(
             "Weights & Biases does not start. Do without it (exp_manager.create_wandb_logger=False), or keep the run "
             f"on disk for `wandb sync` (WANDB_MODE=offline in the environment). Its error: {error}"
         ) from error
-    finally:
-        sys.excepthook = hook  # wandb's would print a traceback before ours says whether there is one
     if run.id != known:
         _write_whole(id_file, f"{run.id}\n")
     run.define_metric("*", step_metric="step")
