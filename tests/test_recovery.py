@@ -694,15 +694,20 @@ def test_batches_that_cannot_be_read_now_are_not_deleted(
         state = critic.state_dict()
     job.restart()
     monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0,))
-    for trouble in (OSError(errno.EIO, "Input/output error"), FileNotFoundError("no descriptors, as safetensors says")):
+    unreadable, no_descriptors = OSError(errno.EIO, "Input/output error"), FileNotFoundError("as safetensors says")
+    for place, name, trouble in (
+        (journal, "safe_open", unreadable),
+        (journal, "safe_open", no_descriptors),
+        (Path, "read_bytes", unreadable),
+    ):
 
         def fail(*_: object, trouble: OSError = trouble, **__: object) -> None:
             raise trouble
 
-        monkeypatch.setattr(journal, "safe_open", fail)
-        with pytest.raises(JournalError, match=r"0000000\d.* cannot be read now"), actor(job, tmp_path, state):
-            pass
-    monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fail)
+            with pytest.raises(JournalError, match=r"0000000\d.* cannot be read now"), actor(job, tmp_path, state):
+                pass
     with actor(job, tmp_path, state) as critic:
         train(critic, 3)
     assert job.critic.trained == [1, 2, 3]

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
 from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
-from nemo_style_aligner.checkpoints.manifest import read_patiently
+from nemo_style_aligner.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 
@@ -103,18 +103,20 @@ class CriticJournal:
         """The batch with this number.
 
         Raises:
-            JournalError: it is missing, or not what was written.
+            JournalError: it is missing, cannot be read now, or is not what was written.
         """
         entry = self._entries.get(number)
         if entry is None:
             raise JournalError(f"{self.directory} has no training batch {number}, only {self._describe()}")
         try:
-            arrays = load_file(entry.path)
+            arrays = load(read_patiently(entry.path, entry.path.read_bytes))
             if batch_digest(arrays) == entry.digest:
                 return arrays
             reason = "its checksum is wrong"
-        except (OSError, SafetensorError, KeyError) as error:
+        except (*NOT_THERE, SafetensorError, KeyError) as error:
             reason = str(error)
+        except OSError as error:
+            raise _unreadable(entry.path, error) from error
         raise JournalError(
             f"the training batch {entry.path} is damaged ({reason}): the critic cannot be brought up to date"
         )
@@ -220,9 +222,13 @@ def _read_entry(path: Path) -> _Entry | None:
         position = CriticPosition(metadata["run_id"], int(metadata["sequence_number"]), metadata["history"])
         return _Entry(path, position, metadata["digest"], size)
     except OSError as error:
-        raise JournalError(f"{path} cannot be read now ({error}): start the job again when it can") from error
+        raise _unreadable(path, error) from error
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         aside = path.with_name(path.name + DAMAGED)
         logger.warning("%s is not a valid batch of the journal, renaming it to %s: %s", path, aside.name, error)
         path.rename(aside)
         return None
+
+
+def _unreadable(path: Path, error: OSError) -> JournalError:
+    return JournalError(f"{path} cannot be read now ({error}): start the job again when it can")
