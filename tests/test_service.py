@@ -41,12 +41,15 @@ from served_critic import (
 )
 
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError, SequencesToScore
-from nemo_style_aligner.servers.dispatcher import DispatchSettings, preferred_batch_rows
+from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.servers.http_server import PlaceTakenError
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
+from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings
@@ -785,6 +788,58 @@ def test_stop_finishes_what_was_taken() -> None:
             assert outputs(future.result(20))["rewards"] == [[3.0]]
         server.thread.join(20)
         assert server.outcome == "ended"
+
+
+def dispatcher_with(backend: CountingBackend, *jobs: Job, **settings: float) -> tuple[Dispatcher, JobQueue]:
+    """A dispatcher, not begun, and its queue, in which these jobs wait."""
+    queue = JobQueue(16)
+    queue.set_state(QueueState.SERVING)
+    for job in jobs:
+        queue.put(job)
+    parts = {"channel": CommandChannel(), "ledger": TrainingLedger(), "metrics": ServiceMetrics()}
+    return Dispatcher(backend, DispatchSettings((8,), 0, **settings), queue=queue, **parts), queue
+
+
+def infer_job(position: CriticPosition | None = None) -> InferJob:
+    return InferJob(tokens=np.ones((1, 3), np.int64), lengths=np.array([3]), position=position)
+
+
+def test_jobs_not_begun_when_the_time_to_stop_is_up_are_refused() -> None:
+    job = infer_job()
+    dispatcher, queue = dispatcher_with(CountingBackend(), job, drain_seconds=0.0)
+    dispatcher.request_stop()
+    dispatcher.run()
+    refusal = job.future.exception(0)
+    assert isinstance(refusal, ProtocolError) and (refusal.status, refusal.headers["Retry-After"]) == (503, "5")
+    with pytest.raises(ProtocolError, match="shutting down"):
+        queue.put(infer_job())
+
+
+def test_a_service_that_fails_answers_whoever_waits() -> None:
+    """For a checkpoint that is being written, for what has failed, or in the queue."""
+    backend = CountingBackend()
+    backend.fail = True
+    backend.save = lambda keep_history=None: concurrent.futures.Future()  # type: ignore[method-assign]
+    jobs, refused = (SaveJob(), infer_job(), SaveJob()), infer_job(CriticPosition("run", 7))
+    dispatcher, queue = dispatcher_with(backend, jobs[0], refused, *jobs[1:])
+    with pytest.raises(RuntimeError, match="the model broke"):
+        dispatcher.run()
+    for job in jobs:
+        refusal = job.future.exception(0)
+        assert isinstance(refusal, ProtocolError) and refusal.status == 500
+        assert "the service failed: RuntimeError: the model broke" in str(refusal)
+    assert refused.future.exception(0).status == 409  # in the batch that failed
+    with pytest.raises(ProtocolError, match="has failed"):
+        queue.put(infer_job())
+
+
+def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> None:
+    backend, failed, job = CountingBackend(), concurrent.futures.Future(), SaveJob()
+    failed.set_exception(OSError("No space left on device"))
+    backend.save = lambda keep_history=None: failed  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="No space left on device"):
+        dispatcher_with(backend, job)[0].run()
+    assert "No space left on device" in str(job.future.exception(0))
 
 
 # ------------------------------------------------------------------ several ranks

@@ -27,6 +27,7 @@ from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, trai
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.weights import push
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
@@ -334,6 +335,27 @@ def test_round_trips_at_every_parallel_layout() -> None:
     done = subprocess.run(command + layouts, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("ok tp") == len(layouts)
+
+
+def test_weights_are_pushed_in_buckets_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the receivers get is what was sent; a stream of other tensors is refused, not sent under wrong names."""
+    weights, sent = random_source(TINY), []
+    limit = 2 * 48 * 32 * 4  # bytes of two MLP matrices, of which there are six; the embedding has more
+    monkeypatch.setattr(push, "DEFAULT_BUCKET_BYTES", limit)
+    push.send_weights(weights.items(), TINY, torch.float32, lambda bucket: sent.append(bucket.clone()))
+    sizes = [bucket.numel() * 4 for bucket in sent]
+    assert [size for size in sizes if size > limit] == [VOCAB * 32 * 4] * 2 and limit in sizes and len(sizes) < 12
+    buckets = iter(sent)
+    received = dict(push.receive_weights(TINY, torch.float32, lambda bucket: bucket.copy_(next(buckets))))
+    assert list(received) == list(weights) and all(torch.equal(received[name], weights[name]) for name in weights)
+    first, second, *others = weights.items()
+    for message, wrong in {
+        f"nothing .* in the place of {others[-1][0]}": [first, second, *others[:-1]],
+        f"{second[0]} .* in the place of {first[0]}": [second, first, *others],
+        "have another, which the model has no place for": [first, second, *others, ("another", first[1])],
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            push.send_weights(wrong, TINY, torch.float32, None)
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------
