@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import statistics
+import threading
 import time
 import types
 import urllib.request
@@ -714,7 +715,33 @@ def test_a_time_limit_leaves_room_for_what_comes_next(layout: ParallelLayout, mo
     with pytest.raises(StopEarlyError, match="max_time_per_run"):
         control.check(ahead="step")  # 64 + 30 + what is left of a save + 5
     control.save_ended(1.0)
-    now = 95.0
+    with control.section(run_control.STATE):  # of a save: waiting for rollouts
+        now += 20.0
+    now = 74.0
+    control.check()
+    now = 75.0
     with pytest.raises(StopEarlyError):
-        control.check()
+        control.check()  # 75 + 20 + 5
     RunControl().check(ahead="step")
+
+
+def test_a_services_status_says_whether_it_is_to_be_started_again(
+    layout: ParallelLayout, stop_handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals, "_callbacks", [])
+    stop_signals.hold()
+    stopped = threading.Event()
+    for limit, number, status in (
+        (None, signal.SIGTERM, 0),
+        (1e6, signal.SIGUSR1, 75),
+        (None, signal.SIGHUP, 75),
+        (0.0, None, 75),
+    ):
+        stopped.clear()
+        stop_signals._received.clear()
+        control = RunControl(limit)
+        control.watch_service(stopped.set)
+        if number is not None:
+            os.kill(os.getpid(), number)
+        assert stopped.wait(60)
+        assert control.service_status() == control.status == status
