@@ -47,6 +47,7 @@ from nemo_style_aligner.servers.ledger import (
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
     INITIAL_HISTORY,
+    INSTANCE_HEADER,
     MAX_RUNS,
     OTHER_RUN_HEADER,
     CriticPosition,
@@ -664,6 +665,89 @@ def test_unnumbered_training_by_others_is_noticed(job: CriticJob, tmp_path: Path
         stranger.close()
         with pytest.raises(SequenceConflictError):
             value(critic)
+
+
+# ---- the session and the watch, with a critic that is a function ---------------------------------------
+
+
+def test_a_critic_that_is_lost_every_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request may meet it elsewhere ten times. Batches that are sent again are progress."""
+    arrays = {name: np.zeros((1, 2), np.float32) for name in BATCH_ARRAYS}
+    calls: list[str] = []
+    losses, progress = {"train": 0, "save": 0}, []
+    points_to_go_back = 0
+
+    def call(model: str, inputs: Any, parameters: Any) -> dict[str, np.ndarray]:
+        calls.append(model)
+        if model == "critic_restore":
+            return {"position": np.array([len(inputs["histories"]) - 1 - points_to_go_back])}
+        if losses[model]:
+            losses[model] -= 1
+            raise RequestRefusedError("it was started again", 409, {EXPECTED_SEQUENCE_HEADER: "1"})
+        return {"loss_mean": np.array([0.5]), "status": np.array([0])}
+
+    monkeypatch.setattr(training_session, "activity", SimpleNamespace(progress=lambda: progress.append(len(calls))))
+    session = training_session.TrainingSession(call, "train", "save", CriticPosition("run", 1, "initial"), "here")
+    session.begin(CriticJournal(tmp_path, GIB), session.position)
+    for _ in range(2):
+        losses.update(train=10, save=10)
+        assert session.save(None) == 0 and session.train(arrays) == 0.5
+    assert calls.count("train") == calls.count("save") == 22 and not progress
+    points_to_go_back = 2
+    assert session.try_bring_level() and calls[-3:] == ["critic_restore", "train", "train"] and len(progress) == 2
+    points_to_go_back, losses["train"] = 0, 100
+    with pytest.raises(SequenceConflictError, match="lost more than 10 times at training batch 3"):
+        session.train(arrays)
+    assert losses["train"] == 100 - 11
+    with session._lock:  # a request is under way, which brings the critic level itself
+        assert not session.try_bring_level()
+
+
+def test_the_watch_says_that_the_critic_is_away_and_brings_it_level_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a clock that each question sets forward by 4 s. For 20 s a critic that is away is progress."""
+    now, asked, brought, progress, lost = 1000.0, [], [], [], []
+    instances = iter([*"a", *[None] * 10, *"bbb", *[None] * 2])
+    troubles = iter([RequestRefusedError("no room", 500, {}), None, RequestRefusedError("not known", 404, {})])
+
+    def answer(*_: object, **__: object) -> SimpleNamespace:
+        nonlocal now
+        now += 4.0
+        asked.append(now)
+        instance = next(instances, "b")
+        if instance is None:
+            raise ServerUnavailableError("connection refused")
+        return SimpleNamespace(headers={INSTANCE_HEADER: instance})
+
+    def bring_level() -> bool:
+        brought.append(now)
+        if trouble := next(troubles):
+            raise trouble
+        return True
+
+    monkeypatch.setattr(training_session, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(training_session, "activity", SimpleNamespace(progress=lambda: progress.append(now)))
+    monkeypatch.setattr(training_session, "_WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(training_session, "_GIVE_UP_SECONDS", 0.0)
+    http: Any = SimpleNamespace(request=answer, base_url="here")
+    session: Any = SimpleNamespace(try_bring_level=bring_level)
+    watch = training_session.CriticWatch(http, session, 20.0, lost.append)
+    try:
+        wait_for(lambda: len(asked) >= 20)
+        assert brought == [1048.0, 1052.0] and not lost  # a refusal with 500 may pass
+        watch.wake()
+        wait_for(lambda: lost)
+        assert len(brought) == 3 and lost == [watch.failure] and not watch._wake.is_set()
+    finally:
+        watch.stop()
+        watch._thread.join(20)
+    said = [re.sub(": connection refused", "", record.getMessage()) for record in caplog.records]
+    away = "waiting for the critic, away for {} s"
+    back, cannot = "the critic at here is back after {} s", "the critic cannot be brought up to date: {}"
+    expected = [*map(away.format, (0, 12, 24, 36)), back.format(40), cannot.format("no room")]
+    assert said == [*expected, away.format(0), back.format(8), cannot.format("not known")]
+    assert [moment - 1000.0 for moment in progress] == [8, 12, 16, 20, 24, 60, 64]
 
 
 # ---- the journal -------------------------------------------------------------------------------------
