@@ -37,7 +37,13 @@ from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, sharded_writing
-from nemo_style_aligner.checkpoints.directory import TRAINER_STATE, CheckpointDirectory, checkpoint_name, staging_of
+from nemo_style_aligner.checkpoints.directory import (
+    TRAINER_STATE,
+    CheckpointDirectory,
+    checkpoint_name,
+    put_aside,
+    staging_of,
+)
 from nemo_style_aligner.checkpoints.file_source import (
     DamagedCheckpointError,
     DirectorySource,
@@ -755,6 +761,23 @@ def test_deleting_what_is_pruned_may_fail_or_be_killed(
     assert os.listdir(tmp_path) == ["step=3-last"]
 
 
+def test_what_is_protected_outlives_one_save_and_damage_keeps_its_name(tmp_path: Path) -> None:
+    files = CheckpointDirectory(tmp_path, CheckpointSettings(save_top_k=0, save_last_n=1, filename="{step}"))
+
+    def save(step: int, *protected: Path) -> Path:
+        target, sequence = files.prepare({"step": step}, 0)
+        Manifest(sequence, step, None, {}).write(staging_of(target))
+        files.publish(target, protected)
+        return target
+
+    first = save(7)
+    assert [save(5, first), files.newest()] == [tmp_path / "step=5-last"] * 2  # of a run that has gone back
+    assert sorted(os.listdir(tmp_path)) == ["step=5-last", "step=7"]
+    put_aside(save(6), ["a bit"])
+    assert save(6).name == "step=6-v1-last"
+    assert sorted(os.listdir(tmp_path)) == ["step=6-last.damaged", "step=6-v1-last"]
+
+
 @pytest.mark.parametrize("again", ["start", "publish"])
 def test_a_directory_that_was_being_replaced_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
@@ -948,6 +971,7 @@ def test_checkpoint_names_are_lightnings() -> None:
     expected = "megatron_gpt--val_loss=0.123-step=7-consumed_samples=64-epoch=none"
     assert checkpoint_name(template, values) == expected
     assert checkpoint_name("a-{val/loss}", {"val/loss": 0.5}) == "a-val_loss=0.5"
+    assert checkpoint_name("{validation_loss:.1f}", {"val_loss": 2.0}) == "validation_loss=2.0"
     with pytest.raises(ValueError, match="step"):
         checkpoint_name("{step:q}", {"step": 1})
 

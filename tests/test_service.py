@@ -817,11 +817,11 @@ def test_jobs_not_begun_when_the_time_to_stop_is_up_are_refused() -> None:
 
 def test_a_service_that_fails_answers_whoever_waits() -> None:
     """For a checkpoint that is being written, for what has failed, or in the queue."""
-    backend = CountingBackend()
+    backend, saves = CountingBackend(), []
     backend.fail = True
-    backend.save = lambda keep_history=None: concurrent.futures.Future()  # type: ignore[method-assign]
-    jobs, refused = (SaveJob(), infer_job(), SaveJob()), infer_job(CriticPosition("run", 7))
-    dispatcher, queue = dispatcher_with(backend, jobs[0], refused, *jobs[1:])
+    backend.save = lambda keep_history=None: saves.append(concurrent.futures.Future()) or saves[-1]
+    jobs, refused = (SaveJob(), SaveJob(), infer_job(), SaveJob()), infer_job(CriticPosition("run", 7))
+    dispatcher, queue = dispatcher_with(backend, *jobs[:2], refused, *jobs[2:])
     with pytest.raises(RuntimeError, match="the model broke"):
         dispatcher.run()
     for job in jobs:
@@ -829,6 +829,7 @@ def test_a_service_that_fails_answers_whoever_waits() -> None:
         assert isinstance(refusal, ProtocolError) and refusal.status == 500
         assert "the service failed: RuntimeError: the model broke" in str(refusal)
     assert refused.future.exception(0).status == 409  # in the batch that failed
+    assert len(saves) == 2  # without a position, nobody can say that the second asks for the same
     with pytest.raises(ProtocolError, match="has failed"):
         queue.put(infer_job())
 
