@@ -47,7 +47,7 @@ from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, 
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.servers.http_server import PlaceTakenError
-from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob
+from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.model_server import ModelServer
@@ -802,6 +802,32 @@ def dispatcher_with(backend: CountingBackend, *jobs: Job, **settings: float) -> 
 
 def infer_job(position: CriticPosition | None = None) -> InferJob:
     return InferJob(tokens=np.ones((1, 3), np.int64), lengths=np.array([3]), position=position)
+
+
+def test_metrics_and_jobs_tell_what_was_done() -> None:
+    class Swapping(CountingBackend):
+        weight_swaps = 0
+
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.weight_swaps += 2
+            return super().infer(tokens, lengths)
+
+    def train_job() -> TrainJob:
+        rest = dict.fromkeys(("returns", "prev_values", "mask"), np.ones((1, 2), np.float32))
+        position = CriticPosition("run", 1)
+        return TrainJob(tokens=np.ones((1, 3), np.int64), **rest, digest="0123", position=position)
+
+    jobs = infer_job(), infer_job(), train_job(), train_job(), infer_job()
+    dispatcher, _ = dispatcher_with(Swapping(), *jobs)
+    dispatcher.request_stop()
+    dispatcher.run()
+    expected = {"training_steps_total": 1, "training_repeats_total": 1, "weight_swaps_total": 4}
+    expected |= {"queue_seconds_count": 5, "batch_rows_count": 2, "batch_rows_sum": 3}
+    read = dispatcher._metrics.registry.get_sample_value
+    assert {name: read(f"aligner_server_{name}") for name in expected} == expected
+    first, second, *_, last = jobs
+    assert [(job.batch_rows, job.leads_batch) for job in (first, second, last)] == [(2, True), (2, False), (1, True)]
+    assert all(job.arrived <= job.taken <= job.finished for job in (first, second, last))
 
 
 def test_jobs_not_begun_when_the_time_to_stop_is_up_are_refused() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, trai
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.weights import push
+from nemo_style_aligner.weights import push, stream
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
@@ -335,6 +336,17 @@ def test_round_trips_at_every_parallel_layout() -> None:
     done = subprocess.run(command + layouts, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("ok tp") == len(layouts)
+
+
+def test_ranks_gather_buckets_of_bounded_size() -> None:
+    """An entry that is larger gets one of its own; no bucket has entries of two stages."""
+    layout, config = SimpleNamespace(tp_size=2, pp_size=2), SimpleNamespace(params_dtype=torch.float32)
+    model: Any = SimpleNamespace(architecture=TINY, layout=layout, config=config)
+    entries, limit = weight_layout(TINY, padded_vocab_size=112), 10_000
+    buckets = list(stream._buckets(model, entries, torch.float32, limit))
+    assert [entry for bucket in buckets for entry in bucket.entries] == list(entries)
+    assert all(bucket.num_bytes <= limit or len(bucket.entries) == 1 for bucket in buckets)
+    assert [bucket.stage for bucket in buckets] == [0] * 5 + [1] * 5 and len(entries) == 15
 
 
 def test_weights_are_pushed_in_buckets_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
