@@ -111,7 +111,10 @@ class LayoutEntry:
                 yield Segment(PADDING, 0, self.total - length)
 
     def pieces(self, tp_size: int) -> list[Piece]:
-        """The segments, cut at the boundaries between ranks. A replicated parameter is a single piece, rank 0's."""
+        """The segments, cut at the boundaries between ranks; those of one part in the order of their ``start``.
+
+        A replicated parameter is a single piece, rank 0's.
+        """
         if self.split_dim is None:
             return [Piece(0, 0, 0, 0, self.parts[0].shape[0])]
         shard = self.total // tp_size

@@ -214,7 +214,7 @@ def _hf_parts(
     Others are copies: in new memory or, given ``scratch`` (by part), in memory that the next parameter overwrites.
     """
     dim = entry.split_dim or 0
-    pieces = sorted(entry.pieces(len(shards)), key=lambda piece: (piece.part, piece.start))
+    pieces = entry.pieces(len(shards))
     for part, tensor in enumerate(entry.parts):
         views = [shards[p.rank].narrow(dim, p.offset, p.length) for p in pieces if p.part == part]
         # Resized to nothing, a tensor keeps its memory, and `cat` may resize it again.
