@@ -776,6 +776,11 @@ def test_what_is_protected_outlives_one_save_and_damage_keeps_its_name(tmp_path:
     put_aside(save(6), ["a bit"])
     assert save(6).name == "step=6-v1-last"
     assert sorted(os.listdir(tmp_path)) == ["step=6-last.damaged", "step=6-v1-last"]
+    state = tmp_path / "step=6-v1-last" / TRAINER_STATE
+    assert files.trainer_states() == {}  # it is missing, and without it nobody can go on from there
+    for content, found in (("{", {}), ("{}", {}), ('{"trainer": {"step": 6}}', {state.parent: {"step": 6}})):
+        state.write_text(content)
+        assert files.trainer_states() == found
 
 
 @pytest.mark.parametrize("again", ["start", "publish"])
