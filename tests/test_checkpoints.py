@@ -827,27 +827,33 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
     (whole / TRAINER_STATE).write_text('{"trainer": {}}')
     troubles = [errno.EMFILE, errno.ESTALE]
 
-    def open_in_trouble(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name in failing and troubles:
-            raise OSError(troubles.pop(0), "trouble")
-        return opened(path, *arguments, **options)
+    def in_trouble(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: Path, *arguments: Any, **options: Any) -> Any:
+            if (path.name, call.__name__) == failing and troubles:
+                raise OSError(troubles.pop(0), "trouble")
+            return call(path, *arguments, **options)
+
+        return called
 
     monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0, 0.0))
     with single_process():
         manager = CheckpointManager(tmp_path, CheckpointSettings())
         Manifest(1, 1, None, manifest.describe_files(whole)).write(whole)
-        opened = Path.open
-        monkeypatch.setattr(Path, "open", open_in_trouble)
-        readers: dict[str, Callable[[], Any]] = {
-            "data": manager.latest,
-            MANIFEST: manager.latest,
-            TRAINER_STATE: lambda: next(iter(manager.trainer_states()), None),
+        for call in (Path.open, Path.iterdir, Path.is_dir):
+            monkeypatch.setattr(Path, call.__name__, in_trouble(call))
+        readers: dict[tuple[str, str], Callable[[], Any]] = {
+            ("data", "open"): manager.latest,
+            (MANIFEST, "open"): manager.latest,
+            (TRAINER_STATE, "open"): lambda: next(iter(manager.trainer_states()), None),
+            (tmp_path.name, "iterdir"): manager.latest,
+            ("state", "is_dir"): manager.latest,
         }
-        for name, read in readers.items():
-            failing, troubles[:] = {name}, [errno.EMFILE, errno.ESTALE]
+        for failing, read in readers.items():
+            troubles[:] = [errno.EMFILE, errno.ESTALE]
             assert read() == whole and not troubles
             troubles[:] = [errno.EIO, errno.ETIMEDOUT, errno.EIO]
-            with pytest.raises(UnreadableError, match=rf"\[Errno {errno.EIO}\] trouble: '{whole}.*{name}'"):
+            named = tmp_path if failing[1] == "iterdir" else f"{whole}.*"
+            with pytest.raises(UnreadableError, match=rf"\[Errno {errno.EIO}\] trouble: '{named}'"):
                 read()
             assert os.listdir(tmp_path) == [whole.name]
         (whole / "state" / "data").unlink()

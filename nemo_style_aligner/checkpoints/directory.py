@@ -114,10 +114,16 @@ class CheckpointDirectory:
     # ---- reading ----------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """The finished checkpoints, newest first. One without a readable manifest is put aside."""
+        """The finished checkpoints, newest first. One without a readable manifest is put aside.
+
+        Raises:
+            OSError: something cannot be read now.
+        """
         entries = []
-        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
-            if not is_training_checkpoint(path) or path.name.endswith((UNFINISHED, DAMAGED)):
+        for path in read_patiently(self.path, lambda: sorted(self.path.iterdir()) if self.path.is_dir() else []):
+            if path.name.endswith((UNFINISHED, DAMAGED)):
+                continue
+            if not read_patiently(path, functools.partial(is_training_checkpoint, path)):
                 continue
             try:
                 entries.append(Entry(path, Manifest.read(path)))
