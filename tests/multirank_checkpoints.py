@@ -960,6 +960,10 @@ def resuming(folder: Path) -> dict[str, Any]:
         m.finish()
         for setting in (named, {"resume_from_checkpoint": str(next(back.glob("*step=3")))}, named):
             results["back, steps"].append(manager(back, **setting).resume(model, optimizer)["step"])
+        moved = back.rename(folder / "moved")
+        named = {"resume_from_checkpoint": str(moved / Path(explicit).name)}
+        results["back, steps"].append(manager(moved, **named).resume(model, optimizer)["step"])
+        moved.rename(back)
         last = next(back.glob("*-last"))  # loses its -last to a newer one, which is damaged then
         named = {"resume_from_checkpoint": str(last)}
         m = manager(back, **named)

@@ -668,6 +668,10 @@ def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
     assert len(problems(model, "gpt_sft", line)) == 1
     Manifest(1, 7, None, {}, str(named)).write(own)
     assert problems(model, "gpt_sft", line) == []
+    beside = own.with_name("step=3")  # which manifests name without its folder
+    Manifest(1, 7, None, {}, beside.name).write(own)
+    assert len(problems(model, "gpt_sft", line)) == 1
+    assert problems(model, "gpt_sft", line.replace(str(named), str(beside))) == []
     (own / "manifest.json").write_text("{}")
     assert len(problems(model, "gpt_sft", line)) == 1 and own.exists()
     named.mkdir(parents=True)

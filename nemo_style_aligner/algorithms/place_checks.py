@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_style_aligner.arguments import why_unwritable
-from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, present_name
+from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, origin_in, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -81,9 +81,10 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     if os.path.isfile(present_name(path) / MANIFEST):
         return
     with contextlib.suppress(OSError, RuntimeError):
-        own = filter(None, map(_manifest, (log_directory(exp_manager) / "checkpoints").iterdir()))
+        directory = log_directory(exp_manager) / "checkpoints"
+        own = filter(None, map(_manifest, directory.iterdir()))
         newest = max(own, key=lambda manifest: manifest.sequence, default=None)
-        if newest is not None and had_resumed_from(newest, str(path.resolve())):
+        if newest is not None and had_resumed_from(newest, origin_in(directory, path), directory):
             return
     reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
     yield (

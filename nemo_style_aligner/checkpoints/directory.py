@@ -139,7 +139,8 @@ class CheckpointDirectory:
     def newest_resumed_from(self, origin: str | None) -> Path | None:
         """The newest finished checkpoint, if the run that wrote it had resumed from ``origin``."""
         entries = self.entries()
-        return entries[0].path if entries and had_resumed_from(entries[0].manifest, origin) else None
+        is_resumed = bool(entries) and had_resumed_from(entries[0].manifest, origin, self.path)
+        return entries[0].path if is_resumed else None
 
     def ranked(self) -> list[Path]:
         """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
@@ -186,10 +187,19 @@ def present_name(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(LAST))
 
 
-def had_resumed_from(manifest: Manifest, origin: str | None) -> bool:
-    """Whether a checkpoint's run had resumed from ``origin``, a resolved path, named with or without ``-last``."""
-    recorded = manifest.resumed_from
-    return recorded is not None and origin is not None and recorded.removesuffix(LAST) == origin.removesuffix(LAST)
+def origin_in(directory: Path, named: Path) -> str:
+    """How manifests in ``directory`` record a checkpoint: by its name if it is there, as the log directory may move."""
+    path = named.resolve()
+    return path.name if path.parent == directory.resolve() else str(path)
+
+
+def had_resumed_from(manifest: Manifest, origin: str | None, directory: Path) -> bool:
+    """Whether the run of a checkpoint in ``directory`` had resumed from ``origin`` (`origin_in`), ``-last`` or not."""
+    if manifest.resumed_from is None or origin is None:
+        return False
+    # Joined: earlier versions recorded whole paths.
+    recorded, wanted = (directory.resolve() / name.removesuffix(LAST) for name in (manifest.resumed_from, origin))
+    return recorded == wanted
 
 
 def staging_of(target: Path) -> Path:

@@ -43,7 +43,7 @@ class Manifest:
         step: the trainer's step.
         value: the monitored metric, None where it was not measured.
         files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
-        resumed_from: the `resume_from_checkpoint` of the run that wrote it.
+        resumed_from: the `resume_from_checkpoint` of the run that wrote it; see `directory.origin_in`.
     """
 
     sequence: int

@@ -27,7 +27,13 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
-from nemo_style_aligner.checkpoints.directory import CheckpointDirectory, present_name, put_aside, staging_of
+from nemo_style_aligner.checkpoints.directory import (
+    CheckpointDirectory,
+    origin_in,
+    present_name,
+    put_aside,
+    staging_of,
+)
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
@@ -116,7 +122,7 @@ class CheckpointManager:
         self._files = CheckpointDirectory(directory, settings)
         named = settings.resume_from_checkpoint
         self._named = Path(named).expanduser() if named else None
-        self._resumed_from = str(self._named.resolve()) if self._named else None
+        self._resumed_from = origin_in(directory, self._named) if self._named else None
         self._writer = BackgroundWriter()
         self._verified: Path | None = None  # last found undamaged: `load` does not check it again
         self._current: Path | None = None  # saved or loaded last: at the end, it has the model's weights
