@@ -1085,6 +1085,7 @@ def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: Keep
 
 
 def test_a_critic_of_several_updates_keeps_nothing() -> None:
+    """It uses nothing either, not even in its first batch: one that is resumed later rounds as one that is not."""
     critic = keeping_critic("always", 2)
     kept = critic.kept_passes
     lengths, ones = torch.full((4,), 12), torch.ones(4, 11)
@@ -1092,7 +1093,10 @@ def test_a_critic_of_several_updates_keeps_nothing() -> None:
     for held in (True, False):
         critic.values(tokens(4), lengths)
         assert (kept._held() > 0) == held
-        critic.train(ValueBatch(tokens(4), torch.randn(4, 11), torch.zeros(4, 11), ones))
+        with counted_passes(critic.model) as passes:
+            # The newest sequences first, which the first update could take.
+            critic.train(ValueBatch(tokens(4).flip(0), torch.randn(4, 11), torch.zeros(4, 11), ones))
+        assert sum(passes) == 4 * 11 and kept._held() == 0
     critic.train(ValueBatch(tokens(2), torch.randn(2, 11), torch.zeros(2, 11), ones[:2]))
     critic.values(tokens(2), lengths[:2])
     assert kept._held() > 0

@@ -99,8 +99,8 @@ class Critic:
         global_batch_size: sequences per update, over all ranks.
         forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
-        kept_passes: keeps the forward passes of `values` for the next update, unless the last training batch took
-            several updates; None: passes are not kept.
+        kept_passes: keeps the forward passes of `values` for the next training batch, unless the last one took several
+            updates; a batch that does uses none. None: passes are not kept.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Critic:
         self.forward_batching = forward_batching
         self.loss_clip = loss_clip
         self.kept_passes = kept_passes
-        # With several updates per batch, only the first could use kept passes, and only of the newest sequences.
+        # With several updates per batch, only the first could use kept passes, and only of the newest sequences. None
+        # does, not even of a process's first batch, whose bits would differ from those in a run that was not resumed.
         self._makes_one_update = True
 
     def values(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -155,13 +156,14 @@ class Critic:
         reports = []
         n = batch.tokens.shape[0]
         self._makes_one_update = n <= self.global_batch_size
+        kept = self.kept_passes if self._makes_one_update else None
+        if kept is None:
+            self.weights_changed()
         for start in range(0, n, self.global_batch_size):
             stop = min(start + self.global_batch_size, n)
             part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
-            metrics = train_step(
-                self.model, part, part.mask != 0, self.training_batching, self._loss, kept_passes=self.kept_passes
-            )
+            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss, kept_passes=kept)
             num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
             reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
         return reports
