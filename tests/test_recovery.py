@@ -29,6 +29,7 @@ from served_critic import client_config, wait_for
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.checkpoints import manifest
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.servers import http_client, journal, training_session
@@ -800,6 +801,22 @@ def test_batches_that_cannot_be_read_now_are_not_deleted(
     CriticJournal(tmp_path, GIB).rewind(critic.client.position)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["00000002.safetensors.damaged", "00000003.safetensors", "run.json"]
+
+
+def test_a_journal_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is its user's alone."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for call in ("open", "read_text", "exists", "stat", "unlink"):
+        monkeypatch.setattr(Path, call, denied)
+    monkeypatch.setattr(manifest, "_READ_PAUSES", ())
+    with pytest.raises(JournalError, match=r"run\.json cannot be read now .*Permission denied"):
+        CriticJournal(tmp_path, GIB).run_start()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(NotWrittenError, match=r"run\.json of .* cannot be written \(Permission denied\)"):
+        CriticJournal(tmp_path, GIB).begin_run(CriticPosition("run", 1, "initial"))
 
 
 def test_a_full_disk_is_an_error_before_the_batch_is_sent(

@@ -7,6 +7,7 @@ run when it is started again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -64,11 +65,13 @@ class CriticJournal:
     def run_start(self) -> CriticPosition | None:
         """Where the critic was when the run of this directory began; None before the first run."""
         path = self.directory / _RUN
-        if not path.is_file():
-            return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
             return CriticPosition(str(content["run_id"]), 1, str(content["history"]))
+        except NOT_THERE:
+            return None
+        except OSError as error:
+            raise JournalError(f"{path} cannot be read now ({error}): start the job again when it can") from error
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
                 f"{path} cannot be read ({error}): delete it to start the run from the beginning"
@@ -195,7 +198,7 @@ class CriticJournal:
                 os.fsync(file.fileno())
             publish(staging, path)
         except OSError as error:
-            if staging.exists():
+            with contextlib.suppress(OSError):
                 staging.unlink()  # give a full disk its room back
             raise NotWrittenError(
                 error.errno,
