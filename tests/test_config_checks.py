@@ -638,6 +638,19 @@ def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, mon
     assert asked == [str(tmp_path)]
 
 
+def test_what_is_in_the_place_of_checkpoints(model: Path, tmp_path: Path) -> None:
+    """Of a disk that is not mounted, say: the job would begin anew, and learn of it at its first save."""
+    checkpoints = tmp_path / "checkpoints"
+    line = f"exp_manager.explicit_log_dir={tmp_path}"
+    checkpoints.symlink_to(tmp_path / "disk")
+    for job in JOBS:
+        found = [problem for problem in problems(model, job, line) if "checkpoints cannot be written to" in problem]
+        assert len(found) == (job in ("gpt_sft", "training_rm", "gpt_ppo_actor", "gpt_ppo_critic")), (job, found)
+    assert f"({checkpoints} is not a folder): make it" in problems(model, "gpt_sft", line)[0]
+    (tmp_path / "disk").mkdir()
+    assert problems(model, "gpt_sft", line) == []
+
+
 def test_a_log_directory_whose_name_is_not_utf8(tmp_path: Path) -> None:
     exp_manager = OmegaConf.create({"explicit_log_dir": f"{tmp_path}/\udcff"})  # as Python has the byte 0xff
     (line,) = log_directory_problems(exp_manager)

@@ -35,6 +35,7 @@ from nemo_style_aligner.algorithms.job_view import (
     JobView,
 )
 from nemo_style_aligner.algorithms.place_checks import (
+    checkpoint_directory_problems,
     data_prefix_problems,
     log_directory_problems,
     resume_problems,
@@ -241,6 +242,8 @@ def _what_is_there(view: JobView) -> Iterator[str]:
         yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
     if view.only_generates:
         return
+    if view.name != "inference_rm":  # which has none of its own
+        yield from checkpoint_directory_problems(view.cfg.exp_manager)
     yield from resume_problems(view.cfg.exp_manager)
     if view.name == "gpt_sft":
         yield from sft_data_problems(view.cfg.model.data)

@@ -72,6 +72,14 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield f"{said}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
 
 
+def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
+    """A problem if what is in the place of the directory of checkpoints is none that can be written to."""
+    with contextlib.suppress(RuntimeError):  # `log_directory_problems` reports it
+        path = log_directory(exp_manager).absolute() / "checkpoints"
+        if os.path.lexists(path) and (reason := why_unwritable(path)) is not None:
+            yield f"checkpoints cannot be written to {path} ({reason}): make it a folder that you may write to"
+
+
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it."""
     named = exp_manager.get("resume_from_checkpoint")

@@ -71,7 +71,7 @@ class CriticJournal:
         except NOT_THERE:
             return None
         except OSError as error:
-            raise JournalError(f"{path} cannot be read now ({error}): start the job again when it can") from error
+            raise _unreadable(path, error) from error
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
                 f"{path} cannot be read ({error}): delete it to start the run from the beginning"
