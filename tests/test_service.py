@@ -51,8 +51,8 @@ from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState,
 from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.model_server import ModelServer
-from nemo_style_aligner.servers.protocol import ProtocolError
-from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
+from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -283,12 +283,30 @@ def test_a_request_that_outwaits_its_limit_gets_504() -> None:
         backend.gate.clear()
         response = post(server, "critic_infer", infer_body([[1, 2]], [2]))
         assert response.status_code == 504
-        assert "0.3 s" in response.json()["error"]
         for _ in range(3):  # who gives up leaves nothing behind in the queue
             given_up = post(server, "critic_infer", infer_body([[1, 2]], [2], parameters={"timeout": 1000}))
-            assert given_up.status_code == 504 and "0 jobs are waiting" in given_up.json()["error"]
+            assert given_up.status_code == 504 and "within 0.001 s, 0 jobs are waiting" in given_up.json()["error"]
         backend.gate.set()
         outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))
+
+
+def test_504_names_the_time_that_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the limit for what is being computed."""
+    endpoint = critic_endpoints(ModelLimits(64, VOCAB), combined=True)[0]
+    make_job = endpoint.make_job
+
+    def make_running_job(request: InferRequest) -> Job:
+        job = make_job(request)
+        job.future.set_running_or_notify_cancel()
+        return job
+
+    monkeypatch.setattr(endpoint, "make_job", make_running_job)
+    queue = JobQueue(4)
+    queue.set_state(QueueState.SERVING)
+    settings = HttpSettings(port=0, infer_timeout_s=0.05)
+    client = create_app([endpoint], queue, settings, DispatchSettings((8,)), ServiceMetrics()).test_client()
+    answer = client.post("/v2/models/critic_infer/infer", json=infer_body([[1, 2]], [2]))
+    assert answer.status_code == 504 and "no answer within 0.1 s" in answer.json["error"]
 
 
 def test_what_is_being_computed_at_its_limit_is_waited_for() -> None:

@@ -305,6 +305,7 @@ class _Routes:
             if not done and not job.future.cancel() and isinstance(job, InferJob) and not asked:
                 # It is being computed; after a 504 the client would send it again, to be computed again.
                 done, _ = concurrent.futures.wait([job.future], limit)
+                limit *= 2
             if done:
                 return job.future.result()
             self._queue.discard(job)  # frees its tensors: only outstanding jobs may take memory
