@@ -240,6 +240,7 @@ def test_http_that_cannot_be_read_is_refused_in_json() -> None:
         for request, status in (
             (b"nonsense\r\n\r\n", b"400"),
             (b"GET / HTTP/1.1\r\nBad Header\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n", b"400"),
             (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431"),
             (HEAD % 2**60 + b"\r\n", b"413"),
             (HEAD % 2**60 + b"Expect: 100-continue\r\n\r\n", b"413"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from waitress.channel import HTTPChannel
-from waitress.parser import HTTPRequestParser
+from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.utilities import Error
 
 from nemo_style_aligner.servers.protocol import JSON_TYPE
@@ -69,6 +69,12 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
     class Parser(HTTPRequestParser):
         error: Error | None
         expect_continue: bool
+
+        def parse_header(self, header_plus: bytes) -> None:
+            try:
+                super().parse_header(header_plus)
+            except ValueError as error:  # more digits than int() takes
+                raise ParsingError("Content-Length is invalid") from error
 
         def received(self, data: bytes) -> int:
             consumed: int = super().received(data)
