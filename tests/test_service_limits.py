@@ -237,20 +237,20 @@ def test_a_large_body_is_not_taken_from_strangers() -> None:
 
 def test_http_that_cannot_be_read_is_refused_in_json() -> None:
     with serve(CountingBackend()) as server:
-        for request, status in (
-            (b"nonsense\r\n\r\n", b"400"),
-            (b"GET / HTTP/1.1\r\nBad Header\r\n\r\n", b"400"),
-            (b"GET / HTTP/1.1\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n", b"400"),
-            (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431"),
-            (HEAD % 2**60 + b"\r\n", b"413"),
-            (HEAD % 2**60 + b"Expect: 100-continue\r\n\r\n", b"413"),
+        for request, status, word in (
+            (b"nonsense\r\n\r\n", b"400", b"error"),
+            (b"GET / HTTP/1.1\r\nBad Header\r\n\r\n", b"400", b"header"),
+            (b"GET / HTTP/1.1\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n", b"400", b"Content-Length"),
+            (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431", b"header"),
+            (HEAD % 2**60 + b"\r\n", b"413", b"larger than 1073741824 bytes"),
+            (HEAD % 2**60 + b"Expect: 100-continue\r\n\r\n", b"413", b"larger than 1073741824 bytes"),
         ):
             with connect(server.number) as connection:
                 with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                     connection.sendall(request)
                 answer = read_all(connection)
                 assert answer.startswith(b"HTTP/1."), answer
-                assert answer[9:12] == status and b'{"error": ' in answer, answer
+                assert answer[9:12] == status and b'{"error": ' in answer and word in answer, answer
 
 
 # ------------------------------------------------------------------ batches

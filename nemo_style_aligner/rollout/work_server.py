@@ -162,7 +162,7 @@ class WorkQueueServer:
             host,
             port,
             threads=0,  # no request waits for anything, so the server's own thread answers it
-            max_body_bytes=2 * MAX_BODY_BYTES,
+            max_body_bytes=MAX_BODY_BYTES,
             name="rollout work queue",
             section=section,
             token=token,

@@ -16,7 +16,7 @@ from typing import Any
 
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser, ParsingError
-from waitress.utilities import Error
+from waitress.utilities import Error, RequestEntityTooLarge
 
 from nemo_style_aligner.servers.protocol import JSON_TYPE
 
@@ -63,7 +63,9 @@ class RefusedRequest(Error):
 HeaderCheck = Callable[[Mapping[str, str]], bool]
 
 
-def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -> type[HTTPChannel]:
+def channel_class(
+    may_send_body: HeaderCheck | None, limits: ConnectionLimits, max_body_bytes: int
+) -> type[HTTPChannel]:
     """A waitress channel class with errors in JSON, which checks the token before it accepts a large body."""
 
     class Parser(HTTPRequestParser):
@@ -93,7 +95,9 @@ def channel_class(may_send_body: HeaderCheck | None, limits: ConnectionLimits) -
                 )  # fmt: skip
             if self.error is not None:
                 if not isinstance(self.error, RefusedRequest):
-                    self.error = RefusedRequest(self.error.code, self.error.reason, str(self.error.body))
+                    is_large = isinstance(self.error, RequestEntityTooLarge)
+                    message = f"the body is larger than {max_body_bytes} bytes" if is_large else str(self.error.body)
+                    self.error = RefusedRequest(self.error.code, self.error.reason, message)
                 self.completed = True
                 self.expect_continue = False  # else waitress sends "100 Continue", and reads the body
             return consumed

@@ -44,6 +44,7 @@ _ANSWER_BYTES = 2**24  # unsent, per connection: a thread that produces more wai
 # which would leave the client without an answer.
 _TEMPORARY_FILE_BYTES = 2**62
 _TOGETHER_BYTES = 2**16  # collected before the server's own thread sends: header and body leave in one packet
+_BODY_MARGIN = 2**20  # a body that is little too large is received and left to the application, not cut off midway
 _NEVER_SECONDS = 2**31
 _QUIET_SECONDS = 0.1  # since the last answer, before the port closes: its client may send a request again at once
 _LINGER_SECONDS = 1.0  # limit of that wait, if requests keep coming
@@ -148,7 +149,7 @@ class WsgiServer:
             _dispatcher=self._own_thread,
             sockets=[self._socket],
             threads=threads or 1,
-            max_request_body_size=max_body_bytes,
+            max_request_body_size=max_body_bytes + _BODY_MARGIN,
             connection_limit=connections,
             # waitress's own timeout goes by the wall clock and also ends connections that are sending a request: see
             # `ConnectionWatch`.
@@ -164,7 +165,7 @@ class WsgiServer:
         if self._own_thread is not None:
             self._server.adj.send_bytes = _TOGETHER_BYTES
             self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
-        self._server.channel_class = channel_class(may_send_body, limits)
+        self._server.channel_class = channel_class(may_send_body, limits, max_body_bytes)
         _PatientAccept(self._server, name)
         self._watch = ConnectionWatch(limits, connections, may_send_body)
         self._next_sweep = 0.0

@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 SERVER_NAME = "nemo_style_aligner"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
-_WSGI_BODY_MARGIN = 2**20
 # PyTriton's clients request these two without their token; they show names of tensors, and nothing that is computed.
 _OPEN_MODEL_ROUTE = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/(ready|config)")
 
@@ -119,8 +118,7 @@ def start_http_server(
         settings.host,
         settings.port,
         threads=settings.max_outstanding_requests + SPARE_HTTP_THREADS,
-        # Flask enforces the limit proper and answers in the protocol's form.
-        max_body_bytes=settings.max_body_bytes + _WSGI_BODY_MARGIN,
+        max_body_bytes=settings.max_body_bytes,
         name="inference service",
         section=settings.section,
         limits=settings.connections,
