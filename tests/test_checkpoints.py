@@ -983,6 +983,7 @@ def test_checkpoint_names_are_lightnings() -> None:
     assert checkpoint_name(template, values) == expected
     assert checkpoint_name("a-{val/loss}", {"val/loss": 0.5}) == "a-val_loss=0.5"
     assert checkpoint_name("{validation_loss:.1f}", {"val_loss": 2.0}) == "validation_loss=2.0"
+    assert checkpoint_name("a--{None:.3f}-{step}-{None}", {"step": 7}) == "a--step=7-"  # of monitor=null
     with pytest.raises(ValueError, match="step"):
         checkpoint_name("{step:q}", {"step": 1})
 

@@ -243,4 +243,5 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
         except (ValueError, TypeError) as error:
             raise ValueError(f"checkpoint_callback_params.filename: {match.group(0)} of {value!r}: {error}") from error
 
+    template = re.sub(r"\{None(:[^{}]*)?\}-?", "", template)  # ${.monitor}, if there is none
     return _FIELD.sub(fill, template).replace("/", "_")
