@@ -488,6 +488,7 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
         with next((moved / "state").glob("*.distcp")).open("ab") as stream:
             stream.write(b"x")
         refused("moved is damaged: .* bytes instead of", moved, hyperparameters=hyperparameters)
+        refused("is being written or deleted", moved.rename(tmp_path / "moved.unfinished"))
 
 
 @pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x"])

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.contents import restore_model
 from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint
+from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import (
@@ -221,6 +222,8 @@ def checkpoint_to_nemo(
             f"{checkpoint} is not a training checkpoint: name a folder in <log_dir>/checkpoints/ that has "
             f"{MANIFEST} and {STATE}/"
         )
+    if checkpoint.name.endswith(UNFINISHED):
+        raise ValueError(f"{checkpoint} is being written or deleted, or was when its job died: name another")
     job = _read_hyperparameters(hyperparameters or checkpoint.resolve().parents[1] / HYPERPARAMETERS_FILE)
     config, architecture = job.model, job.architecture
     base = base or job.base
