@@ -59,7 +59,12 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     nemo_tokenizer_dir,
 )
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError, UnsafeCheckpointError, stored_shapes
+from nemo_style_aligner.checkpoints.sharded_tensors import (
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+    load_sharded_tensors,
+    stored_shapes,
+)
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
@@ -863,6 +868,34 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, mon
                 manager.latest()
         assert manager.latest() is None
     assert os.listdir(tmp_path) == [f"{whole.name}.damaged"]
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_tensors_that_cannot_be_read_now_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """As they are when the checksums are computed: the disk may fail later, too."""
+
+    def tensors(value: float) -> dict[str, Any]:
+        return {"key": ShardedTensor.from_rank_offsets("key", torch.full((4,), value))}
+
+    def open_in_trouble(source: DirectorySource, name: str) -> IO[bytes]:
+        if name == f"state/{file}" and troubles:
+            raise OSError(troubles.pop(), "trouble")
+        return opened(source, name)
+
+    opened, troubles = DirectorySource.open, [errno.EIO]
+    monkeypatch.setattr(DirectorySource, "open", open_in_trouble)
+    monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0,))
+    (tmp_path / "state").mkdir()
+    with single_process(), open_source(tmp_path) as source:
+        sharded_writing.write_tensors(sharded_writing.prepare(tensors(2.0)), tmp_path / "state")
+        read = tensors(0.0)
+        load_sharded_tensors(read, source, "state")
+        assert not troubles and read["key"].data.tolist() == [2.0] * 4
+        troubles[:] = 2 * [errno.EIO]
+        with pytest.raises((UnreadableError, DamagedCheckpointError), match=rf"\[Errno {errno.EIO}\] trouble"):
+            load_sharded_tensors(read, source, "state")
 
 
 def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
+from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
 
@@ -148,9 +149,12 @@ def _refuse_other_formats(source: FileSource, folder: str) -> None:
 
 
 def _read_metadata(source: FileSource, folder: str) -> Metadata:
-    try:
+    def read() -> io.BytesIO:
         with source.open(f"{folder}/.metadata") as stream:
-            content = io.BytesIO(stream.read())
+            return io.BytesIO(stream.read())
+
+    try:
+        content = read_patiently(source.location / folder / ".metadata", read)
     except FileNotFoundError:
         _refuse_other_formats(source, folder)
         raise
@@ -192,6 +196,11 @@ class _SafeReader(dcp.FileSystemReader):
         super().__init__(folder)
         self.fs = _SourceFileSystem(source)
         self._metadata = metadata
+        self._location = source.location / folder
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        """As torch's, but tried again if the system cannot read a file at the moment."""
+        return read_patiently(self._location, lambda: super(_SafeReader, self).read_data(plan, planner))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
