@@ -494,7 +494,7 @@ def test_pinned_memory_is_given_back_with_any_torch(monkeypatch: pytest.MonkeyPa
 
 def test_a_write_that_fails_behind_training_is_an_error_on_all_ranks(multirank: dict[str, Any]) -> None:
     errors, names = multirank["behind"]["failed"]
-    assert len(errors) == 2 and all("step=4-last was not saved" in error for error in errors), errors
+    assert len(errors) == 2 and all("step=4-last failed" in error for error in errors), errors
     assert "File too large" in errors[0]
     assert names == ["megatron_gpt-step=2", "megatron_gpt-step=3-last"]
 
@@ -507,9 +507,9 @@ def test_an_archive_that_is_not_written_leaves_the_checkpoint_whole(multirank: d
     """And nothing that is logged or raised says otherwise."""
     given_up, failed, raised, newest = multirank["behind"]["no archive"]
     assert given_up == "an archive was given up: it was not complete after 0 s"
-    assert failed.startswith("an archive was not written: the archive ")
+    assert failed.startswith("an archive was not written: writing the archive ")
     for error in (failed, raised):
-        assert error.endswith("megatron_gpt.nemo was not written: no room. The checkpoints are intact")
+        assert error.endswith("megatron_gpt.nemo failed: no room. The checkpoints are intact")
     assert newest == "megatron_gpt-step=7-last"
 
 
@@ -646,7 +646,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(multirank: dict[str, Any]) -
     before, without_folder, without_name, during = result["errors"]
     assert "does not fit" in before
     assert re.match(r"step 4 was not saved: .*Input/output error.* start again", without_folder)
-    assert re.match(r"the checkpoint .*step=4-last was not saved: .*Input/output error.* start again", without_name)
+    assert re.match(r"saving the checkpoint .*step=4-last failed: .*Input/output error.* start again", without_name)
     assert "rank 1" in during and "File too large" in during
     assert result["names"] == ["megatron_gpt-step=1-last"]
 
@@ -822,6 +822,15 @@ def test_a_directory_that_was_being_replaced_comes_back(
         durable.publish(write(".a.nemo.unfinished", "newer"), target)
         assert (target / "content").read_text() == "newer"
     assert os.listdir(tmp_path) == ["a.nemo"]
+
+
+def test_a_rename_that_cannot_be_synced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been renamed is there: it must not be called missing."""
+    (tmp_path / "new").write_text("new")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match=rf"whole and has its name.*\(Input/output error\): '{tmp_path / 'name'}'"):
+        durable.publish(tmp_path / "new", tmp_path / "name")
+    assert (tmp_path / "name").read_text() == "new"
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def publish(finished: Path, target: Path) -> None:
 
     An existing directory cannot be replaced in one step: it is moved aside first and deleted afterwards. A process
     that is killed in between leaves nothing at ``target``; `put_back` repairs that.
+
+    Raises:
+        OSError: it is not there; or it is, as the message then says, but a crash of the machine may undo that.
     """
     put_back(target)
     aside = target.with_name(f".{target.name}{_REPLACED}")
@@ -50,7 +53,11 @@ def publish(finished: Path, target: Path) -> None:
     except OSError:
         put_back(target)
         raise
-    sync_file(target.parent)
+    try:
+        sync_file(target.parent)
+    except OSError as error:
+        reason = f"it is whole and has its name, which may be lost if the machine fails ({error.strerror})"
+        raise OSError(error.errno, reason, str(target)) from error
     if aside.exists():
         discard(aside)
 

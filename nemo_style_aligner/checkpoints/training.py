@@ -263,7 +263,7 @@ class CheckpointManager:
             free = on_first_rank(lambda: self._files.give_up(save.target), group)
             if isinstance(error, OSError):
                 raise NotWrittenError(
-                    f"the checkpoint {save.target} was not saved: {error}. It needs a little more than "
+                    f"saving the checkpoint {save.target} failed: {error}. It needs a little more than "
                     f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are deleted. "
                     "The earlier checkpoints are intact; start again once the cause is fixed"
                 ) from error
@@ -325,7 +325,7 @@ class CheckpointManager:
         try:
             write_nemo(path, tensors, self.nemo.model_config, self.nemo.tokenizer, group=group)
         except OSError as error:
-            raise NotWrittenError(f"the archive {path} was not written: {error}. The checkpoints are intact") from error
+            raise NotWrittenError(f"writing the archive {path} failed: {error}. The checkpoints are intact") from error
         logger.info("saved %s", path)
 
     # ---- resuming ---------------------------------------------------------------------------
