@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
 from typing import ClassVar
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors of writing: the disk, or the user's share of it, is full."""
 
 
 class UserError(Exception):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import shlex
 import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -16,6 +19,7 @@ from job_processes import Job, script
 from omegaconf import OmegaConf
 from test_config import COMMANDS, JOBS, composed
 
+from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.place_checks import log_directory_problems
@@ -24,6 +28,8 @@ from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
+from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.engine_setup import engine_size
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
@@ -662,6 +668,16 @@ def test_a_log_directory_that_cannot_be_made_after_all(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=f"the log directory {folder} cannot be written to .*explicit_log_dir"):
             hold_log_directory(folder, "job")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_log_directory_without_room_is_no_mistake_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with single_process(), monkeypatch.context() as patch:
+        patch.setattr(os, "open", Mock(side_effect=OSError(number, "no room", "lock")))
+        with pytest.raises(NotWrittenError, match=r"cannot be written to \(lock: no room\): make room and start"):
+            job_setup._hold(tmp_path, OmegaConf.create({"name": "job"}))
 
 
 def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path) -> None:

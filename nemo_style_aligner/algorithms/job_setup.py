@@ -28,7 +28,7 @@ from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, portable_config
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.parallel.agreement import OtherRankError, on_every_rank, on_first_rank
+from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.ending import abort_job, run_name
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine
@@ -128,7 +128,8 @@ def start_run(cfg: DictConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
     Raises:
-        ConfigError: another job works in its log directory, it cannot be written to, or machines have one of their own.
+        ConfigError: another job works in its log directory, it may not be written to, or machines see different ones.
+        NotWrittenError: there is no room in it.
     """
     layout = initialize_model_parallel(
         int(cfg.model.tensor_model_parallel_size),
@@ -154,11 +155,17 @@ def start_run(cfg: DictConfig) -> Run:
 
 
 def _hold(log_dir: Path, exp_manager: DictConfig) -> None:
-    """`hold_log_directory` by rank 0; its error is a ConfigError on all other ranks. Collective."""
-    try:
-        on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
-    except OtherRankError as error:
-        raise ConfigError(str(error)) from None
+    """`hold_log_directory` by rank 0; its ConfigError is one on all ranks. Collective."""
+
+    def hold() -> str | None:
+        try:
+            hold_log_directory(log_dir, exp_manager.name)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    if problem := on_first_rank(hold):
+        raise ConfigError(problem)
 
 
 def require_shared(log_dir: Path) -> None:

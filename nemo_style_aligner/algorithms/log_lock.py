@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.errors import NO_ROOM, NotWrittenError
 from nemo_style_aligner.parallel.stop_signals import remove_requeue_file
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,18 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         wait_seconds: how long to wait for a predecessor that is still exiting.
 
     Raises:
-        ConfigError: another job holds the lock, or nothing can be written there.
+        ConfigError: another job holds the lock, or nothing may be written there.
+        NotWrittenError: there is no room.
     """
     path = log_dir / LOCK_FILE
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
     except OSError as error:
-        raise ConfigError(
-            f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror}): set "
-            "exp_manager.explicit_log_dir to a folder that you may write to"
-        ) from error
+        problem = f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror})"
+        if error.errno in NO_ROOM:
+            raise NotWrittenError(f"{problem}: make room and start the job again") from error
+        raise ConfigError(f"{problem}: set exp_manager.explicit_log_dir to a folder that you may write to") from error
     deadline = time.monotonic() + wait_seconds
     while not _is_taken(descriptor, path):
         if time.monotonic() >= deadline:

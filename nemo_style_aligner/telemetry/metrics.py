@@ -15,7 +15,6 @@ continues the same run, whose id is in ``wandb_run_id``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -30,7 +29,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
-from nemo_style_aligner.errors import NotWrittenError, UserError, excepthook_kept
+from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError, excepthook_kept
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,6 @@ TABLES_FILE = "tables.jsonl"
 TIMELINE_FILE = "timeline.json"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WandbError(UserError):
@@ -365,7 +362,7 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "; make room and start the job again" if error.errno in _NO_ROOM else ""
+        remedy = "; make room and start the job again" if error.errno in NO_ROOM else ""
         raise NotWrittenError(error.errno, f"{error.strerror}{remedy}", path) from error
 
 
