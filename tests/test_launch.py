@@ -256,6 +256,8 @@ def test_world_size_check() -> None:
         check_world_size(ALONE, devices="auto", num_nodes=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a launcher"):
         check_world_size(ALONE, devices=4, num_nodes=2)
+    with pytest.raises(ConfigError, match="devices=100000: a machine has room for 1024 ranks"):
+        check_world_size(ALONE, devices=100000, num_nodes=1)  # the supervisor would start them all
 
 
 def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ _logger = logging.getLogger(__name__)
 
 # Open files of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue take sockets per rank.
 _RESERVED_FILES, _FILES_PER_RANK = 256, 8
+_RANKS_OF_A_MACHINE = 1024  # at most: many more, of a mistyped number, would use up all of its processes and memory
 
 _LOCKED_SECONDS = 30.0  # beyond the limit for ranks to meet over MPI; then they end without a message
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
@@ -84,6 +85,8 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     for name, value in (("devices", devices), ("num_nodes", num_nodes)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"trainer.{name}={value!r}: give a number of 1 or more")
+    if devices > _RANKS_OF_A_MACHINE:
+        raise ConfigError(f"trainer.devices={devices}: a machine has room for {_RANKS_OF_A_MACHINE} ranks at most")
     wanted = devices * num_nodes
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:
