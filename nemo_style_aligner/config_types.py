@@ -79,6 +79,7 @@ _NUMBERS = (
     "trainer.ppo.importance_sequence_bounds",
 )  # lists of which every element is one
 
+_LARGEST = 2**63 - 1
 _LENGTH = "model.encoder_seq_length"
 
 NULLABLE: tuple[str, ...] = (
@@ -139,6 +140,9 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
                 problems.append(f"{key}=null: this key needs a value; its default is {default}")
             continue
         wanted = _types(key, defaults)
+        if int in wanted and isinstance(value, int | float) and abs(value) > _LARGEST:
+            problems.append(f"{key}={value}: too large; numbers here are below 2^63")
+            continue
         if isinstance(value, float) and int in wanted and float not in wanted and value.is_integer():
             OmegaConf.update(cfg, key, int(value))
             continue
@@ -151,7 +155,11 @@ def wrong_types(cfg: DictConfig, defaults: DictConfig) -> list[str]:
         if not wanted or any(_fits(value, kind) for kind in wanted):
             continue
         names = " or ".join(_NAMES[kind] for kind in wanted)
-        problems.append(f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}")
+        problem = f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}"
+        section, _, name = key.rpartition(".")
+        if isinstance(value, str) and OmegaConf.is_interpolation(OmegaConf.select(cfg, section), name):
+            problem += "; of a variable of the environment write $NAME, in a file ${oc.decode:${oc.env:NAME}}"
+        problems.append(problem)
     return problems
 
 

@@ -873,9 +873,13 @@ def test_the_checks_change_nothing(model: Path) -> None:
 # ---- types --------------------------------------------------------------------------------------
 
 
-def test_wrong_types_are_all_named() -> None:
+def test_wrong_types_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODES", "2")
     wrong = {
+        "trainer.num_nodes=${oc.env:NODES}": "trainer.num_nodes='2': must be a whole number, this is text; of a "
+        "variable of the environment write $NAME, in a file ${oc.decode:${oc.env:NAME}}",
         "model.micro_batch_size=abc": "model.micro_batch_size='abc': must be a whole number, this is text",
+        "trainer.ppo.generation.num_slots=1e30": "trainer.ppo.generation.num_slots=1e+30: too large",
         "model.optim.lr=fast": "model.optim.lr='fast': must be a number, this is text",
         "model.optim.betas=0.9": "model.optim.betas=0.9: must be a list, this is a number",
         "model.regression.attribute_weights=[1,a]": "attribute_weights=[1, 'a']: must be a list of numbers",
@@ -924,12 +928,14 @@ def test_values_of_which_a_job_makes_something_else_are_refused(job: str, overri
         check_config(composed(job, override), job)
 
 
-def test_values_that_only_look_like_another_type_pass() -> None:
+def test_values_that_only_look_like_another_type_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODES", "2")
     cfg = composed(
         "gpt_ppo_actor", "model.optim.lr=1", "trainer.ppo.max_steps=1e3", "exp_manager.name=7", "trainer.precision=32",
         "trainer.ppo.save_interval=null", "trainer.ppo.gradient_clip_val=null", "model.micro_batch_size=null",
         "exp_manager.explicit_log_dir=null", "model.data.data_prefix=[a.jsonl]", "trainer.ppo.kl_clamp=2",
     )  # fmt: skip
+    cfg.trainer.num_nodes = "${oc.decode:${oc.env:NODES}}"
     assert check_config(cfg, "gpt_ppo_actor") == []
     assert isinstance(cfg.trainer.ppo.max_steps, int) and cfg.trainer.ppo.max_steps == 1000
     assert cfg.exp_manager.name == "7"
