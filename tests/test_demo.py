@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pwd
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,6 +31,15 @@ def test_a_stage_says_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert capsys.readouterr().out == "[1/2] SFT ...\n"
         results.append("loss 1")
     assert capsys.readouterr().out == "[1/2] SFT: loss 1 (0 s)\n"
+
+
+def test_a_user_without_a_home_directory_has_the_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose user is a number alone. Open MPI would not start, nor would jobs find a shared secret."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    demo = Demo(tmp_path / "demo", num_stages=1)
+    demo.run("home", "sh", "-c", "cd && pwd")
+    assert (demo.directory / "logs" / "home.log").read_text() == f"{demo.directory / 'logs'}\n"
 
 
 def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:

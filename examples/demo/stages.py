@@ -143,7 +143,7 @@ def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]
     process = None
     try:
         with log.open("a") as output, signals_later():
-            process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment())
+            process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment(log))
         yield process
     finally:
         if process is not None:
@@ -162,9 +162,10 @@ def _words(command: Sequence[object]) -> list[str]:
     return words
 
 
-def _environment() -> dict[str, str]:
-    # Open MPI refuses to start without HOME.
-    return {"HOME": str(Path.home()), **os.environ, "PYTHONUNBUFFERED": "1"}
+def _environment(log: Path) -> dict[str, str]:
+    # Open MPI refuses to start without HOME. A user who has none, not even in the password database, gets the demo's.
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else str(log.parent), **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _failure(name: str, status: int, log: Path) -> str:
