@@ -314,9 +314,10 @@ def test_metrics_that_cannot_be_written_say_where_and_what_to_do(tmp_path: Path)
 
 
 @needs_full_disk
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
-def test_so_do_tensorboards_curves(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+def test_so_do_tensorboards_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics may still have room in their last block, or the disk is full when the job starts."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # so that it is put back
     others = set(threading.enumerate())
     log = MetricsLogger(tmp_path)
     (events,) = (tmp_path / "tensorboard").iterdir()  # opened anew for each piece

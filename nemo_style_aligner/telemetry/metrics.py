@@ -75,6 +75,7 @@ class MetricsLogger:
         # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
+        _silence_tensorboards_thread()
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
         self._timeline_file = _open_for_append(self.log_dir / TIMELINE_FILE)
@@ -364,6 +365,17 @@ def _explained(path: str) -> Iterator[None]:
     except OSError as error:
         remedy = "; make room and start the job again" if error.errno in NO_ROOM else ""
         raise NotWrittenError(error.errno, f"{error.strerror}{remedy}", path) from error
+
+
+def _silence_tensorboards_thread() -> None:
+    """Print no traceback when TensorBoard's thread ends by an error, which the next call of its writer raises."""
+    hook = threading.excepthook
+
+    def print_of_others(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__name__ != "_AsyncWriterThread":
+            hook(args)
+
+    threading.excepthook = print_of_others
 
 
 def _to_float(name: str, value: Any) -> float:
