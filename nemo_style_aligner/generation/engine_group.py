@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.parallel.groups import broadcast_object
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,11 @@ class EngineGroup:
         """Whether this rank acts for the group: takes the work and hands in the results."""
         return self.tensor_parallel.rank == 0
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: T | None) -> T:
         """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
-        return value if self.control is None else broadcast_object(value, self.leader, self.control)
+        return cast(T, value if self.control is None else broadcast_object(value, self.leader, self.control))
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's ``value``, in rank order, on every rank."""
         if self.control is None:
             return [value]
