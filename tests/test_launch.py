@@ -1077,9 +1077,13 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) ->
         assert all("waiting" in process.stdout.readline() for _ in range(2))
         ranks = _ranks_of(process.pid)
         assert len(ranks) == 2
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ranks)
+        segments = set(re.findall(r"/dev/shm/sm_segment\S+", maps))
+        assert len(segments) == (2 if by == "mpirun" else 0)
         process.kill()
-        _wait_until(lambda: not any(_alive(pid) for pid in ranks), 30)
+        _wait_until(lambda: not any(_alive(pid) for pid in ranks), 90)
         assert marker.read_text().startswith("stopped early")
+        assert not any(map(os.path.exists, segments))
     finally:
         process.kill()
         process.communicate()

@@ -439,6 +439,7 @@ def _run_job(
     if info.rank == 0:
         stop_signals.remove_requeue_file(log_dir)
     end_start = functools.partial(_end_start, info, log_dir, is_service)
+    launcher = os.getppid()
     try:
         stop_signals.install(end_start)
         if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
@@ -453,4 +454,13 @@ def _run_job(
         stop_signals.write_requeue_file(log_dir, stop_signals.STOPPED_EARLY)
     shutdown(status)
     stop_signals.ignore()
+    if info.launcher == "mpirun" and os.getppid() != launcher:
+        _remove_segments_of_mpi()
     return status
+
+
+def _remove_segments_of_mpi() -> None:
+    """Delete the shared memory of this machine's ranks, which stays without mpirun. Those still at work keep theirs."""
+    with open("/proc/self/maps") as maps:
+        for segment in {line.split()[5] for line in maps if "/dev/shm/sm_segment." in line}:
+            Path(segment).unlink(missing_ok=True)
