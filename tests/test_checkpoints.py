@@ -571,7 +571,9 @@ def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -
             after.skips.skip("an update", "a batch")
 
 
-def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(tmp_path: Path) -> None:
+def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     jobs = ("gpt_sft", "training_rm", "gpt_ppo_actor", "gpt_ppo_critic")
     settings = {job: settings_of_run(load_defaults(job)) for job in jobs}
     assert len({job_of(settings[job]) for job in jobs}) == 4 and job_of({}) is None
@@ -594,6 +596,16 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(tmp_pa
         assert not trainer.load_state_dict.called
         run("training_rm", model).resume(model, optimizer, trainer)
         assert trainer.load_state_dict.call_args.args[0]["step"] == 1
+        file = tmp_path / "train.jsonl"
+        data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
+        for step, contents in enumerate(("a", "a", "b"), 2):
+            assert "SHA-256" not in caplog.text
+            file.write_text(contents)
+            again = run("training_rm", model)
+            again.resume(model, optimizer, trainer, data)
+            again.checkpoints.save(model, optimizer, {"step": step}, {})
+            again.checkpoints.finish()
+        assert f"differ from those of its checkpoint: SHA-256 of {file}=" in caplog.text
 
 
 def test_nan_is_never_written_into_a_checkpoint(multirank: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.algorithms.run_settings import changed_settings, job_of, settings_of_run
+from nemo_style_aligner.algorithms.run_settings import changed_settings, digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
@@ -73,13 +73,20 @@ class Run:
     checkpoints: CheckpointManager
     watchdog: Watchdog | None = None
 
-    def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
+    def resume(
+        self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable, data: DictConfig | None = None
+    ) -> None:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one.
+
+        Args:
+            data: the section ``model.data``, if the job has one.
 
         Raises:
             ConfigError: it is a checkpoint of another kind of job.
             CheckpointMismatchError: it is another model's.
         """
+        if data is not None and dist.get_rank() == 0:  # whose settings are saved and compared
+            self.checkpoints.run_settings = {**(self.checkpoints.run_settings or {}), **digests_of_data(data)}
         try:
             state = self.checkpoints.resume(model, optimizer, self._require_same_job)
         except CheckpointMismatchError as error:

@@ -8,6 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.checkpoints.manifest import describe_file
+from nemo_style_aligner.data.datasets import data_source, load_data_prefix
+
 _MAY_DIFFER = (
     # what is written, shown and measured, and when
     *(
@@ -52,6 +55,19 @@ def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     """
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     return {key: str(value) for key, value in _leaves(container) if not any(fnmatchcase(key, p) for p in _MAY_DIFFER)}
+
+
+def digests_of_data(data: DictConfig) -> dict[str, str]:
+    """SHA-256 of each file that a run trains on, by name: with other contents it is not the same run either.
+
+    Args:
+        data: the section ``model.data``.
+    """
+    if "train_ds" in data:
+        source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
+    else:
+        source = load_data_prefix(data.data_prefix).train
+    return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 
 def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
