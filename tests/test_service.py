@@ -750,6 +750,16 @@ def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCa
     assert levels == [logging.DEBUG, logging.DEBUG, logging.INFO]
 
 
+def test_the_log_says_when_the_service_listens_and_when_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nemo_style_aligner.servers")
+    with serve(CountingBackend()) as server:
+        lines = [record.getMessage() for record in caplog.records if "ready" in record.message]
+        assert lines == [
+            f"listening on {server.url}, not ready yet: critic_infer, critic_train, critic_save, critic_restore",
+            "ready: requests are answered from now on",
+        ]
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

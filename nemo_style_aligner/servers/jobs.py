@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import enum
+import logging
 import threading
 import time
 from collections.abc import Collection
@@ -15,6 +16,8 @@ import numpy as np
 
 from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import ProtocolError
+
+logger = logging.getLogger(__name__)
 
 ResultFuture = concurrent.futures.Future[dict[str, np.ndarray]]
 """Of the outputs by name."""
@@ -127,6 +130,8 @@ class JobQueue:
 
     def set_state(self, state: QueueState) -> None:
         """Change `state`, and wake the dispatcher, which may be waiting for a job."""
+        if state is QueueState.SERVING:
+            logger.info("ready: requests are answered from now on")
         with self._changed:
             self._state = state
             self._changed.notify_all()

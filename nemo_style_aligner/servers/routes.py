@@ -125,7 +125,7 @@ def start_http_server(
         token=settings.token,
     )
     names = ", ".join(endpoint.name for endpoint in endpoints)
-    logger.info("serving %s on %s", names, server_url(server.host, server.port))
+    logger.info("listening on %s, not ready yet: %s", server_url(server.host, server.port), names)
     return server
 
 
