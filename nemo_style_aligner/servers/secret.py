@@ -100,10 +100,11 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
             f"the secret file {path} cannot be read ({error.strerror}): name another in {TOKEN_FILE_VARIABLE}, or make "
             f"it with `python -m nemo_style_aligner.servers.secret {path}`"
         ) from error
+    status = os.fstat(descriptor)  # of the open file: it cannot be replaced after the check
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise SecretError(f"the secret file {path} is not a regular file: name another in {TOKEN_FILE_VARIABLE}")
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)  # of the open file: it cannot be replaced after the check
-        if not stat.S_ISREG(status.st_mode):
-            raise SecretError(f"the secret file {path} is not a regular file: remove it")
         if status.st_uid not in (os.geteuid(), 0):
             raise SecretError(
                 f"the secret file {path} belongs to user {status.st_uid}, not to {os.geteuid()} who runs this job: "
