@@ -123,9 +123,7 @@ def test_a_reward_model_starts_from_a_language_model(multirank: dict[str, Any]) 
 
 def test_an_archive_that_does_not_fit_is_refused_by_name(multirank: dict[str, Any]) -> None:
     results = multirank["reward_model"]
-    wrong_head = results["language model from reward model"]
-    assert "missing from the checkpoint: model.output_layer.weight" in wrong_head
-    assert "not in the model: model.rm_head.bias, model.rm_head.weight" in wrong_head
+    assert "has a reward head" in results["language model from reward model"]
     assert "linear_fc1.weight: checkpoint [2, 96, 32], model [2, 128, 32]" in results["other width"]
     assert "64 embeddings" in results["more tokens"]
 

@@ -323,7 +323,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         DamagedCheckpointError: its files differ from their checksums.
         UnsupportedFormatError: its weights are in another of NeMo's formats.
         CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
-            archive has no reward head.
+            archive has no reward head; or the archive has one, and the model has none.
     """
     with open_source(Path(path)) as source:
         if problems := find_changes(source, _stored_checksums(source)):
@@ -339,6 +339,11 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
             _require_reward_head(path, stored)
         elif head and not _has_reward_head(stored):
             logger.info("%s has no reward head: it starts from its initial values", path)
+        elif not head and _has_reward_head(stored):
+            raise CheckpointMismatchError(
+                f"{path} has a reward head: it is a reward model's or a critic's. Give a language model "
+                "(train_gpt_sft.py makes one)"
+            )
         optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
         load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)
 
