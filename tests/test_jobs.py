@@ -400,6 +400,8 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
         tmp_path / "evaluate.log",
         TIMEOUT,
     )
+    progress = (tmp_path / "evaluate.log").read_text()
+    assert "Generating: 10/10" in progress and "Scoring: 10/10" in progress
     results = json.loads(output.read_text())
     assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
     assert results["summary"]["num_prompts"] == 10 == len(results["responses"])

@@ -184,9 +184,11 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
     model = base.load(head=head, trainable=False, needs_head=True)
     reward_model = RewardModel(model, head, MicroBatching(num_rows=16))
-    for start in range(0, len(responses.rows), _SCORING_BATCH):
-        batch = responses.rows[start : start + _SCORING_BATCH]
-        sequences = [row.tokens for row in batch]
-        rewards = reward_model.rewards(pad_rows(sequences, 0), lengths_of(sequences))
-        for row, reward in zip(batch, rewards[:, 0].tolist(), strict=True):
-            row.reward = reward
+    with ProgressBar(len(responses.rows), "Scoring") as progress:
+        for start in range(0, len(responses.rows), _SCORING_BATCH):
+            batch = responses.rows[start : start + _SCORING_BATCH]
+            sequences = [row.tokens for row in batch]
+            rewards = reward_model.rewards(pad_rows(sequences, 0), lengths_of(sequences))
+            for row, reward in zip(batch, rewards[:, 0].tolist(), strict=True):
+                row.reward = reward
+            progress.update(len(batch))
