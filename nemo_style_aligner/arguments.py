@@ -1,4 +1,7 @@
-"""Types of arguments that several scripts have, for argparse: what they refuse is an error of the command line."""
+"""Arguments that several scripts have, and types of arguments, which refuse with an error of the command line.
+
+Scripts read their command lines before they import what takes seconds: ``--help`` and mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +34,17 @@ def why_unwritable(folder: Path) -> str | None:
     if not os.path.isdir(nearest):
         return f"{nearest} is not a folder"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"this user may not write in {nearest}"
+
+
+def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
+    """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    said = precision or "the job's"
+    parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes (default: 1)"
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes (default: 1)"
+    )
+    return parser

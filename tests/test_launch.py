@@ -29,6 +29,7 @@ from torch.distributed import HashStore
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import CONF_DIR, ConfigError
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel import groups, launch, machine, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
@@ -1155,12 +1156,12 @@ def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
 
 
 TOOLS: dict[str, list[str]] = {
-    "convert_checkpoint_to_nemo.py": [],
-    "convert_gguf_to_nemo.py": [],
-    "convert_hf_to_nemo.py": [],
-    "convert_nemo_to_hf.py": [],
+    "convert_checkpoint_to_nemo.py": ["--input=/", "--output=x.nemo"],
+    "convert_gguf_to_nemo.py": ["--input=/", "--output=x.nemo"],
+    "convert_hf_to_nemo.py": ["--input-dir=/", "--output=x.nemo"],
+    "convert_nemo_to_hf.py": ["--input=/", "--output-dir=x"],
     "evaluate_gpt.py": ["--model=/", f"--prompts={__file__}", "--output=results.json"],
-    "init_gpt.py": [],
+    "init_gpt.py": ["--tokenizer=tokenizer", "--output=x.nemo"],
     "serve_reward_function.py": ["--function=f.py:f", "--tokenizer=/", f"--prompts={__file__}"],
 }
 
@@ -1168,6 +1169,7 @@ TOOLS: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", TOOLS)
 def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, name: str) -> None:
     (tmp_path / "torch.py").write_text(SWALLOWING)  # takes the place of torch, which takes seconds to import
+    train_character_tokenizer("abc", tmp_path / "tokenizer")
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
         [sys.executable, root / "examples" / "nlp" / "gpt" / name, *TOOLS[name]],
@@ -1182,6 +1184,18 @@ def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, na
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT and errors == "interrupted\n"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_help_of_a_tool_does_not_wait_for_what_takes_seconds_to_import(tmp_path: Path, name: str) -> None:
+    for library in ("torch", "transformers"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit(f'{__name__} is imported')")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "nlp" / "gpt" / name, "--help"],
+        env=CLEAN | {"PYTHONPATH": f"{tmp_path}:{root}"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"usage: {name}" in done.stdout, done.stderr
 
 
 def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:

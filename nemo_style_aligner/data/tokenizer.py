@@ -17,15 +17,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import sentencepiece
-import transformers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
 from nemo_style_aligner.errors import UserError
+
+if TYPE_CHECKING:
+    import transformers  # functions import it when they need it: it takes half a second
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,8 @@ class Tokenizer(ABC):
                 "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
                 "or use prompt/response data with a `prompt_template`"
             )
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
@@ -470,6 +473,8 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
     Raises:
         TokenizerError: transformers cannot load it.
     """
+    import transformers
+
     as_it_is = transformers.PreTrainedTokenizerFast
     whole = (directory / "tokenizer.json").is_file()
     options = {"local_files_only": True, "trust_remote_code": False}  # unset, the latter asks on the terminal

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 import yaml
 from omegaconf import OmegaConf
 
@@ -61,20 +62,6 @@ from nemo_style_aligner.weights.stream import WeightSource, export_weights, impo
 logger = logging.getLogger(__name__)
 
 
-def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
-    """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    said = precision or "the job's"
-    parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes (default: 1)"
-    )
-    parser.add_argument(
-        "--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes (default: 1)"
-    )
-    return parser
-
-
 def run_conversion(
     convert: Callable[[Path, Path, Any], ModelArchitecture],
     source: str,
@@ -87,7 +74,7 @@ def run_conversion(
         convert: takes source, target and dtype, which is None where ``arguments`` have no precision.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
     try:
         _initialize(arguments.tensor_parallel, arguments.pipeline_parallel)
         dtype = None if arguments.precision is None else parse_precision(arguments.precision, "--precision")

@@ -13,15 +13,12 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 
 
 def main() -> None:
     install_excepthook()
-
-    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.models.conversion import checkpoint_to_nemo, conversion_arguments, run_conversion
-
     parser = conversion_arguments(__doc__, precision=None)
     parser.add_argument("--input", required=True, help="the checkpoint: a folder in <log_dir>/checkpoints/")
     parser.add_argument("--output", required=True, help="the .nemo file to write")
@@ -36,6 +33,10 @@ def main() -> None:
         help="hyperparameters.yaml of the job (default: that in the log directory that the checkpoint is in)",
     )
     arguments = parser.parse_args()
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.models.conversion import checkpoint_to_nemo, run_conversion
+
     convert = functools.partial(checkpoint_to_nemo, base=arguments.base, hyperparameters=arguments.hyperparameters)
     run_conversion(convert, arguments.input, arguments.output, arguments)
 

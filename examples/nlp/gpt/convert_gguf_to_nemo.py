@@ -5,19 +5,20 @@ python convert_gguf_to_nemo.py --input SmolLM2-135M-Instruct.Q4_1.gguf --output 
 
 from __future__ import annotations
 
+from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 
 
 def main() -> None:
     install_excepthook()
-
-    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.models.conversion import conversion_arguments, gguf_to_nemo, run_conversion
-
     parser = conversion_arguments(__doc__)
     parser.add_argument("--input", required=True, help="the GGUF file (architecture llama, qwen2 or qwen3)")
     parser.add_argument("--output", required=True, help="the .nemo file to write")
     arguments = parser.parse_args()
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.models.conversion import gguf_to_nemo, run_conversion
+
     run_conversion(gguf_to_nemo, arguments.input, arguments.output, arguments)
 
 

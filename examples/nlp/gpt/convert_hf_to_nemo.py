@@ -11,19 +11,20 @@ The checkpoint can be loaded with any tensor and pipeline parallel sizes, whatev
 
 from __future__ import annotations
 
+from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 
 
 def main() -> None:
     install_excepthook()
-
-    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.models.conversion import conversion_arguments, hf_to_nemo, run_conversion
-
     parser = conversion_arguments(__doc__)
     parser.add_argument("--input-dir", required=True, help="Hugging Face directory: config, safetensors, tokenizer")
     parser.add_argument("--output", required=True, help="the .nemo file to write")
     arguments = parser.parse_args()
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.models.conversion import hf_to_nemo, run_conversion
+
     run_conversion(hf_to_nemo, arguments.input_dir, arguments.output, arguments)
 
 

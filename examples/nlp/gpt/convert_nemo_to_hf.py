@@ -9,19 +9,20 @@ A model that is too large for one process is split:
 
 from __future__ import annotations
 
+from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 
 
 def main() -> None:
     install_excepthook()
-
-    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.models.conversion import conversion_arguments, nemo_to_hf, run_conversion
-
     parser = conversion_arguments(__doc__)
     parser.add_argument("--input", required=True, help="the .nemo file or directory")
     parser.add_argument("--output-dir", required=True, help="the directory to write; must not exist or be empty")
     arguments = parser.parse_args()
+
+    # Imported here: it takes seconds, in which Ctrl-C should end the script as later on.
+    from nemo_style_aligner.models.conversion import nemo_to_hf, run_conversion
+
     run_conversion(nemo_to_hf, arguments.input, arguments.output_dir, arguments)
 
 

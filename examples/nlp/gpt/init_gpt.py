@@ -18,11 +18,8 @@ from nemo_style_aligner.parallel.ending import install_excepthook
 def main() -> None:
     install_excepthook()
 
-    # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+    # Imported here and below: it takes seconds, in which Ctrl-C should end the script as later on.
     from nemo_style_aligner.data.tokenizer import tokenizer_argument
-    from nemo_style_aligner.models.gpt import build_model, parse_precision
-    from nemo_style_aligner.parallel.groups import single_process
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -63,6 +60,11 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
+
+    from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+    from nemo_style_aligner.models.gpt import build_model, parse_precision
+    from nemo_style_aligner.parallel.groups import single_process
+
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
     with single_process(args.seed):
