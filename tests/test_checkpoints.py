@@ -14,10 +14,10 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any
 from unittest.mock import Mock
 
@@ -34,7 +34,7 @@ from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.algorithms.run_settings import job_of, settings_of_run
+from nemo_style_aligner.algorithms.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, sharded_writing
 from nemo_style_aligner.checkpoints.directory import (
@@ -576,8 +576,8 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
     settings = {job: settings_of_run(load_defaults(job)) for job in jobs}
     assert len({job_of(settings[job]) for job in jobs}) == 4 and job_of({}) is None
 
-    def run(job: str, model: MegatronModel) -> Run:
-        manager = CheckpointManager(tmp_path, CheckpointSettings(), run_settings=settings[job])
+    def run(job: str, model: MegatronModel, digests: Mapping[str, str] = MappingProxyType({})) -> Run:
+        manager = CheckpointManager(tmp_path, CheckpointSettings(), run_settings={**settings[job], **digests})
         return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager)
 
     with single_process(seed=1):
@@ -599,8 +599,8 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
         for step, contents in enumerate(("a", "a", "b"), 2):
             assert "SHA-256" not in caplog.text
             file.write_text(contents)
-            again = run("training_rm", model)
-            again.resume(model, optimizer, trainer, data)
+            again = run("training_rm", model, digests_of_data(data))
+            again.resume(model, optimizer, trainer)
             again.checkpoints.save(model, optimizer, {"step": step}, {})
             again.checkpoints.finish()
         assert f"differ from those of its checkpoint: SHA-256 of {file}=" in caplog.text

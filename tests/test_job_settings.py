@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from small_models import SHAPE, VOCAB
 from nemo_style_aligner.algorithms import job_setup, service_setup
 from nemo_style_aligner.algorithms.job_setup import Run, require_shared, start_run
 from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.run_settings import settings_of_run
 from nemo_style_aligner.algorithms.service_setup import (
     build_critic_service,
     build_reward_service,
@@ -236,11 +238,19 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     change(cfg.exp_manager, manager)
     change(cfg.model, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "seed": 7})
     change(cfg.trainer, {"distributed_timeout_minutes": 9})
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}")
+    if job == "gpt_sft":
+        cfg.model.data.train_ds.file_path = str(data)
+    elif job != "gpt_ppo_critic":  # which gets its data from the actor
+        cfg.model.data.data_prefix = {"train": [str(data)]}
     run = start_run(cfg)
     assert run.layout == (2, 3, 7, 9) and run.log_dir == tmp_path
     assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, wandb)
     assert (run.control, run.watchdog) == (90.0, (5, tmp_path))
     assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")
+    digests = {} if job == "gpt_ppo_critic" else {f"SHA-256 of {data}": hashlib.sha256(b"{}").hexdigest()[:16]}
+    assert run.checkpoints.run_settings == settings_of_run(cfg) | digests
     cfg.exp_manager.update(explicit_log_dir=None, exp_dir=str(tmp_path / "experiments"))
     assert start_run(cfg).log_dir == tmp_path / "experiments" / "other"
 

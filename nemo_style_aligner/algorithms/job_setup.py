@@ -73,20 +73,13 @@ class Run:
     checkpoints: CheckpointManager
     watchdog: Watchdog | None = None
 
-    def resume(
-        self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable, data: DictConfig | None = None
-    ) -> None:
+    def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one.
-
-        Args:
-            data: the section ``model.data``, if the job has one.
 
         Raises:
             ConfigError: it is a checkpoint of another kind of job.
             CheckpointMismatchError: it is another model's.
         """
-        if data is not None and dist.get_rank() == 0:  # whose settings are saved and compared
-            self.checkpoints.run_settings = {**(self.checkpoints.run_settings or {}), **digests_of_data(data)}
         try:
             state = self.checkpoints.resume(model, optimizer, self._require_same_job)
         except CheckpointMismatchError as error:
@@ -147,6 +140,9 @@ def start_run(cfg: DictConfig) -> Run:
     log_dir = log_directory(cfg.exp_manager)
     _hold(log_dir, cfg.exp_manager)
     require_shared(log_dir)
+    run_settings = settings_of_run(cfg)
+    if "data" in cfg.model and dist.get_rank() == 0:  # whose settings are saved and compared
+        run_settings |= digests_of_data(cfg.model.data)
     return Run(
         log_dir=log_dir,
         layout=layout,
@@ -155,7 +151,7 @@ def start_run(cfg: DictConfig) -> Run:
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",
             CheckpointSettings.from_config(cfg.exp_manager),
-            run_settings=settings_of_run(cfg),
+            run_settings=run_settings,
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )
