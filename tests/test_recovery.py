@@ -809,13 +809,18 @@ def test_a_journal_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for call in ("open", "read_text", "exists", "stat", "unlink"):
+    leftover = tmp_path / "00000001.safetensors.unfinished"
+    leftover.touch()
+    monkeypatch.setattr(Path, "unlink", denied)
+    with pytest.raises(NotWrittenError, match=rf"{leftover} cannot be deleted \(Permission denied\)"):
+        CriticJournal(tmp_path, GIB).rewind(CriticPosition("run", 1, "initial"))
+    for call in ("open", "read_text", "exists", "stat"):
         monkeypatch.setattr(Path, call, denied)
     monkeypatch.setattr(manifest, "_READ_PAUSES", ())
     with pytest.raises(JournalError, match=r"run\.json cannot be read now .*Permission denied"):
         CriticJournal(tmp_path, GIB).run_start()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    with pytest.raises(NotWrittenError, match=r"run\.json of .* cannot be written \(Permission denied\)"):
+    with pytest.raises(NotWrittenError, match=r"run\.json of .* \(Permission denied\).* Mend that and start"):
         CriticJournal(tmp_path, GIB).begin_run(CriticPosition("run", 1, "initial"))
 
 

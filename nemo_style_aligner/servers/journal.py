@@ -22,7 +22,7 @@ from safetensors.numpy import load, save
 from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.checkpoints.manifest import NOT_THERE, read_patiently
-from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 
 logger = logging.getLogger(__name__)
@@ -138,12 +138,13 @@ class CriticJournal:
 
         Raises:
             JournalError: a batch cannot be read now. It may be needed, so no batch is deleted.
+            NotWrittenError: one cannot be deleted.
         """
         self._entries = {}
         if not self.directory.is_dir():
             return
         for path in self.directory.glob(f"*{UNFINISHED}"):
-            path.unlink()
+            _delete(path)
         entries = [entry for path in self.directory.glob(f"*{_SUFFIX}") if (entry := _read_entry(path)) is not None]
         self._entries = {entry.position.next_number: entry for entry in entries}
         leading_there = {point.next_number for point in self.positions(position)[:-1]}
@@ -186,7 +187,7 @@ class CriticJournal:
             self._drop(oldest)
 
     def _drop(self, number: int) -> None:
-        self._entries.pop(number).path.unlink(missing_ok=True)
+        _delete(self._entries.pop(number).path)
 
     def _write_file(self, path: Path, content: bytes) -> None:
         staging = path.with_name(path.name + UNFINISHED)
@@ -203,7 +204,8 @@ class CriticJournal:
             raise NotWrittenError(
                 error.errno,
                 f"{path} of {len(content) / 2**20:.1f} MiB cannot be written ({error.strerror}); it must be on disk "
-                "before the critic is trained. Make room and start the job again: it goes on from its last checkpoint",
+                f"before the critic is trained. {'Make room' if error.errno in NO_ROOM else 'Mend that'} and start the "
+                "job again: it goes on from its last checkpoint",
             ) from error
 
 
@@ -235,3 +237,11 @@ def _read_entry(path: Path) -> _Entry | None:
 
 def _unreadable(path: Path, error: OSError) -> JournalError:
     return JournalError(f"{path} cannot be read now ({error}): start the job again when it can")
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"{path} cannot be deleted ({error.strerror}): mend that and start the job again"
+        raise NotWrittenError(error.errno, problem) from error
