@@ -16,8 +16,8 @@ VENV ?= .venv
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
-# Test files that run in parallel. Most of their time is spent starting processes.
-TEST_WORKERS ?= 2
+# Test files that run in parallel: one more than cores, as ranks and clients often wait for each other.
+TEST_WORKERS ?= 3
 # Several processes share the cores in most tests: their threads must not spin while they wait.
 export OMP_WAIT_POLICY ?= PASSIVE
 # Otherwise each process of a job would compile the same files again.
