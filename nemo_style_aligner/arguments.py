@@ -36,6 +36,15 @@ def why_unwritable(folder: Path) -> str | None:
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"this user may not write in {nearest}"
 
 
+def may_not_read(path: Path) -> bool:
+    """Whether this user is denied to read what is at ``path``, or to look whether anything is there."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(path, os.R_OK)
+
+
 def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
     """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

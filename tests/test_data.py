@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sentencepiece
@@ -902,6 +905,20 @@ def test_data_prefix(tmp_path: Path) -> None:
 def test_bad_data_prefixes_are_refused(value: Any, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         load_data_prefix(value)
+
+
+@pytest.mark.parametrize("denying", [{"access": Mock(return_value=False)}, {"stat": Mock(side_effect=PermissionError)}])
+def test_data_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denying: Mapping[str, Mock]
+) -> None:
+    """The file, or the folder that it is in. Root may read all, hence the stand-ins."""
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    with monkeypatch.context() as patch:
+        for name, stand_in in denying.items():
+            patch.setattr(os, name, stand_in)
+        with pytest.raises(DataError, match=r"data_prefix\.train names .*a\.jsonl: this user may not read it"):
+            load_data_prefix({"train": [str(path)]})
 
 
 def test_omegaconf_data_prefix(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
 from nemo_style_aligner.data.preferences import PREFERENCE_KEYS, EndedText, preference_texts
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ def load_data_prefix(data_prefix: Any) -> DataPrefix:
     turn, ``[0.3, a, 0.7, b]``, which are blended.
 
     Raises:
-        DataError: another shape, an unknown split, no training data, or a file that is not there.
+        DataError: another shape, an unknown split, no training data, or a file that is not there or may not be read.
     """
     expected = f"{_PREFIX_KEY} should be {{train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}}"
     if not isinstance(data_prefix, Mapping):
@@ -106,7 +107,7 @@ def data_source(entry: Any, key: str) -> DataSource:
         key: the config's key, for messages.
 
     Raises:
-        DataError: another shape, or a file that is not there.
+        DataError: another shape, or a file that is not there or may not be read.
     """
     is_list = isinstance(entry, Sequence) and not isinstance(entry, str)
     if not is_list and not isinstance(entry, str | Path):
@@ -129,7 +130,9 @@ def data_source(entry: Any, key: str) -> DataSource:
         raise DataError(f"{key}={entries}: give a file, or a list of files")
     paths = tuple(Path(os.path.expanduser(item)) for item in entries)
     for path in paths:
-        if not os.path.isfile(path):  # Path.is_file raises PermissionError for unreadable folders
+        if may_not_read(path):
+            raise DataError(f"{key} names {path}: this user may not read it")
+        if not os.path.isfile(path):
             reason = "this is a folder" if os.path.isdir(path) else "no such data file"
             raise DataError(f"{key} names {path}: {reason}")
     return DataSource(paths, weights)
