@@ -22,7 +22,7 @@ from test_config import COMMANDS, JOBS, composed
 from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
-from nemo_style_aligner.algorithms.place_checks import log_directory_problems
+from nemo_style_aligner.algorithms.place_checks import log_directory_problems, resume_problems
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
@@ -708,6 +708,14 @@ def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
     assert problems(model, "gpt_sft", line) == []
     named.rename(named.with_name("step=3"))  # as a newer one's save does
     assert problems(model, "gpt_sft", line) == []
+
+
+def test_a_checkpoint_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = {"explicit_log_dir": str(tmp_path), "resume_from_checkpoint": str(tmp_path / "closed" / "step=3-last")}
+    with monkeypatch.context() as patch:  # root may look everywhere
+        patch.setattr(os, "stat", Mock(side_effect=PermissionError))
+        (problem,) = resume_problems(OmegaConf.create(cfg))
+    assert problem == f"exp_manager.resume_from_checkpoint={cfg['resume_from_checkpoint']}: this user may not read it"
 
 
 def test_a_secret_that_others_may_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.arguments import why_unwritable
+from nemo_style_aligner.arguments import may_not_read, why_unwritable
 from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, origin_in, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
@@ -86,7 +86,8 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     if not named:
         return
     path = Path(os.path.expanduser(str(named)))
-    if os.path.isfile(present_name(path) / MANIFEST):
+    wanted = present_name(path) / MANIFEST
+    if os.path.isfile(wanted):
         return
     with contextlib.suppress(OSError, RuntimeError):
         directory = log_directory(exp_manager) / "checkpoints"
@@ -94,6 +95,9 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
         newest = max(own, key=lambda manifest: manifest.sequence, default=None)
         if newest is not None and had_resumed_from(newest, origin_in(directory, path), directory):
             return
+    if may_not_read(wanted):
+        yield f"exp_manager.resume_from_checkpoint={named}: this user may not read it"
+        return
     reason = f"it has no {MANIFEST}" if os.path.isdir(path) else "there is no such folder"
     yield (
         f"exp_manager.resume_from_checkpoint={named} is not a checkpoint: {reason}; give one of the folders in "
