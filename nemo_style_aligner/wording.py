@@ -14,6 +14,11 @@ def some_of(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + more
 
 
+def counted(number: int, plural: str) -> str:
+    """``number`` of something: "1 step", "2 steps"."""
+    return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
+
+
 def unescaped(text: str) -> str:
     r"""Replace escapes as they are typed on a command line, as NeMo does; other text stays as it is.
 

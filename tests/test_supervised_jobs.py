@@ -684,6 +684,11 @@ def test_a_run_says_what_ends_it(
     assert run.fit() == 0
     said = "24 examples, 8 per step: 3 steps per epoch; max_epochs=2 ends the run after 6 steps, before max_steps=99"
     assert said in caplog.text
+    one = TinyRun(layout, tmp_path / "one", batch=24).trainer
+    assert (
+        one.describe_length()
+        == "24 examples, 24 per step: 1 step per epoch; max_epochs=2 ends the run after 2 steps, before max_steps=6"
+    )
 
 
 def test_a_time_limit_is_days_hours_minutes_and_seconds() -> None:

@@ -22,6 +22,7 @@ from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -137,19 +138,19 @@ class TrainingLoop(abc.ABC):
     def describe_length(self) -> str:
         """How many samples a step and an epoch take, and which setting ends the run."""
         place, settings = self.place, self.settings
-        text = f"{place.num_samples} {self.samples_name}, {place.global_batch_size} per step: "
-        text += f"{place.batches_per_epoch} steps per epoch"
+        text = f"{counted(place.num_samples, self.samples_name)}, {place.global_batch_size} per step: "
+        text += f"{counted(place.batches_per_epoch, 'steps')} per epoch"
         left = place.num_samples - place.samples_per_epoch
         text += f", {left} left over" if left else ""
         if settings.max_steps >= settings.step_limit:
             return f"{text}; max_steps={settings.step_limit} ends the run"
-        text += f"; max_epochs={settings.max_epochs} ends the run after {settings.max_steps} steps"
+        text += f"; max_epochs={settings.max_epochs} ends the run after {counted(settings.max_steps, 'steps')}"
         return text if settings.step_limit == sys.maxsize else f"{text}, before max_steps={settings.step_limit}"
 
     def _where_interrupted(self) -> str:
         newest = self.checkpoints.newest()
         saved = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
-        return f"after {self.step} steps; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
+        return f"after {counted(self.step, 'steps')}; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
 
     # ---- what a subclass brings -------------------------------------------------------------
 

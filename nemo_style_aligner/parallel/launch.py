@@ -59,6 +59,7 @@ from nemo_style_aligner.parallel.machine import (
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
+from nemo_style_aligner.wording import counted
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -162,11 +163,11 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         else:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     _logger.info(
-        "%d ranks, started by %s, %s, %d threads each",
-        info.world_size,
+        "%s, started by %s, %s, %s each",
+        counted(info.world_size, "ranks"),
         info.launcher,
         backend,
-        torch.get_num_threads(),
+        counted(torch.get_num_threads(), "threads"),
     )
     return info
 
