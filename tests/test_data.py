@@ -170,6 +170,9 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     train, validation = build_prompt_sources(cfg, tokenizer)
     assert validation is not None and (train.longest, validation.batch_size) == (6, 5)
     assert "longer than 6 tokens (trainer.ppo.trt_llm.max_input_len)" in caplog.text
+    cfg.model.ppo.num_rollout_samples = 7
+    with pytest.raises(DataError, match=r"prompts 6 can be used, fewer than model\.ppo\.num_rollout_samples=7"):
+        build_prompt_sources(cfg, tokenizer)
 
 
 # ---- comparisons ------------------------------------------------------------------------------

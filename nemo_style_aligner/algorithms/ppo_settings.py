@@ -8,7 +8,6 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.experience import AdvantageSettings
 from nemo_style_aligner.algorithms.training_loop import LoopSettings, step_limit
-from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 
 
@@ -42,17 +41,8 @@ class PPOSettings(LoopSettings):
 
     @classmethod
     def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
-        """Read a job's config; ``steps_per_epoch``: PPO steps in one pass over the prompts.
-
-        Raises:
-            DataError: too few prompts for one step.
-        """
+        """Read a job's config; ``steps_per_epoch``: PPO steps in one pass over the prompts."""
         ppo = cfg.trainer.ppo
-        if steps_per_epoch < 1:
-            raise DataError(
-                "there are fewer training prompts than model.ppo.num_rollout_samples="
-                f"{cfg.model.ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
-            )
         bounds = ppo.importance_sequence_bounds
         max_epochs, last_step = int(ppo.max_epochs), step_limit(ppo)
         return cls(

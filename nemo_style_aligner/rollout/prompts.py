@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_style_aligner.data.datasets import Dataset, PromptDataset, PromptItem, load_data_prefix
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.rollout.batch import RolloutBatch
@@ -99,6 +100,7 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
 
     Raises:
+        DataError: too few training prompts for one step.
         ValueError: no training prompts, or a BOS token is asked for and the tokenizer has none.
     """
     ppo = cfg.model.ppo
@@ -115,6 +117,11 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
 
     train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
+    if len(train) < ppo.num_rollout_samples:
+        raise DataError(
+            f"of the training prompts {len(train)} can be used, fewer than model.ppo.num_rollout_samples="
+            f"{ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
+        )
     validation = None
     if prefix.validation is not None:
         prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
