@@ -129,7 +129,8 @@ class TarSource(FileSource):
             }
             self._check_end()
         except (tarfile.TarError, EOFError) as error:
-            raise ValueError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
+            reason = str(error).partition(":\n")[0]  # what follows is a line for each compression that tarfile tried
+            raise ValueError(f"{location} is not a readable tar file: {reason}; it may be cut short") from error
 
     def _check_end(self) -> None:
         """Check that the tar ends with zeros. One that was cut between two files would otherwise pass as complete."""
