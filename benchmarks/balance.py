@@ -25,6 +25,7 @@ import torch
 from common import (
     SHAPES,
     Bounds,
+    HelpFormatter,
     available_cores,
     json_path,
     long_tailed,
@@ -50,7 +51,7 @@ MODES = ("work queue", "longest first", "static shards")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--workers", type=positive_int, default=max(2, available_cores()))
     parser.add_argument("--requests", type=positive_int, default=128)
     parser.add_argument("--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"))

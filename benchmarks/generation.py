@@ -30,6 +30,7 @@ from common import (
     SHAPES,
     Bounds,
     Floor,
+    HelpFormatter,
     MachineRates,
     available_cores,
     best_rates,
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--model",
         help=f"a GGUF file, a .nemo archive, or random weights of a shape: {', '.join(SHAPES)} (default: SmolLM2-135M-"

@@ -20,6 +20,7 @@ from typing import Any
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import (
     SHAPES,
+    HelpFormatter,
     available_cores,
     json_path,
     plot_path,
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="the shape while other settings change")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"))
     parser.add_argument(

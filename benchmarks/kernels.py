@@ -21,6 +21,7 @@ import cpu_only  # noqa: F401 (hides GPUs: these parts are computed on CPUs only
 import torch
 from common import (
     SHAPES,
+    HelpFormatter,
     available_cores,
     default_precision,
     json_path,
@@ -76,7 +77,7 @@ class Product:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
     parser.set_defaults(sequences=8)
     parser.add_argument("--layers", type=positive_int, default=8, help="computed in turn")

@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import SHAPES, available_cores, default_precision, json_path, positive_int, print_table, write_json
+from common import (
+    SHAPES,
+    HelpFormatter,
+    available_cores,
+    default_precision,
+    json_path,
+    positive_int,
+    print_table,
+    write_json,
+)
 from training_pass import OPTIM, Workload, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -82,7 +91,7 @@ class Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--threads", type=positive_int, default=available_cores())

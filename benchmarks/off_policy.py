@@ -19,6 +19,7 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import (
     SHAPES,
     Bounds,
+    HelpFormatter,
     at_least,
     available_cores,
     json_path,
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="the policy's shape")
     parser.add_argument("--critic-model", choices=SHAPES, default="tiny", help="the critic's and reward model's shape")
     parser.add_argument("--rollouts", type=positive_int, default=16, help="per step, with one update of each model")

@@ -23,6 +23,7 @@ import cpu_only
 from common import (
     SHAPES,
     Bounds,
+    HelpFormatter,
     MachineRates,
     at_least,
     available_cores,
@@ -134,7 +135,7 @@ def measure_workload(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--model",
         help="a Hugging Face directory, a GGUF file, a .nemo archive, or random weights of a shape: "

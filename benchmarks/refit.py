@@ -27,6 +27,7 @@ import torch.distributed as dist
 from common import (
     PRECISIONS,
     SHAPES,
+    HelpFormatter,
     available_cores,
     json_path,
     positive_int,
@@ -73,9 +74,15 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("30m", "135m", "360m"), metavar="SHAPE")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=[case.name for case in CASES],
+        metavar="CASE",
+        help="default: " + "; ".join(case.name for case in CASES),
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument(
         "--bucket-megabytes",

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from common import (
     PRECISIONS,
     SHAPES,
+    HelpFormatter,
     at_least,
     available_cores,
     json_path,
@@ -54,7 +55,7 @@ REQUEST_SECONDS = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--clients", type=positive_int, nargs="+", default=(1, 8, 64))
     parser.add_argument("--shape", choices=SHAPES, default="30m")
     parser.add_argument("--precision", choices=PRECISIONS, default="32")

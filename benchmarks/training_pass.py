@@ -24,6 +24,7 @@ from common import (
     PRECISIONS,
     SHAPES,
     Bounds,
+    HelpFormatter,
     available_cores,
     default_precision,
     json_path,
@@ -72,7 +73,7 @@ class Workload:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=positive_int, default=2)
     parser.add_argument("--threads", type=positive_int, default=available_cores())

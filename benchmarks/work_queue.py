@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import json_path, positive_int, print_table, spread, write_json
+from common import HelpFormatter, json_path, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rollout.work_queue import WorkQueue
@@ -28,7 +28,7 @@ TOKEN = "benchmark"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--workers", type=positive_int, default=256)
     parser.add_argument("--ids", type=positive_int, default=16384, help="in a round")
     parser.add_argument(
