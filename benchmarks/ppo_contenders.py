@@ -391,7 +391,7 @@ class OwnJobs:
         refused = said("actor", "training passes run without compiled layer kernels: (.*)")
         kernels = best_kernels() if self._setting.device == "cpu" else None
         return {
-            "threads": {name: said(name, r"(\d+) threads each") for name in logs},
+            "threads": {name: said(name, r"(\d+) threads? each") for name in logs},
             "generation_step": said("actor", "embedded engine: (.*)"),
             "layer_kernels": f"torch's: {refused}" if refused else kernels.kernel if kernels else "torch's",
             "wait_policy": self._setting.environment.get("OMP_WAIT_POLICY", WAIT_POLICY),
