@@ -87,6 +87,8 @@ class Scores:
 class UnfitServiceError(UserError, ValueError):
     """A server is no service of this kind, or does not fit this job; the message says why, and what to change."""
 
+    exit_status = 1
+
 
 class CriticClient:
     """Client of both services, built from the config section ``remote_critic_rm`` (with NeMo-Aligner's keys).
