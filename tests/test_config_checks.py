@@ -638,7 +638,13 @@ def test_names_of_checkpoints_and_hosts_that_are_possible(model: Path) -> None:
 
 def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("os.access", lambda path, mode: asked.append(str(path)))
+
+    def may_only_read(path: Path, mode: int) -> bool:
+        if mode & os.W_OK:
+            asked.append(str(path))
+        return not mode & os.W_OK
+
+    monkeypatch.setattr("os.access", may_only_read)
     (line,) = problems(model, "gpt_sft", f"exp_manager.explicit_log_dir={tmp_path}/a/b")
     assert f"(this user may not write in {tmp_path}): give a folder that you may write to" in line
     assert asked == [str(tmp_path)]
