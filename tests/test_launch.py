@@ -262,12 +262,18 @@ def test_world_size_check() -> None:
 
 
 def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert bind_address(None, ALONE) == "127.0.0.1"
-    assert bind_address("10.0.0.1", SLURM_INFO) == "10.0.0.1"
-    assert bind_address(None, SLURM_INFO) == "0.0.0.0"
+    for name in ("SLURM_JOB_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert bind_address(None) == "127.0.0.1"
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert bind_address(None, ALONE) == "0.0.0.0"
+    assert bind_address(None) == "0.0.0.0"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "4", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)  # the first two do not say how many ranks are here
+    assert bind_address(None) == "0.0.0.0"
+    assert bind_address("10.0.0.1") == "10.0.0.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert bind_address(None) == "127.0.0.1"
 
 
 def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 
@@ -19,7 +17,6 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.parallel.launch import bind_address
 from nemo_style_aligner.servers.connections import ConnectionLimits
@@ -144,7 +141,7 @@ def _http_settings(section: DictConfig, key: str) -> HttpSettings:
     """From the config's section at ``key``."""
     return HttpSettings(
         port=int(section.port),
-        host=bind_address(section.host, detect_launch(os.environ)),
+        host=bind_address(section.host),
         section=key,
         token=resolve_token(section.token, f"{key}.token"),
         max_body_bytes=int(section.max_body_bytes),

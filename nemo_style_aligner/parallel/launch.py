@@ -51,6 +51,7 @@ from nemo_style_aligner.parallel.machine import (
     free_port,
     interface_of,
     is_loopback,
+    is_on_one_machine,
     machine_cores,
     outgoing_address,
     own_address,
@@ -172,7 +173,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
     return info
 
 
-def bind_address(host: str | None, info: LaunchInfo) -> str:
+def bind_address(host: str | None) -> str:
     """The address on which a service of this job listens: ``host`` if given (keys ``host`` of the configs).
 
     Otherwise 127.0.0.1, which only this machine reaches, unless the job runs in a cluster, where its clients
@@ -180,7 +181,7 @@ def bind_address(host: str | None, info: LaunchInfo) -> str:
     """
     if host is not None:
         return host
-    in_cluster = "SLURM_JOB_ID" in os.environ or info.local_world_size < info.world_size
+    in_cluster = "SLURM_JOB_ID" in os.environ or not is_on_one_machine()
     return "0.0.0.0" if in_cluster else LOOPBACK
 
 

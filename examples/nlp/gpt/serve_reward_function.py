@@ -13,12 +13,10 @@ docs/service.md says how to start the actor and the critic with it.
 
 import argparse
 import logging
-import os
 import signal
 from pathlib import Path
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.parallel.launch import bind_address
 from nemo_style_aligner.servers.secret import resolve_token
@@ -78,7 +76,7 @@ def main() -> None:
             tokenizer,
             HttpSettings(
                 port=args.port,
-                host=bind_address(args.host, detect_launch(os.environ)),
+                host=bind_address(args.host),
                 token=resolve_token(args.token, "--token"),
             ),
             num_threads=args.threads,
