@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import transformers
 import yaml
-from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.contents import restore_model
@@ -89,14 +88,13 @@ def run_conversion(
 
 def _initialize(tp_size: int, pp_size: int) -> None:
     """Set up torch.distributed and the model-parallel groups for one replica of a model."""
-    world_size = detect_launch(os.environ).world_size
-    if world_size != tp_size * pp_size:
+    info = detect_launch(os.environ)
+    if info.world_size != tp_size * pp_size:
         raise ValueError(
             f"--tensor-parallel {tp_size} x --pipeline-parallel {pp_size} takes {tp_size * pp_size} processes, "
-            f"{world_size} were started: use torchrun --nproc-per-node {tp_size * pp_size}"
+            f"{info.world_size} were started: use torchrun --nproc-per-node {tp_size * pp_size}"
         )
-    trainer = {"devices": world_size, "num_nodes": 1, "distributed_timeout_minutes": 60}
-    initialize(OmegaConf.create({"trainer": trainer}))
+    initialize(info, timeout_minutes=60)
     initialize_model_parallel(tp_size, pp_size, seed=1234)
 
 

@@ -104,19 +104,19 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
         )
 
 
-def initialize(cfg: DictConfig) -> LaunchInfo:
+def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0) -> None:
     """Set up this process: torch.distributed (NCCL on GPUs, gloo on CPUs), its threads and its memory.
 
-    Uses ``trainer.devices``, ``trainer.num_nodes``, ``trainer.distributed_timeout_minutes`` and
-    ``trainer.ppo.rollout_devices`` (with it, this rank's world is initialised, see `worlds`). Afterwards
-    the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
+    Afterwards the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
+
+    Args:
+        info: see `detect_launch`.
+        timeout_minutes: ``trainer.distributed_timeout_minutes``.
+        rollout_ranks: ``trainer.ppo.rollout_devices``; with them, this rank's world is initialised, see `worlds`.
 
     Raises:
-        ConfigError: the launcher started another number of ranks than the config asks for.
         LaunchError: the ranks cannot find each other, or have no device.
     """
-    info = detect_launch(os.environ)
-    check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     open_files, needed = raise_limit_of_open_files(), _RESERVED_FILES + _FILES_PER_RANK * info.world_size
     if 0 <= open_files < needed and info.rank == 0:
         _logger.warning(
@@ -126,7 +126,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
             info.world_size,
             needed,
         )
-    info = _agree_on_address(info, cfg.trainer.distributed_timeout_minutes)
+    info = _agree_on_address(info, timeout_minutes)
     os.environ.update(info.environment())
     _share_cores(info)
 
@@ -148,8 +148,7 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         if info.rank == 0 and torch.version.cuda is not None and "SLURM_JOB_ID" in os.environ:
             _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
     _stay_on_loopback(info)
-    timeout = datetime.timedelta(minutes=cfg.trainer.distributed_timeout_minutes)
-    rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     store = meet(info, backend, timeout)
     store.set_timeout(timeout)
     _name_interface_for_gloo(info, store)
@@ -170,7 +169,6 @@ def initialize(cfg: DictConfig) -> LaunchInfo:
         backend,
         counted(torch.get_num_threads(), "threads"),
     )
-    return info
 
 
 def bind_address(host: str | None) -> str:
@@ -453,7 +451,8 @@ def _run_job(
         stop_signals.install(end_start)
         if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
             signal_when_parent_dies(signal.SIGTERM)
-        initialize(cfg)
+        rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
+        initialize(info, cfg.trainer.distributed_timeout_minutes, rollout_ranks)
         status = main(cfg) or 0
     except (Exception, StopDuringStartError) as error:
         if not comes_from(error, StopDuringStartError):
