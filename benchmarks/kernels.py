@@ -31,7 +31,6 @@ from common import (
     spread,
     write_json,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from training_pass import add_workload_arguments, make_workload
 
@@ -167,7 +166,7 @@ def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[
         kv_channels=a.kv_channels,
         attention_dropout=0.0,
     )
-    core = attention.CausalAttention(config, 1, AttnMaskType.causal, "self")
+    core = attention.CausalAttention(config)
     packed = PackedSequences(qkv_format="thd", lengths=tuple(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
     channels = torch.arange(0, a.kv_channels, 2) / a.kv_channels

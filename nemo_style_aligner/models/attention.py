@@ -46,11 +46,7 @@ class LocalSelfAttention(SelfAttention):
         if packed_seq_params.rotary is not None:
             query = _Rotation.apply(query, *packed_seq_params.rotary)
             key = _Rotation.apply(key, *packed_seq_params.rotary)
-        if self.checkpoint_core_attention and self.training:
-            out = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
-        else:
-            out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
-        return self.linear_proj(out)
+        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
 
     def _attend_compiled(
         self, kernels: LayerKernels, hidden_states: torch.Tensor, packed: PackedSequences
@@ -63,8 +59,7 @@ class LocalSelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
-        scale = self.core_attention.softmax_scale or d**-0.5
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.lengths, scale, kernels)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.lengths, d**-0.5, kernels)
         return out.view(t, 1, -1)
 
 
@@ -76,19 +71,9 @@ class CausalAttention(MegatronModule):
     sequences of similar length are batched (`AttentionBlocks`).
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout
 
     def forward(
         self,
@@ -120,7 +105,7 @@ class CausalAttention(MegatronModule):
         drops_out = self.training and self.dropout > 0
         if not drops_out and has_varlen_attention(query, key):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return varlen_attention(query, key, value, boundaries, longest, self.softmax_scale).flatten(1)[:, None]
+            return varlen_attention(query, key, value, boundaries, longest).flatten(1)[:, None]
         if packed.blocks is None:
             packed.blocks = AttentionBlocks.of(packed.lengths, query.device)
         outputs = []
@@ -148,7 +133,6 @@ class CausalAttention(MegatronModule):
                 value.permute(1, 2, 0, 3),
                 is_causal=s > 1,  # a single new token sees the whole KV cache
                 dropout_p=dropout,
-                scale=self.softmax_scale,
                 enable_gqa=has_groups,
             )
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)

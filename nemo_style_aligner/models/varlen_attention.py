@@ -23,7 +23,6 @@ def varlen_attention(
     value: torch.Tensor,
     boundaries: torch.Tensor,
     longest: int,
-    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of each token to its own and all earlier tokens of its sequence. Differentiable.
 
@@ -34,7 +33,6 @@ def varlen_attention(
         key, value: [t, groups, d]; ``heads`` is a multiple of ``groups``.
         boundaries: int32 [n + 1], where each of the n sequences begins, and t.
         longest: tokens of the longest sequence, at least.
-        scale: of the scores; None: d ** -0.5.
 
     Returns:
         [t, heads, d].
@@ -44,12 +42,8 @@ def varlen_attention(
     options: dict[str, Any] = {}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    out = varlen_attn(
-        *(query, key, value, boundaries, boundaries, longest, longest),
-        scale=scale,
-        window_size=(-1, 0),  # causal
-        **options,
-    )
+    causal = (-1, 0)
+    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, window_size=causal, **options)
     assert isinstance(out, torch.Tensor)  # nothing else was asked for
     return out
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models import varlen_attention
@@ -24,7 +23,7 @@ from nemo_style_aligner.models.pipeline import to_device
 config = TransformerConfig(
     num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0
 )
-attention = CausalAttention(config, 1, AttnMaskType.causal, "self")
+attention = CausalAttention(config)
 attend = F.scaled_dot_product_attention
 calls: list[tuple[int, bool]] = []
 
