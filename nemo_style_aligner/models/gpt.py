@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
@@ -267,7 +266,7 @@ def _wrap_for_training(
     model_cfg: Mapping[str, Any],
     layout: ParallelLayout,
 ) -> DistributedDataParallel:
-    optim: Mapping[str, Any] = model_cfg.get("optim") or DictConfig({})
+    optim = model_cfg.get("optim") or {}
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)) and layout.dp_size > 1,

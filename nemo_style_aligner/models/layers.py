@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -30,7 +30,7 @@ from nemo_style_aligner.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
-from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
+from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
 from nemo_style_aligner.parallel.groups import device
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Layer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules and config.add_bias_linear:
+        if recomputes_mlp(config) and config.add_bias_linear:
             self.mlp.register_forward_hook(_copy_bias)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -183,10 +183,4 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
             },
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * _layers_on_this_stage(config), layer_norm=Norm)
-
-
-def _layers_on_this_stage(config: TransformerConfig) -> int:
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-
-    return get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)

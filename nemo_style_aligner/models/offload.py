@@ -37,9 +37,7 @@ class AdamOffload:
         self.is_away = False
 
     def offload(self) -> None:
-        """Move the states to host memory, unless they are there."""
-        if self.is_away:
-            return
+        """Move the states from the device to host memory."""
         for tensor in self._states():
             if tensor not in self._resting:
                 self._resting[tensor] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -15,7 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
 
 from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
-from nemo_style_aligner.models.gpt import MegatronModel, uses_distributed_optimizer
+from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy, SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
@@ -119,6 +119,7 @@ class Optimizer:
         offload: bool = False,
     ) -> None:
         use_fused_adam_where_megatron_has_none()
+        self.model = model
         betas = optim.get("betas") or (0.9, 0.98)
         weight_decay = float(optim.get("weight_decay") or 0.0)
         config = OptimizerConfig(
@@ -132,9 +133,8 @@ class Optimizer:
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
             clip_grad=float(clip_grad or 0.0),
-            use_distributed_optimizer=uses_distributed_optimizer({"optim": optim}),
+            use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
         )
-        self.model = model
         self.schedule = schedule
         self.step_count = 0
         self.skips = SkipCounter(nonfinite)

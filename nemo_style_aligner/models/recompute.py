@@ -27,7 +27,7 @@ def recomputes_inputs(config: TransformerConfig) -> bool:
 
 def recomputes_mlp(config: TransformerConfig) -> bool:
     """Whether megatron-core computes the whole MLP of each layer again, keeping only its input."""
-    return config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
+    return config.recompute_granularity == "selective" and "mlp" in config.recompute_modules
 
 
 def computed_again(x: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
