@@ -218,12 +218,13 @@ class Megatron(OwnEngine):
     def load(self) -> None:
         from nemo_style_aligner.models.gpt import build_model
         from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
+        from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
         from nemo_style_aligner.weights.stream import import_weights
 
         initialize_single_process()
         initialize_model_parallel(1, 1, 1)
         self._model = build_model(self.files.architecture, {}, self.dtype, trainable=False)
-        import_weights(self._model, self.files.weights())
+        import_weights(self._model, HuggingFaceCheckpoint(self.files.hf))
 
     def make_engine(self, **options: int) -> GenerationEngine:
         from nemo_style_aligner.generation.megatron import MegatronEngine

@@ -115,9 +115,9 @@ def round_trip(name: str, dtype: torch.dtype, bucket_bytes: int, expected: dict[
     check(shared.keys() == streamed.keys(), f"{name}: names differ in shared memory")
     check(all(torch.equal(shared[key], streamed[key]) for key in shared), f"{name}: values differ in shared memory")
     other = build_model(architecture, MODEL_CFG, dtype, trainable=False)
-    import_weights(other, export_weights(model, bucket_bytes, transient=True))  # a stream as source
+    import_weights(other, TensorSource(streamed))
     for (key, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        check(torch.equal(a, b), f"{name}: local {key} differs after import from a stream")
+        check(torch.equal(a, b), f"{name}: local {key} differs after import")
     if dtype == torch.float32:
         result = logits(model)
         expected.setdefault(name, result)
@@ -133,7 +133,7 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
     """
     architecture = ARCHITECTURES[name]
     model = build_model(architecture, MODEL_CFG, torch.float32, trainable=False)
-    import_weights(model, random_weights(architecture).items())
+    import_weights(model, TensorSource(random_weights(architecture)))
     length = 24 if name == "llama" else 5
     params = SamplingParams(
         max_new_tokens=length, min_new_tokens=length, temperature=0.9, repetition_penalty=1.1, seed=5
@@ -261,7 +261,7 @@ def reward_round_trip(dtype: torch.dtype) -> None:
     head = RewardHeadConfig(num_attributes=3)
     weights = random_weights(architecture, num_attributes=3)
     model = build_model(architecture, MODEL_CFG, dtype, head=head, trainable=False)
-    import_weights(model, weights.items())
+    import_weights(model, TensorSource(weights))
     streamed = dict(export_weights(model, 4096))
     check(list(streamed) == list(weights), "reward: names or order differ")
     check(all(torch.equal(streamed[key].float(), weights[key]) for key in weights), "reward: values differ")

@@ -20,7 +20,7 @@ from job_processes import ROOT, run
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
-from small_models import SHAPE, VOCAB
+from small_models import SHAPE, VOCAB, TensorSource
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -209,7 +209,7 @@ def test_padding_of_the_vocabulary_takes_no_probability(name: str) -> None:
     architecture, ids = ARCHITECTURES[name], tokens()
     plain = build_model(architecture, {"make_vocab_size_divisible_by": 1}, torch.float32, trainable=False)
     padded = build_model(architecture, {"make_vocab_size_divisible_by": 128}, torch.float32, trainable=False)
-    import_weights(padded, export_weights(plain))
+    import_weights(padded, TensorSource(dict(export_weights(plain))))
     with torch.no_grad():  # whatever stands in the padding
         for parameter in padded.gpt.parameters():
             if parameter.shape[0] == 128:
@@ -446,7 +446,7 @@ def test_gradients_of_matrices_are_added_where_they_belong(
     packed = pack_row(ids, torch.ones(5, 12, dtype=torch.bool), 1)
     model = build_model(ARCHITECTURES[name], config, dtype, head=head)
     plain = build_model(ARCHITECTURES[name], config, dtype, head=head, trainable=False)
-    import_weights(plain, export_weights(model))
+    import_weights(plain, TensorSource(dict(export_weights(model))))
     plain.gpt.requires_grad_(True)
     scoring = None if head else Scoring()
     labels = None if head else Prediction(packed.outputs, packed.tokens[0].roll(-1)[packed.outputs])
@@ -1457,7 +1457,7 @@ def test_the_gradient_norm_is_reported_without_clipping() -> None:
     norms = []
     for clip in (0.0, 1e-3):
         model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-        import_weights(model, export_weights(reference_model()))
+        import_weights(model, TensorSource(dict(export_weights(reference_model()))))
         actor = make_actor(model, None, clip)
         actor.optimizer.schedule = Schedule(lr=0.4, warmup_steps=3)
         report = actor.update(policy_batch(tokens()))

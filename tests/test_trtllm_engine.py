@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from generation_models import EOS, VOCAB, architecture, engine_for, hf_model, ragged_requests, weights_of
+from small_models import TensorSource
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trtllm_reference import forward
 from trtllm_standins import Standins
@@ -103,7 +104,7 @@ def test_the_converter_agrees_with_megatron_cores_own(family: str, monkeypatch: 
     a = architecture(family)
     with single_process():
         model = build_model(a, {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
-        import_weights(model, weights_of(hf_model(family)).items())
+        import_weights(model, TensorSource(weights_of(hf_model(family))))
         activation = "swiglu" if a.activation == "silu" else "geglu" if a.gated else a.activation
         converter = core.DistributedTRTLLMModelWeightsConverter(model.config, DataType.float32, activation=activation)
         state = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -550,7 +551,7 @@ def test_an_engine_comes_out_of_the_actors_config(backend: str, monkeypatch: pyt
     options |= {"detokenize": str, "token_to_id": {}.get}
     with single_process():
         model = build_model(a, {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
-        import_weights(model, weights_of(hf_model()).items())
+        import_weights(model, TensorSource(weights_of(hf_model())))
         with monkeypatch.context() as gpu:
             gpu.setattr(torch.cuda, "is_available", lambda: True)
             gpu.setattr(torch.cuda, "device_count", lambda: 1)

@@ -300,7 +300,7 @@ def _import_and_save(
     on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
     model = build_model(architecture, {}, dtype, head=head, trainable=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:
-        import_weights(model, source, progress=lambda _: progress.update())
+        import_weights(model, source, progress.update)
     if head is not None:
         _warn_of_what_classifiers_lack(model, head)
     save_nemo(output, model, config, tokenizer_dir)

@@ -7,11 +7,10 @@ by every rank of the model-parallel group.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 1024
 
 
-@runtime_checkable
 class WeightSource(Protocol):
     """Tensors under Hugging Face's names that can be read one by one, and in slices."""
 
@@ -225,12 +223,7 @@ def _hf_parts(
 # ---- import ------------------------------------------------------------------------------------
 
 
-def import_weights(
-    model: ShardedModel,
-    source: WeightSource | Iterable[tuple[str, torch.Tensor]],
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> None:
+def import_weights(model: ShardedModel, source: WeightSource, progress: Callable[[], None] = lambda: None) -> None:
     """Copy full tensors into this rank's shards, one tensor at a time, converted to the parameters' dtype.
 
     Every rank of the model calls it and reads its own slices. Rows of the padded vocabulary become zero. An
@@ -238,33 +231,21 @@ def import_weights(
 
     Args:
         model: the model.
-        source: a `WeightSource`, or a stream of (name, tensor) such as `export_weights`. A source is checked
-            before anything is written; a stream as it arrives.
-        progress: called with the name of each tensor this rank has read.
+        source: is checked before anything is written.
+        progress: called after each tensor that this rank has read.
 
     Raises:
-        ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and a `WeightSource`
-            has an output layer that differs from the embedding; the message names it.
+        ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and the source has an
+            output layer that differs from the embedding; the message names it.
     """
     target = _ImportTarget(model)
-    if isinstance(source, WeightSource):
-        present = dict(source.shapes())
-        target.check(present)
-        target.check_tie(present, source)
-        for name in target.wanted:
-            if name in present:
-                target.load(name, functools.partial(source.read, name))
-                if progress:
-                    progress(name)
-    else:
-        present = {}
-        for name, tensor in source:
-            present[name] = tuple(tensor.shape)
-            target.check_tensor(name, present[name])
-            target.load(name, tensor.narrow)
-            if progress:
-                progress(name)
-        target.check(present)
+    present = source.shapes()
+    target.check(present)
+    target.check_tie(present, source)
+    for name in target.wanted:
+        if name in present:
+            target.load(name, source)
+            progress()
     target.zero_the_rest(present)
 
 
@@ -290,16 +271,12 @@ class _ImportTarget:
         if missing:
             raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
         for name, shape in shapes.items():
-            self.check_tensor(name, shape)
-
-    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless the model has a place for this tensor."""
-        if name in self.ignored:
-            return
-        if name not in self.expected:
-            raise ValueError(f"the weights have {name}, which the model has no place for")
-        if shape != self.expected[name].shape:
-            raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
+            if name in self.ignored:
+                continue
+            if name not in self.expected:
+                raise ValueError(f"the weights have {name}, which the model has no place for")
+            if shape != self.expected[name].shape:
+                raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
 
     def check_tie(self, shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
         """Raise if a tied language model's source has an output layer that differs from the embedding.
@@ -323,13 +300,13 @@ class _ImportTarget:
             )
 
     @torch.no_grad()
-    def load(self, name: str, read: Callable[[int, int, int], torch.Tensor]) -> None:
-        """Copy this rank's pieces of tensor ``name``; ``read(dim, start, length)`` gives a slice of it."""
-        for entry, part in self.wanted.get(name, ()):
+    def load(self, name: str, source: WeightSource) -> None:
+        """Copy this rank's pieces of tensor ``name``."""
+        for entry, part in self.wanted[name]:
             parameter, dim = self.parameters[entry], entry.split_dim or 0
             for piece in self._my_pieces(entry):
                 if piece.part == part:
-                    values = read(dim, piece.start, piece.length)
+                    values = source.read(name, dim, piece.start, piece.length)
                     parameter.narrow(dim, piece.offset, piece.length).copy_(values)
 
     @torch.no_grad()
