@@ -63,9 +63,7 @@ class RefusedRequest(Error):
 HeaderCheck = Callable[[Mapping[str, str]], bool]
 
 
-def channel_class(
-    may_send_body: HeaderCheck | None, limits: ConnectionLimits, max_body_bytes: int
-) -> type[HTTPChannel]:
+def channel_class(may_send_body: HeaderCheck, limits: ConnectionLimits, max_body_bytes: int) -> type[HTTPChannel]:
     """A waitress channel class with errors in JSON, which checks the token before it accepts a large body."""
 
     class Parser(HTTPRequestParser):
@@ -83,7 +81,6 @@ def channel_class(
             size = max(self.content_length, self.body_bytes_received)
             if (
                 self.error is None
-                and may_send_body is not None
                 and self.headers_finished
                 and size > limits.max_body_without_token
                 and not may_send_body(self.headers)
@@ -127,7 +124,7 @@ class ConnectionWatch:
     connections, which lose nothing when they are closed, does waitress's ``last_activity`` count, a wall-clock time.
     """
 
-    def __init__(self, limits: ConnectionLimits, max_connections: int, may_send_body: HeaderCheck | None) -> None:
+    def __init__(self, limits: ConnectionLimits, max_connections: int, may_send_body: HeaderCheck) -> None:
         self._limits = limits
         self._max_connections = max_connections
         self._may_send_body = may_send_body
@@ -179,4 +176,4 @@ class ConnectionWatch:
                 channel.will_close = True
 
     def _is_trusted(self, request: HTTPRequestParser) -> bool:
-        return request.headers_finished and (self._may_send_body is None or self._may_send_body(request.headers))
+        return request.headers_finished and self._may_send_body(request.headers)
