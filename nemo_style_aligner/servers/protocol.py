@@ -71,7 +71,6 @@ class Tensor:
     name: str
     datatype: str
     array: np.ndarray
-    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +266,7 @@ def _decode_tensors(head: Mapping[str, Any], field: str, blob: memoryview) -> di
             )
             array = _from_bytes(name, datatype, shape, blob[offset : offset + size])
             offset += size
-        tensors[name] = Tensor(name, datatype, array, parameters)
+        tensors[name] = Tensor(name, datatype, array)
     _require(offset == len(blob), f"{len(blob) - offset} bytes follow the last binary tensor")
     return tensors
 
