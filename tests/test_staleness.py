@@ -24,7 +24,7 @@ from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rollout import remote
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, pack_results, unpack_request, unpack_results
+from nemo_style_aligner.rollout.wire import pack_request, pack_results, unpack_request, unpack_results
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -307,5 +307,5 @@ def test_prompts_and_responses_come_out_as_they_went_in() -> None:
     ]
     assert unpack_results(pack_results(results)) == results
     assert unpack_results(pack_results([])) == []  # a rank without a share
-    request = RoundRequest([Prompt(3, [1, 2], 7.3), Prompt(3, [1, 2], 7.3), Prompt(0, [5])], seed=2**63 - 1)
-    assert unpack_request(pack_request(request)) == request
+    prompts, seed = [Prompt(3, [1, 2], 7.3), Prompt(3, [1, 2], 7.3), Prompt(0, [5])], 2**63 - 1
+    assert unpack_request(pack_request(prompts, seed)) == (prompts, seed)

@@ -19,7 +19,7 @@ from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object,
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rollout.intake import ResponseSink
 from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.wire import RoundRequest, pack_request, unpack_results
+from nemo_style_aligner.rollout.wire import pack_request, unpack_results
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.push import send_weights
 from nemo_style_aligner.weights.stream import export_weights
@@ -82,7 +82,7 @@ class RemoteGenerator:
         name = f"round/{self._num_rounds}"
         pass_on_signals(self._link)
         if self._link.rank == 0:
-            self._link.put(name, pack_request(RoundRequest(list(prompts), seed)))
+            self._link.put(name, pack_request(prompts, seed))
             self._link.post({"kind": "generate", "round": name})
         return RemoteRound(self._link, name, prompts, self._wait_seconds)
 

@@ -83,9 +83,9 @@ class RolloutRank:
             raise RuntimeError(f"{command['kind']!r} is not a command that a rollout rank knows")
 
     def _generate(self, generator: LocalGenerator, name: str) -> None:
-        request = unpack_request(self._link.read(name))
+        prompts, seed = unpack_request(self._link.read(name))
         idle_seconds, started = time.monotonic() - self._idle_since, time.monotonic()
-        generation = generator.start(request.prompts, request.seed)
+        generation = generator.start(prompts, seed)
         try:
             generation.run(_Publisher(self._link, name))
         except StopEarlyError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import safetensors.torch
@@ -10,14 +9,6 @@ import torch
 
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rollout.prompts import Prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundRequest:
-    """A request for a round of generation: one response per prompt, random streams derived from ``seed``."""
-
-    prompts: list[Prompt]
-    seed: int
 
 
 def pack_results(results: Sequence[GenerationResult]) -> bytes:
@@ -57,12 +48,11 @@ def unpack_results(content: bytes) -> list[GenerationResult]:
     return results
 
 
-def pack_request(request: RoundRequest) -> bytes:
-    """Pack a round's prompts, in sample order, and its seed."""
-    prompts = request.prompts
+def pack_request(prompts: Sequence[Prompt], seed: int) -> bytes:
+    """Pack a round's prompts, in sample order, and the seed of its random streams."""
     return safetensors.torch.save(
         {
-            "seed": torch.tensor([request.seed], dtype=torch.int64),
+            "seed": torch.tensor([seed], dtype=torch.int64),
             "ids": torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
             "lengths": torch.tensor([len(p.token_ids) for p in prompts], dtype=torch.int64),
             "expected_lengths": torch.tensor([p.expected_length for p in prompts], dtype=torch.float64),
@@ -71,12 +61,12 @@ def pack_request(request: RoundRequest) -> bytes:
     )
 
 
-def unpack_request(content: bytes) -> RoundRequest:
+def unpack_request(content: bytes) -> tuple[list[Prompt], int]:
     """Inverse of `pack_request`."""
     tensors = safetensors.torch.load(content)
     tokens = tensors["tokens"].split(tensors["lengths"].tolist())
     columns = zip(tensors["ids"].tolist(), tokens, tensors["expected_lengths"].tolist(), strict=True)
-    return RoundRequest([Prompt(i, ids.tolist(), expected) for i, ids, expected in columns], int(tensors["seed"]))
+    return [Prompt(i, ids.tolist(), expected) for i, ids, expected in columns], int(tensors["seed"])
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
