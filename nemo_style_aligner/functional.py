@@ -42,8 +42,7 @@ def response_mask(prompt_lengths: torch.Tensor, sequence_lengths: torch.Tensor, 
         [b, num_positions] float32.
     """
     position = torch.arange(num_positions, device=sequence_lengths.device)[None, :]
-    first = (prompt_lengths.to(position.device) - 1)[:, None]
-    end = (sequence_lengths - 1)[:, None]
+    first, end = (prompt_lengths - 1)[:, None], (sequence_lengths - 1)[:, None]
     return ((position >= first) & (position < end)).float()
 
 
@@ -119,7 +118,7 @@ def token_rewards(rewards: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor
     Returns:
         [b, s-1] in kl's dtype.
     """
-    last = (lengths - 2).clamp(min=0).to(kl.device)[:, None]
+    last = (lengths - 2).clamp(min=0)[:, None]
     return (-kl_coef * kl).scatter_add(1, last, rewards.reshape(-1, 1).to(kl))
 
 

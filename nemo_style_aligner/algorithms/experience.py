@@ -78,7 +78,7 @@ def leave_out_nonfinite(
     valid = torch.ones(len(rollouts), dtype=torch.bool)
     troubles = []
     for name, tensor in parts.items():
-        bad = ~tensor.isfinite().all(dim=1).cpu()
+        bad = ~tensor.isfinite().all(dim=1)
         valid &= ~bad
         if bad.any():
             samples, prompts = rollouts.sample_ids[bad].tolist(), rollouts.prompt_ids[bad].tolist()
@@ -94,8 +94,7 @@ def leave_out_nonfinite(
     warn_for_all_ranks(logger, "%s: these samples are left out", trouble)
 
     def cleared(tensor: torch.Tensor) -> torch.Tensor:
-        keep = valid.to(tensor.device)
-        return torch.where(keep if tensor.ndim == 1 else keep[:, None], tensor, torch.zeros_like(tensor))
+        return tensor.masked_fill(~valid if tensor.ndim == 1 else ~valid[:, None], 0)
 
     return (
         dataclasses.replace(rollouts, is_valid=valid, engine_logprobs=cleared(rollouts.engine_logprobs)),
