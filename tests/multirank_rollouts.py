@@ -117,7 +117,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS, queue)
     collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
-        pending = collector.collect(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
+        pending = collector.finish(collector.generator.start(train_prompts.batch(step * NUM_SAMPLES), SEED + step))
         scores = pending.wait_for_scores()
     if dist.get_rank() == 0:
         tensors = dataclasses.asdict(pending.rollouts) | dataclasses.asdict(scores)
@@ -146,7 +146,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
 
         generator.engine = Stopping()  # type: ignore[assignment]
     try:
-        collector.collect(prompts, SEED)
+        collector.finish(generator.start(prompts, SEED))
     except StopEarlyError as reason:
         assert "SIGUSR1" in str(reason)
     else:

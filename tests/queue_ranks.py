@@ -130,7 +130,7 @@ def rank_main(folder: Path) -> None:
         engine.trouble = trouble if rank == 1 else "healthy"
         # Another order in every round, as the lengths become known.
         prompts = [Prompt(i // 2, [i // 2 + 1], float(i // 2 * number % 5)) for i in range(NUM_SAMPLES)]
-        pending = collector.collect(prompts, seed=3)
+        pending = collector.finish(collector.generator.start(prompts, seed=3))
         scores = pending.wait_for_scores()
         fields = {name: tensor.tolist() for name, tensor in dataclasses.asdict(pending.rollouts).items()}
         status = server.queue.status() if server is not None else {}

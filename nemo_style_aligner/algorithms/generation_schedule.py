@@ -72,7 +72,8 @@ class GenerationSchedule:
                 return self._collector.finish(self._rounds[step])
         self.refit(version)
         with self._timer("generate"):
-            pending = self._collector.collect(prompts.batch(start), self._sampling_seed(step, stream))
+            generation = generator.start(prompts.batch(start), self._sampling_seed(step, stream))
+            pending = self._collector.finish(generation)
         if self._unload_engine:
             with self._timer("unload"):
                 generator.unload()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -20,6 +21,7 @@ from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
 
 
+@dataclasses.dataclass(frozen=True)
 class PendingRollouts:
     """Rollouts whose scores may still be on their way.
 
@@ -28,12 +30,10 @@ class PendingRollouts:
         generation_metrics: see `Round.metrics`.
     """
 
-    def __init__(
-        self, rollouts: RolloutBatch, generation_metrics: dict[str, float], wait: Callable[[int], Scores]
-    ) -> None:
-        self.rollouts = rollouts
-        self.generation_metrics = generation_metrics
-        self._wait = wait
+    rollouts: RolloutBatch
+    generation_metrics: dict[str, float]
+    _responses: ScoredResponses  # this rank's
+    _order: torch.Tensor  # places of the samples among the responses of all ranks
 
     def wait_for_scores(self) -> Scores:
         """Wait for the rewards and values of all rollouts, in their order, on every rank. Collective.
@@ -41,7 +41,22 @@ class PendingRollouts:
         Raises:
             StopEarlyError: as `RolloutCollector.finish`.
         """
-        return self._wait(self.rollouts.tokens.shape[1])
+        width, where = self.rollouts.tokens.shape[1], device()
+        rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
+        is_missing = True
+        while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
+            activity.progress()  # for the watchdog: `are_scored` has a limit of its own
+            with stop_signals.interruptible():
+                is_missing = not self._responses.are_scored(PATIENCE_SECONDS)
+            stop_points.check()
+            is_missing = bool(all_reduce_max(int(is_missing)))
+        for served in self._responses.scores():
+            rewards.append(served.rewards)
+            values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
+        return Scores(
+            rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[self._order],
+            values=all_gather_rows(torch.cat(values).to(where)).cpu()[self._order],
+        )
 
 
 class RolloutCollector:
@@ -78,15 +93,11 @@ class RolloutCollector:
         """
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, self.scoring_seconds)
         generation.run(responses)
-        rollouts = self._gather(responses.results, generation.prompts)
-        return PendingRollouts(rollouts, generation.metrics(), lambda width: _gather_scores(responses, width))
+        rollouts, order = self._gather(responses.results, generation.prompts)
+        return PendingRollouts(rollouts, generation.metrics(), responses, order)
 
-    def collect(self, prompts: Sequence[Prompt], seed: int) -> PendingRollouts:
-        """Start a round and `finish` it: one scored response per prompt. Collective."""
-        return self.finish(self.generator.start(prompts, seed))
-
-    def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Gather all ranks' results on every rank, in sample order."""
+    def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> tuple[RolloutBatch, torch.Tensor]:
+        """Gather all ranks' results on every rank, in sample order; also return which place each sample had."""
         where = device()
         sequences = [r.prompt_token_ids + r.token_ids for r in results]
         s = all_reduce_max(max(map(len, sequences), default=0))
@@ -103,7 +114,7 @@ class RolloutCollector:
             raise RuntimeError(
                 f"the rollouts are not one per sample: {len(sample_ids)} results, missing {missing[:20]}"
             )
-        return RolloutBatch(
+        rollouts = RolloutBatch(
             sample_ids=sample_ids[order],
             prompt_ids=torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
             tokens=all_gather_rows(pad_rows(sequences, 0, s).to(where)).cpu()[order],
@@ -114,6 +125,7 @@ class RolloutCollector:
             weight_versions=column([r.weight_version for r in results])[order],
             is_valid=torch.ones(len(prompts), dtype=torch.bool),
         )
+        return rollouts, order
 
     def close(self) -> None:
         """Close the connections to the service and to the work queue; call it on all ranks together."""
@@ -129,27 +141,3 @@ class RolloutCollector:
             prompt, response = (self.tokenizer.ids_to_text(part) for part in (tokens[:start], tokens[start:end]))
             table.append((prompt, response, float(scores.rewards[i])))
         return table
-
-
-def _gather_scores(responses: ScoredResponses, width: int) -> Scores:
-    """Wait for this rank's scores, then gather all ranks' in sample order. Collective."""
-    where = device()
-    rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-    is_missing = True
-    while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
-        activity.progress()  # for the watchdog: `are_scored` has a limit of its own
-        with stop_signals.interruptible():
-            is_missing = not responses.are_scored(PATIENCE_SECONDS)
-        stop_points.check()
-        is_missing = bool(all_reduce_max(int(is_missing)))
-    for served in responses.scores():
-        rewards.append(served.rewards)
-        values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
-    ids = all_gather_rows(
-        torch.tensor([r.request_id for r in responses.results], dtype=torch.int64, device=where)
-    ).cpu()
-    order = ids.argsort()
-    return Scores(
-        rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[order],
-        values=all_gather_rows(torch.cat(values).to(where)).cpu()[order],
-    )
