@@ -215,9 +215,9 @@ def _text(ids: Sequence[int]) -> str:
 _SPECIAL = {"<|im_end|>": 91, "<extra_id_1>": 92}
 
 
-def _first_end(tokens: list[int], condition: StopCondition) -> tuple[int, str | None]:
+def _first_end(tokens: list[int], condition: StopCondition, limit: int = 6) -> tuple[int, str | None]:
     for length in range(1, len(tokens) + 1):
-        if reason := condition.check(tokens[:length]):
+        if reason := condition.check(tokens[:length], limit):
             return length, reason
     return len(tokens), None
 
@@ -253,7 +253,7 @@ def test_long_responses_decode_a_bounded_tail_only() -> None:
 
     params = SamplingParams(max_new_tokens=500, stop_strings=("bccd",))
     condition = StopCondition(params, eos_id=1, detokenize=detokenize)
-    assert _first_end([5] * 400 + [12, 23], condition) == (402, "stop")
+    assert _first_end([5] * 400 + [12, 23], condition, limit=500) == (402, "stop")
     assert max(decoded) < 20 and len(decoded) < 10  # once for each token that cannot be the last of a stop string
 
 

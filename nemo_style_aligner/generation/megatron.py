@@ -105,7 +105,7 @@ class MegatronEngine(EngineLifecycle):
                 response.append(int(chosen[row]))
                 logprobs[row].append(logprob)
                 statistics.generated_tokens += 1
-                if reason := stop.check(response, request.max_new_tokens):
+                if reason := stop.check(response, request.limit(sampling)):
                     alive.discard(row)
                     yield GenerationResult(
                         request.request_id,

@@ -70,17 +70,13 @@ class StopCondition:
         self._last_characters = {string[-1] for string in self._strings}
         self._may_complete: dict[int, bool] = {}
         self._min_new_tokens = params.min_new_tokens
-        self._max_new_tokens = params.max_new_tokens
 
-    def check(self, token_ids: list[int], max_new_tokens: int | None = None) -> FinishReason | None:
-        """Why the response ``token_ids`` (not empty) ends at its last token; None: it goes on.
-
-        ``max_new_tokens`` is the request's own limit; None: the sampling parameters'.
-        """
+    def check(self, token_ids: list[int], limit: int) -> FinishReason | None:
+        """Why the response ``token_ids`` (1 to ``limit`` of them) ends at its last token; None: it goes on."""
         may_stop = len(token_ids) > self._min_new_tokens
         if may_stop and (token_ids[-1] in self._stop_id_set or self._text_stops(token_ids)):
             return "stop"
-        return "length" if len(token_ids) >= (max_new_tokens or self._max_new_tokens) else None
+        return "length" if len(token_ids) >= limit else None
 
     def _text_stops(self, token_ids: list[int]) -> bool:
         """Whether the last token completes a stop string."""

@@ -170,7 +170,7 @@ class EmbeddedEngine(EngineLifecycle):
                 advanced = self._advance(plan, scheduler, sampler)
                 self._count(statistics, plan, scheduler, len(advanced))
                 for sequence in advanced:
-                    reason = stop.check(sequence.token_ids, sequence.request.max_new_tokens)
+                    reason = stop.check(sequence.token_ids, sequence.request.limit(sampling))
                     if reason is not None:
                         scheduler.finish(sequence)
                         yield GenerationResult(

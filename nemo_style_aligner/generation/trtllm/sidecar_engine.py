@@ -201,7 +201,7 @@ class SidecarEngine(EngineLifecycle):
                 f"request {request.request_id}: TensorRT-LLM generated token id {invalid[0]}, outside the vocabulary "
                 f"of {self._vocab_limit}"
             )
-        length, reason = _end_of_response(tokens, stop, request.max_new_tokens)
+        length, reason = _end_of_response(tokens, stop, request.limit(sampling))
         if reason is None:
             raise RuntimeError(
                 f"request {request.request_id}: TensorRT-LLM stopped after {len(tokens)} of max_new_tokens="
@@ -354,7 +354,7 @@ def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, st
     }
 
 
-def _end_of_response(tokens: list[int], stop: StopCondition, limit: int | None) -> tuple[int, FinishReason | None]:
+def _end_of_response(tokens: list[int], stop: StopCondition, limit: int) -> tuple[int, FinishReason | None]:
     """Number of tokens up to the one that ends the response, included, and why it does; all and None if none does."""
     grown: list[int] = []
     for token in tokens:

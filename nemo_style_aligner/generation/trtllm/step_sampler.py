@@ -134,7 +134,7 @@ class StepSampler:
                 chosen[row] = token
                 self._tokens[row].append(token)
                 self._logprobs[row].append(logprob)
-                self._reasons[row] = self._stop.check(self._tokens[row], self._requests[row].max_new_tokens)
+                self._reasons[row] = self._stop.check(self._tokens[row], self._requests[row].limit(self._sampling))
         return torch.tensor(chosen, dtype=torch.int64)
 
     def _seen_ids(self, logits: torch.Tensor) -> torch.Tensor | None:
