@@ -94,7 +94,6 @@ class TorchStep(ModelStep):
         self._use_kernels = use_kernels
         self._use_graphs = device.type == "cuda" if graphs is None else graphs
         self._graphs: DecodeGraphs | None = None
-        self._num_compilations = 0
 
     def build(self) -> None:
         """See `ModelStep.build`."""
@@ -114,12 +113,10 @@ class TorchStep(ModelStep):
         operations = choose(shape, self._device)
         self._operations_name = operations.name
         self._model = TorchModel(shape, weights, self._pages.layers, operations)
-        self._num_compilations = 1
         if self._use_graphs:
             self._graphs = DecodeGraphs(shape, self._device, self._model.forward, operations.computes_padding)
             with torch.inference_mode(), self._on_device():  # as in `forward`
                 self._graphs.capture()
-            self._num_compilations += self._graphs.num_graphs
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -153,13 +150,13 @@ class TorchStep(ModelStep):
 
     @property
     def num_compilations(self) -> int:
-        """1 plus the graphs that `build` captured; `acquire` captures the same shapes again, which does not count."""
-        return self._num_compilations
+        """1 plus the graphs; that `acquire` captures them again does not count."""
+        return 1 + (self._graphs.num_graphs if self._graphs is not None else 0)
 
     @property
     def description(self) -> str:
         """See `ModelStep.description`."""
-        graphs = f", {self._num_compilations - 1} decode graphs" if self._graphs is not None else ""
+        graphs = f", {self._graphs.num_graphs} decode graphs" if self._graphs is not None else ""
         return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}, {self._operations_name}"
 
     def _batch(self, step: StepInput) -> Batch:

@@ -235,7 +235,7 @@ class SidecarEngine(EngineLifecycle):
                 f"{sorted(self._settings.device_uuids)}: weights can be handed over on the same GPUs only"
             )
         logger.info("TensorRT-LLM %s runs in a sidecar on %s", reply["version"], reply["devices"])
-        self._num_compilations += 1
+        self._num_compilations += 1  # one for `build`, and one for each restart
         self._cache_asleep = False
 
     def _launch(self) -> dict[str, Any]:
@@ -332,11 +332,6 @@ class SidecarEngine(EngineLifecycle):
             raise SidecarError(value)
         result: _T = value
         return result
-
-    @property
-    def num_compilations(self) -> int:
-        """Starts of a sidecar: 1 after `build`, one more for each restart."""
-        return self._num_compilations
 
 
 def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:
