@@ -917,6 +917,32 @@ def test_tensors_that_cannot_be_read_now_are_read_again(
             load_sharded_tensors(read, source, "state")
 
 
+@pytest.mark.parametrize("file", [TRAINER_STATE, "random/00000.pt"])
+def test_what_a_job_resumes_with_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """The files that are read after the checksums were compared may be out of reach for the moment, too."""
+    troubles: list[int] = []
+    opened = Path.open
+
+    def open_in_trouble(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == Path(file).name and troubles:
+            raise OSError(troubles.pop(), "trouble")
+        return opened(path, *arguments, **options)
+
+    with single_process():
+        model = build_model(ModelArchitecture(**SHAPE), {}, torch.float32)
+        manager = CheckpointManager(tmp_path, CheckpointSettings())
+        manager.save(model, None, {"step": 1}, {})
+        manager.finish()
+        monkeypatch.setattr(manifest, "_READ_PAUSES", (0.0,))
+        monkeypatch.setattr(Path, "open", open_in_trouble)
+        checked = manager.latest()
+        troubles[:] = [errno.EIO]
+        assert manager.load(checked, model, None) == {"step": 1} and not troubles
+        troubles[:] = 2 * [errno.EIO]
+        with pytest.raises(UnreadableError, match=rf"\[Errno {errno.EIO}\] trouble: '{checked / file}'"):
+            manager.load(checked, model, None)
+
+
 def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
     """What it says is no less part of the checkpoint than its files: here which one is the best."""
     Manifest(12, 1, 0.25, {}).write(tmp_path)

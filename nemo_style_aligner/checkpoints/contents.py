@@ -11,6 +11,7 @@ Taking, writing and restoring are collective.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from nemo_style_aligner.checkpoints.directory import STATE, TRAINER_STATE
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.checkpoints.file_source import open_source
-from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, verify_on_disk
+from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, read_patiently, verify_on_disk
 from nemo_style_aligner.checkpoints.optimizer_state import (
     load_optimizer,
     makes_copies,
@@ -139,7 +140,8 @@ def restore(
     directory: Path, model: MegatronModel, optimizer: Optimizer | None, check: CheckState | None = None
 ) -> dict[str, Any]:
     """Restore a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
-    state = json.loads((directory / TRAINER_STATE).read_text(encoding="utf-8"))
+    path = directory / TRAINER_STATE
+    state = json.loads(read_patiently(path, functools.partial(path.read_text, encoding="utf-8")))
     if check is not None:
         check(directory, state["trainer"])
     restore_model(directory, model)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from nemo_style_aligner.checkpoints.manifest import read_patiently
+
 
 def random_states() -> dict[str, Any]:
     """This rank's generator states: Python, NumPy, torch, its GPU, and megatron-core's tensor-parallel tracker."""
@@ -40,7 +42,8 @@ def _words(numpy_state: dict[str, Any]) -> np.ndarray:
 
 def load_random_states(path: Path) -> None:
     """Set this rank's generators to the states saved in a file."""
-    set_random_states(torch.load(path, map_location="cpu", weights_only=True))
+    content = io.BytesIO(read_patiently(path, path.read_bytes))
+    set_random_states(torch.load(content, map_location="cpu", weights_only=True))
 
 
 def set_random_states(state: dict[str, Any]) -> None:
