@@ -51,7 +51,7 @@ class CheckpointDirectory:
     """The checkpoints in ``path``; see `CheckpointSettings` for which are kept."""
 
     def __init__(self, path: Path, settings: CheckpointSettings) -> None:
-        self.path = Path(path)
+        self.path = path
         self.settings = settings
 
     # ---- writing ----------------------------------------------------------------------------

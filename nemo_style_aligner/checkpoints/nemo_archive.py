@@ -119,7 +119,6 @@ def write_nemo(
         tensors: a model's, with keys under `MODEL_PREFIX`.
         group: of all ranks; the default group where it is None.
     """
-    path = Path(path)
     as_directory = on_first_rank(lambda: _is_directory(path), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
     size = bytes_to_write(tensors, group)
@@ -128,8 +127,7 @@ def write_nemo(
         write_tensors(tensors, staging / _WEIGHTS, group)
         on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer), group)
         checksums = describe_files(staging, group)
-        finish = _publish_directory if as_directory else _publish_tar
-        patiently_on_first_rank(lambda: finish(path, staging, checksums), group)
+        patiently_on_first_rank(lambda: _finish(path, staging, checksums, as_directory), group)
     finally:
         on_first_rank(lambda: discard(staging), group)
 
@@ -169,24 +167,18 @@ def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _publish_directory(path: Path, staging: Path, checksums: Mapping[str, Any]) -> None:
-    _write_checksums(staging, checksums)
-    sync_tree(staging)
-    publish(staging, path)
-
-
-def _publish_tar(path: Path, staging: Path, checksums: Mapping[str, Any]) -> None:
-    _write_checksums(staging, checksums)
+def _finish(path: Path, staging: Path, checksums: Mapping[str, Any], as_directory: bool) -> None:
+    (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
+    if as_directory:
+        sync_tree(staging)
+        publish(staging, path)
+        return
     tar_path = path.with_name(f".{path.name}.tar{UNFINISHED}")
     try:
         _move_into_tar(staging, tar_path)
         publish(tar_path, path)
     finally:
         discard(tar_path)
-
-
-def _write_checksums(staging: Path, checksums: Mapping[str, Any]) -> None:
-    (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
 
 
 def _move_into_tar(directory: Path, tar_path: Path) -> None:
@@ -213,11 +205,11 @@ def load_nemo_config(path: Path) -> dict[str, Any]:
         ValueError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
             convert it), or the config is not a YAML mapping.
     """
-    with open_source(Path(path)) as source:
+    with open_source(path) as source:
         config = _read_config(source)
     if config.get("vocab_size") is None:
         with contextlib.suppress(FileNotFoundError, TokenizerError):  # reported where the tokenizer is needed
-            config["vocab_size"] = config.get("override_vocab_size") or load_nemo_tokenizer(Path(path)).vocab_size
+            config["vocab_size"] = config.get("override_vocab_size") or load_nemo_tokenizer(path).vocab_size
     return config
 
 
@@ -273,7 +265,7 @@ def archive_identity(path: Path) -> str:
         ValueError: not an archive.
     """
     digest = hashlib.sha256()
-    with open_source(Path(path)) as source:
+    with open_source(path) as source:
         names = source.names()
         if _CHECKSUMS in names:
             with source.open(_CHECKSUMS) as stream:
@@ -325,7 +317,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
             archive has no reward head; or the archive has one, and the model has none.
     """
-    with open_source(Path(path)) as source:
+    with open_source(path) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
         stored = stored_shapes(source, _WEIGHTS)
@@ -350,7 +342,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
 
 def require_reward_head(path: Path) -> None:
     """Raise CheckpointMismatchError if an archive is a language model's: rewards of its head would be random."""
-    with open_source(Path(path)) as source:
+    with open_source(path) as source:
         _require_reward_head(path, stored_shapes(source, _WEIGHTS))
 
 
@@ -398,7 +390,7 @@ def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
             "room in it, in TMPDIR"
         ) from error
     with folder as name:
-        yield _extract_tokenizer(Path(path), Path(name))
+        yield _extract_tokenizer(path, Path(name))
 
 
 def _extract_tokenizer(path: Path, target: Path) -> Path:

@@ -421,7 +421,6 @@ class CheckpointManager:
             ValueError: it was saved without an optimizer, and one is given.
         """
         self.finish()
-        path = Path(path)
         if not path.is_dir():
             raise NoCheckpointError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
