@@ -365,7 +365,7 @@ def test_weights_are_pushed_in_buckets_of_bounded_size(monkeypatch: pytest.Monke
         "have another, which the model has no place for": [first, second, *others, ("another", first[1])],
     }.items():
         with pytest.raises(ValueError, match=message):
-            push.send_weights(wrong, TINY, torch.float32, None)
+            push.send_weights(wrong, TINY, torch.float32, lambda bucket: None)
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------

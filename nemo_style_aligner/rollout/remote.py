@@ -67,7 +67,11 @@ class RemoteGenerator:
         if current_layout().dp_rank == 0:  # one replica's ranks export, the first of them sends
             # The receivers know tensors by the layout table's order: none is left out, none reordered (transient).
             weights = export_weights(model)
-            send_weights(weights, self._architecture, self._dtype, link.broadcast if link.rank == 0 else None)
+            if link.rank == 0:
+                send_weights(weights, self._architecture, self._dtype, link.broadcast)
+            else:
+                for _ in weights:
+                    pass
         self._version = version
 
     def unload(self) -> None:

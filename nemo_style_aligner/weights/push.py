@@ -22,13 +22,13 @@ def send_weights(
     stream: Iterable[tuple[str, torch.Tensor]],
     architecture: ModelArchitecture,
     dtype: torch.dtype,
-    broadcast: Broadcast | None,
+    broadcast: Broadcast,
 ) -> None:
     """Send the stream of `export_weights` to the ranks that call `receive_weights`.
 
     Args:
         dtype: of the tensors.
-        broadcast: sends a tensor; None on the ranks that only take part in the export.
+        broadcast: sends a tensor.
 
     Raises:
         ValueError: the stream is not the architecture's.
@@ -43,8 +43,7 @@ def send_weights(
                 raise ValueError(f"the weights have {name} {list(tensor.shape)} in the place of {expected.name}")
             flat[offset : offset + tensor.numel()] = tensor.reshape(-1)
             offset += tensor.numel()
-        if broadcast is not None:
-            broadcast(flat)
+        broadcast(flat)
     if (extra := next(tensors, None)) is not None:
         raise ValueError(f"the weights have {extra[0]}, which the model has no place for")
 
