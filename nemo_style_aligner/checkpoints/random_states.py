@@ -36,10 +36,6 @@ def encoded_random_states() -> bytes:
     return buffer.getvalue()
 
 
-def _words(numpy_state: dict[str, Any]) -> np.ndarray:
-    return np.array(numpy_state["state"]["key"], dtype=np.uint32)
-
-
 def load_random_states(path: Path) -> None:
     """Set this rank's generators to the states saved in a file."""
     content = io.BytesIO(read_patiently(path, path.read_bytes))
@@ -50,7 +46,8 @@ def set_random_states(state: dict[str, Any]) -> None:
     """Set this rank's generators to what `random_states` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": _words(state["numpy"])}})
+    inner = state["numpy"]["state"]
+    np.random.set_state(state["numpy"] | {"state": inner | {"key": np.array(inner["key"], dtype=np.uint32)}})
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     if "cuda" in state and torch.cuda.is_available():

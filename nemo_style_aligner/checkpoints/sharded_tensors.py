@@ -54,13 +54,6 @@ class UnsafeCheckpointError(UserError, ValueError):
     """A checkpoint's metadata refers to something that has no place in a checkpoint."""
 
 
-def only_tensors(state_dict: Mapping[str, Any]) -> ShardedTensors:
-    """The tensors of a flat sharded state dict, without the pickled objects that Transformer Engine adds."""
-    return {
-        name: value for name, value in state_dict.items() if isinstance(value, ShardedTensor | ShardedTensorFactory)
-    }
-
-
 def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
     """What this rank holds of a megatron-core model's parameters, with keys under `MODEL_PREFIX`.
 
@@ -69,7 +62,9 @@ def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
         per_layer_keys: one tensor per layer (``layers.0.mlp...``) instead of one for all. megatron-core reads both.
     """
     metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
-    return only_tensors(gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata))
+    states = gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata)
+    # Transformer Engine adds pickled objects.
+    return {name: state for name, state in states.items() if isinstance(state, ShardedTensor | ShardedTensorFactory)}
 
 
 def build_factories(tensors: Iterable[Sharded]) -> list[ShardedTensor]:

@@ -16,7 +16,6 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
-from nemo_style_aligner.parallel.agreement import OtherRankError, on_every_rank, on_first_rank
+from nemo_style_aligner.errors import OtherRankError
+from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.groups import data_parallel_group
 from nemo_style_aligner.telemetry import activity
 
@@ -82,15 +82,14 @@ def prepare(tensors: ShardedTensors) -> PreparedTensors:
     return PreparedTensors(tuple(t for t in sharded.values() if is_main_replica(t.replica_id)))
 
 
-def snapshot(prepared: PreparedTensors, already_copies: Iterable[str] = ()) -> PreparedTensors:
+def snapshot(prepared: PreparedTensors, already_copies: tuple[str, ...] = ()) -> PreparedTensors:
     """Copy the tensors as they are now to host memory (pinned, if they come from a GPU).
 
     Args:
         already_copies: key prefixes of tensors that nobody else holds: these are taken as they are.
     """
-    skipped = tuple(already_copies)
     copies = tuple(
-        t if t.key.startswith(skipped) else dataclasses.replace(t, data=_host_copy(t.data.detach()))
+        t if t.key.startswith(already_copies) else dataclasses.replace(t, data=_host_copy(t.data.detach()))
         for t in prepared.tensors
     )
     if torch.cuda.is_available():
