@@ -743,7 +743,7 @@ def test_pooling() -> None:
 
 
 def test_head_config_reads_nemo_aligners_keys() -> None:
-    config = {
+    config: dict[str, Any] = {
         "reward_model_type": "regression",
         "regression": {"num_attributes": 2, "merge_attributes": True, "attribute_weights": [0.25, 0.75]},
         "use_avg_pool": True,
@@ -753,7 +753,8 @@ def test_head_config_reads_nemo_aligners_keys() -> None:
     assert RewardHeadConfig.from_model_config(config) == RewardHeadConfig(
         2, "average", torch.bfloat16, True, (0.25, 0.75), 0.5, 2.0
     )
-    assert not RewardHeadConfig.from_model_config(config, merge_attributes=False).merge_attributes
+    config["regression"]["merge_attributes"] = False
+    assert RewardHeadConfig.from_model_config(config, merge_attributes=True).merge_attributes
     # A ranking model has one output, whatever the regression section says.
     ranking = {"reward_model_type": "binary_ranking", "regression": {"num_attributes": 2}}
     assert RewardHeadConfig.from_model_config(ranking) == RewardHeadConfig()

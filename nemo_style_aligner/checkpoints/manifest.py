@@ -91,17 +91,17 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
     Raises:
         UnreadableError: the last try failed, too.
     """
-    for pause in (*_READ_PAUSES, None):
+    pauses = iter(_READ_PAUSES)
+    while True:
         try:
             return read()
         except OSError as error:
             if isinstance(error, NOT_THERE) or error.errno is None:  # None: raised by Python, about the contents
                 raise
-            if pause is None:
+            if (pause := next(pauses, None)) is None:
                 raise UnreadableError(error.errno, error.strerror, str(path)) from error  # it may lack the path
             logger.warning("%s: %s; retrying", path, error)
             time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

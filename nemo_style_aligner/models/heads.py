@@ -44,8 +44,10 @@ class RewardHeadConfig:
     std: float | None = None
 
     @classmethod
-    def from_model_config(cls, cfg: Mapping[str, Any], *, merge_attributes: bool | None = None) -> RewardHeadConfig:
+    def from_model_config(cls, cfg: Mapping[str, Any], *, merge_attributes: bool = False) -> RewardHeadConfig:
         """Read NeMo-Aligner's keys (`reward_model_type`, `regression`, `use_avg_pool`, `force_head_dtype`, ...).
+
+        ``merge_attributes``: do so whatever the config says.
 
         Raises:
             ValueError: an unknown choice, attribute weights that do not match the attributes, or a standardisation
@@ -72,9 +74,7 @@ class RewardHeadConfig:
             num_attributes=num_attributes,
             pooling="average" if cfg.get("use_avg_pool", False) else "last",
             dtype=_DTYPES[dtype_name],
-            merge_attributes=bool(regression.get("merge_attributes", False))
-            if merge_attributes is None
-            else merge_attributes,
+            merge_attributes=merge_attributes or bool(regression.get("merge_attributes", False)),
             attribute_weights=weights,
             mean=float(standardization["mean"]) if enabled else 0.0,
             std=float(standardization["std"]) if enabled else None,

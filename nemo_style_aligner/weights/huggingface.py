@@ -93,7 +93,6 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     """As `read_architecture`, from a complete config in transformers' current form (with ``rope_parameters``)."""
     name = _family_name(config)
     family = FAMILIES[name]
-    _refuse_quantization(config)
     _refuse_sliding_window(config)
     if config["hidden_act"] not in _ACTIVATIONS:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}")
