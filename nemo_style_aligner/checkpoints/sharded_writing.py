@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
@@ -40,7 +41,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
 from nemo_style_aligner.errors import OtherRankError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
-from nemo_style_aligner.parallel.groups import data_parallel_group
 from nemo_style_aligner.telemetry import activity
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -75,7 +75,7 @@ def prepare(tensors: ShardedTensors) -> PreparedTensors:
     Tensors that several data-parallel ranks hold are divided among them, so that all write about as much.
     """
     built = {str(number): tensor for number, tensor in enumerate(build_factories(tensors.values()))}
-    replicas = data_parallel_group()
+    replicas = parallel_state.get_data_parallel_group()
     shares = determine_main_replica_uniform_distribution(built, replicas)
     distribute_main_replicas_with_precomputed_distribution(built, replicas, shares)
     sharded, _ = save_preprocess(built)

@@ -346,22 +346,20 @@ class CheckpointManager:
             return self.load(start, model, optimizer, check)
         if not self.settings.resume_if_exists:
             return None
-        path = self.latest()
-        damaged = on_first_rank(self._files.damaged)
-        if path is None and damaged:
+        if (path := self.latest()) is not None:
+            return self.load(path, model, optimizer, check)
+        if damaged := on_first_rank(self._files.damaged):
             raise DamagedCheckpointError(
                 f"every checkpoint in {self.directory} is damaged (the log says how): {', '.join(damaged)}. Put an "
                 "intact copy of one there if you have one; to start from the beginning anyway, move them away or set "
                 "exp_manager.resume_if_exists=False"
             )
-        if path is None:
-            if not self.settings.resume_ignore_no_checkpoint:
-                raise NoCheckpointError(
-                    f"{self.directory} has no checkpoint to resume from: set "
-                    "exp_manager.resume_ignore_no_checkpoint=True to start from the beginning"
-                )
-            return None
-        return self.load(path, model, optimizer, check)
+        if not self.settings.resume_ignore_no_checkpoint:
+            raise NoCheckpointError(
+                f"{self.directory} has no checkpoint to resume from: set "
+                "exp_manager.resume_ignore_no_checkpoint=True to start from the beginning"
+            )
+        return None
 
     def latest(self) -> Path | None:
         """The newest undamaged checkpoint, None if there is none.
@@ -370,20 +368,14 @@ class CheckpointManager:
         """
         self.finish()
         on_first_rank(self._files.remove_unfinished)
-        while True:
-            path = on_first_rank(self._files.newest)
-            if path is None or self.is_whole(path):
-                return path
+        return self._first_whole(self._files.newest)
 
     def _latest_resumed(self) -> Path | None:
         """The newest undamaged checkpoint, if its run had resumed from the one that ``resume_from_checkpoint`` names.
 
         A job that is requeued then goes on from it, instead of going back again.
         """
-        while True:
-            newest = on_first_rank(lambda: self._files.newest_resumed_from(self._resumed_from))
-            if newest is None or self.is_whole(newest):
-                break
+        newest = self._first_whole(lambda: self._files.newest_resumed_from(self._resumed_from))
         if newest is not None:
             logger.warning(
                 "continuing from %s, written by a run that resumed from %s: to start from the latter again, move away "
@@ -392,6 +384,12 @@ class CheckpointManager:
                 self.settings.resume_from_checkpoint,
             )
         return newest
+
+    def _first_whole(self, find: Callable[[], Path | None]) -> Path | None:
+        """The first undamaged checkpoint that ``find`` returns on rank 0; those before it are put aside."""
+        while (path := on_first_rank(find)) is not None and not self.is_whole(path):
+            pass
+        return path
 
     def is_whole(self, path: Path) -> bool:
         """Whether a checkpoint's files are what was written. A damaged checkpoint is reported and put aside."""

@@ -32,7 +32,6 @@ from nemo_style_aligner.parallel.groups import (
     all_reduce_sums,
     broadcast_from_last_stage,
     broadcast_object,
-    data_parallel_group,
     device,
 )
 from nemo_style_aligner.telemetry import activity
@@ -337,7 +336,7 @@ def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int, wor
     by_rank = torch.zeros(3, model.layout.dp_size, dtype=torch.float64, device=device())
     by_rank[:, model.layout.dp_rank] = torch.tensor([num_used, num_computed, work], dtype=torch.float64)
     if model.layout.dp_size > 1:
-        torch.distributed.all_reduce(by_rank, group=data_parallel_group())
+        torch.distributed.all_reduce(by_rank, group=parallel_state.get_data_parallel_group())
     total_used, total_computed = by_rank[:2].sum(1)
     return {
         "padding_efficiency": (total_used / total_computed.clamp(min=1)).item(),
@@ -348,7 +347,7 @@ def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int, wor
 def _global_means(totals: dict[str, float]) -> dict[str, float]:
     """Sums of this rank (empty unless it is on the last stage) -> global means on every rank."""
     if parallel_state.is_pipeline_last_stage():
-        totals = all_reduce_sums(totals, data_parallel_group())
+        totals = all_reduce_sums(totals, parallel_state.get_data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         totals = broadcast_object(totals, last, parallel_state.get_pipeline_model_parallel_group())
@@ -404,7 +403,7 @@ def forward(
         model.module.train(was_training)
     local = torch.cat(outputs).float() if outputs else None
     local = broadcast_from_last_stage(local, (sum(map(len, own)), *row_shape), torch.float32)
-    gathered = all_gather_rows(local, data_parallel_group())
+    gathered = all_gather_rows(local, parallel_state.get_data_parallel_group())
     parts = [part for rank in plan.by_rank for part in rank]
     results[torch.tensor([row for part in parts for row in part], device=results.device)] = gathered
     if keep is not None:

@@ -107,8 +107,7 @@ def current_layout() -> ParallelLayout:
 def broadcast_from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Give every pipeline stage the last stage's ``tensor`` (``None`` on the other stages)."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        if tensor is None:
-            raise ValueError("the only pipeline stage has no tensor to hand on")
+        assert tensor is not None
         return tensor
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=device())
@@ -136,11 +135,6 @@ def all_gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).to(tensor.dtype)
-
-
-def data_parallel_group() -> dist.ProcessGroup:
-    """The group of ranks that hold the same shard of the model."""
-    return parallel_state.get_data_parallel_group()
 
 
 def neighbour_group(
