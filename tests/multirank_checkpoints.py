@@ -301,7 +301,7 @@ def shared_out(folder: Path) -> dict[str, Any]:
 
     def of_megatron_core(optimizer: Optimizer, model: MegatronModel) -> dict[str, Any]:
         (inner,) = optimizer.megatron.chained_optimizers
-        optimizer_state._correct_parameter_order(inner)
+        optimizer_state._make_ready(inner)
         form = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": True,

@@ -52,7 +52,7 @@ def optimizer_tensors(optimizer: Optimizer, model: MegatronModel) -> ShardedTens
     """The optimizer's tensors, for writing. Collective if the optimizer is distributed."""
     tensors: ShardedTensors = {}
     for index, inner in enumerate(optimizer.parts()):
-        inner.init_state_fn(inner.optimizer, inner.config)  # before the first update there are no moments yet
+        _make_ready(inner)
         if _is_sharded(inner):
             named = _gathered_tensors(inner, model)
         else:
@@ -88,7 +88,7 @@ def load_optimizer(
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
     """
     for inner in optimizer.parts():
-        inner.init_state_fn(inner.optimizer, inner.config)
+        _make_ready(inner)
         if _is_sharded(inner):
             _load_shards(inner, model, source, folder)
             # Main weights of fp32 parameters are parts of them. A checkpoint in bf16 has rounded the other parts.
@@ -103,12 +103,15 @@ def load_optimizer(
     optimizer.skips.consecutive = counters["consecutive_skips"]
 
 
-def _correct_parameter_order(optimizer: DistributedOptimizer) -> None:
-    """Correct the indices by which megatron-core finds a parameter's state within its group.
+def _make_ready(optimizer: MegatronOptimizer) -> None:
+    """Create the moments, which are not there before the first update, and correct megatron-core's indices of them.
 
-    It puts a group's fp32 parameters before its bf16 ones, but records their positions in the order of the model: a
-    bf16 model's fp32 reward head would get another parameter's moments.
+    A distributed optimizer puts a group's fp32 parameters before its bf16 ones, but records their positions in the
+    order of the model: a bf16 model's fp32 reward head would get another parameter's moments.
     """
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if not isinstance(optimizer, DistributedOptimizer):
+        return
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
     for group_index, (fp32_parameters, bf16_parameters) in enumerate(groups):
         for order, parameter in enumerate([*fp32_parameters, *bf16_parameters]):
@@ -138,8 +141,6 @@ def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel) -> Sharde
     megatron-core's own function confuses parameters if a bf16 model has an fp32 head, and copies everything several
     times if the optimizer is distributed over one rank.
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        _correct_parameter_order(optimizer)
     named: ShardedTensors = {}
     for name, sharded in _parameters(model):
         for key, value in zip(_KEYS, _states(optimizer, sharded.data), strict=True):
@@ -187,7 +188,6 @@ def _gathered_tensors(optimizer: DistributedOptimizer, model: MegatronModel) -> 
 
     Parameters that another tensor- or pipeline-parallel rank writes are left out.
     """
-    _correct_parameter_order(optimizer)
     group = optimizer.data_parallel_group_gloo
     written = [(name, t) for name, t in _parameters(model) if not any(t.replica_id[:-1])]
     sizes, own = [t.data.numel() for _, t in written], _own_ranges(optimizer)
@@ -299,7 +299,6 @@ def _exchange(
 
 def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: FileSource, folder: str) -> None:
     """Load the parameters of which this rank has a shard, a few at a time, and copy out the shards. Collective."""
-    _correct_parameter_order(optimizer)
     own = _own_ranges(optimizer)
     parameters = list(_parameters(model))
     # All are checked first, so that an error names everything that does not fit.
