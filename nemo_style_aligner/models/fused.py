@@ -26,18 +26,14 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., h] of any dtype, weight fp32 [h] -> x's shape and dtype."""
-        out, scale = RMSNorm.compute(x, weight, eps)
+        if kernels := kernels_for(x):
+            out, scale = kernels.rms_norm(x.contiguous(), weight, eps)
+        else:
+            wide = x.float()
+            scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            out = (wide * scale).mul_(weight).to(x.dtype)
         ctx.save_for_backward(x, weight, scale)
         return out
-
-    @staticmethod
-    def compute(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, and 1 / rms(x), fp32 [..., 1]."""
-        if kernels := kernels_for(x):
-            return kernels.rms_norm(x.contiguous(), weight, eps)
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        return (wide * scale).mul_(weight).to(x.dtype), scale
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
