@@ -45,7 +45,7 @@ def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseMo
     endpoints = reward_endpoint(
         limits,
         name=cfg.inference.model_name,
-        num_attributes=1 if head.merge_attributes else head.num_attributes,
+        num_attributes=head.num_rewards,
         tokenize=base.tokenizer.text_to_ids,
     )
     http = _http_settings(cfg.inference, "inference")

@@ -57,11 +57,6 @@ class RewardModel:
         self.batching = batching
 
     @property
-    def num_outputs(self) -> int:
-        """Rewards per sequence: 1 if attributes are merged, else one per attribute."""
-        return 1 if self.head.merge_attributes else self.head.num_attributes
-
-    @property
     def num_swaps(self) -> int:
         """How often these weights took the place of another model's."""
         return 0 if isinstance(self._weights, MegatronModel) else self._weights.num_swaps
@@ -77,14 +72,14 @@ class RewardModel:
             self._weights.leave(to_change=to_change)
 
     def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """int64 [n, s], int64 [n], held by every rank -> fp32 [n, num_outputs] on every rank."""
+        """int64 [n, s], int64 [n], held by every rank -> fp32 [n, `RewardHeadConfig.num_rewards`] on every rank."""
         return forward(
             self._weights if isinstance(self._weights, MegatronModel) else self._weights.enter(),
             ScoringBatch(tokens, lengths),
             pooled_positions(lengths, tokens.shape[1], self.head),
             self.batching,
             lambda outputs, batch: pool_rewards(outputs, batch.lengths, self.head),
-            (self.num_outputs,),
+            (self.head.num_rewards,),
         )
 
 

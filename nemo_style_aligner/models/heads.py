@@ -43,6 +43,11 @@ class RewardHeadConfig:
     mean: float = 0.0
     std: float | None = None
 
+    @property
+    def num_rewards(self) -> int:
+        """Rewards per sequence: 1 if attributes are merged, else one per attribute."""
+        return 1 if self.merge_attributes else self.num_attributes
+
     @classmethod
     def from_model_config(cls, cfg: Mapping[str, Any], *, merge_attributes: bool = False) -> RewardHeadConfig:
         """Read NeMo-Aligner's keys (`reward_model_type`, `regression`, `use_avg_pool`, `force_head_dtype`, ...).
