@@ -141,7 +141,6 @@ def transformer_config(
     elif granularity == "selective":
         # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"] if is_te else []}
-    bf16 = dtype == torch.bfloat16
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -165,7 +164,7 @@ def transformer_config(
         sequence_parallel=bool(model_cfg.get("sequence_parallel", False)) and layout.tp_size > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=bf16,
+        bf16=dtype == torch.bfloat16,
         # Loss functions return sums; gradients are divided by the global count when they are finalised.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,

@@ -118,13 +118,10 @@ class Layer(TransformerLayer):
         """[s, b, h] -> [s, b, h], or [k, 1, h] at `PackedSequences.outputs`, and no context."""
         hidden_states, context = self._forward_attention(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
-        if isinstance(packed, PackedSequences) and packed.outputs is not None and self._is_last:
+        is_last = self.layer_number == self.config.num_layers
+        if isinstance(packed, PackedSequences) and packed.outputs is not None and is_last:
             hidden_states = hidden_states.index_select(0, packed.outputs)
         return self._forward_mlp(hidden_states, kwargs.get("inference_context")), context
-
-    @property
-    def _is_last(self) -> bool:
-        return self.layer_number == self.config.num_layers
 
 
 def _copy_bias(
