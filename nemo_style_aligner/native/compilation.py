@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -230,12 +231,12 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _wait_for(lock: object) -> None:
+def _wait_for(lock: TextIO) -> None:
     """Take the file lock within the time for which its holder may need it."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture
+from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture, Normalization
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, load_tokenizer, tokenizer_files
 
@@ -34,7 +34,7 @@ class Family:
 
     class_prefix: str
     gated: bool = True
-    normalization: str = "rmsnorm"
+    normalization: Normalization = "rmsnorm"
     norm_eps_key: str = "rms_norm_eps"
     qkv_bias: bool = False
     qk_layernorm: bool = False
@@ -116,7 +116,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         vocab_size=config["vocab_size"],
         kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
         max_position_embeddings=config["max_position_embeddings"],
-        normalization=family.normalization,  # type: ignore[arg-type]
+        normalization=family.normalization,
         layernorm_epsilon=config[family.norm_eps_key],
         activation=_ACTIVATIONS[config["hidden_act"]],
         gated=family.gated,
