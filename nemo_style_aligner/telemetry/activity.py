@@ -54,29 +54,19 @@ def listen(listener: Callable[[], None] | None) -> None:
     _listener = listener
 
 
-def enter(name: str) -> None:
-    """Begin a phase of the main thread; calls from other threads do nothing."""
-    if threading.current_thread() is threading.main_thread():
-        _phases.append((name, time.monotonic()))
-        progress()
-
-
-def leave() -> None:
-    """End the main thread's innermost phase; calls from other threads do nothing."""
-    if threading.current_thread() is threading.main_thread():
-        progress()
-        if _phases:
-            _phases.pop()
-
-
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """`enter` and `leave` around the body of a ``with`` statement."""
-    enter(name)
+    """Make the body of a ``with`` statement a phase of the main thread; does nothing in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _phases.append((name, time.monotonic()))
+    progress()
     try:
         yield
     finally:
-        leave()
+        progress()
+        _phases.pop()
 
 
 @contextlib.contextmanager

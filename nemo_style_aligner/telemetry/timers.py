@@ -56,26 +56,24 @@ class ScopedTimer:
         """Time the body of a ``with`` statement, even if it raises."""
         scopes: list[str] = self._open_scopes.__dict__.setdefault("names", [])
         scopes.append(name)
-        activity.enter(name)
         path = "/".join(scopes)
         is_metered = self._memory is not None and threading.current_thread() is threading.main_thread()
-        if is_metered:
-            self._note_peak()
-            self._open_peaks.append(0)
-        started = self._read_clock()
-        try:
-            yield
-        finally:
-            elapsed = self._read_clock() - started
-            scopes.pop()
-            activity.leave()
+        with activity.phase(name):
             if is_metered:
                 self._note_peak()
-                self._peaks[path] = max(self._peaks.get(path, 0), self._open_peaks.pop())
-            with self._lock:
-                self._durations[path] = self._durations.get(path, 0.0) + elapsed
-            if self._on_close is not None:
-                self._on_close(path, elapsed)
+                self._open_peaks.append(0)
+            started = self._read_clock()
+            try:
+                yield
+            finally:
+                elapsed = self._read_clock() - started
+                scopes.pop()
+                if is_metered:
+                    self._note_peak()
+                    self._peaks[path] = max(self._peaks.get(path, 0), self._open_peaks.pop())
+                self.record(path, elapsed)
+                if self._on_close is not None:
+                    self._on_close(path, elapsed)
 
     def record(self, name: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere."""
