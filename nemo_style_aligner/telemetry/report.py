@@ -9,10 +9,11 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
 
+T = TypeVar("T")
 Point = tuple[int, float]
 
 _STYLE = """
@@ -29,7 +30,7 @@ svg text { font-size: 11px; fill: #555; } .note { color: #555; }
 
 # Size of one curve's drawing, and the margins that hold the numbers at its axes.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 190, 56, 10, 10, 24
-_MAX_POINTS = 600
+_MAX_POINTS = 600  # a drawing of this size does not show more
 _TABLES = 3  # shown of each table that was logged in many steps: first, last and between
 
 
@@ -91,7 +92,7 @@ def curve_svg(points: Sequence[Point]) -> str:
         drawing.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     drawing.append(f'<text x="{_LEFT}" y="{_HEIGHT - 7}">{first}</text>')
     drawing.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 7}" text-anchor="end">step {last}</text>')
-    for segment in _finite_segments(_thin_out(points)):
+    for segment in _finite_segments(_spread(points, _MAX_POINTS)):
         places = [place(step, value) for step, value in segment]
         if len(places) == 1:
             drawing.append(f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="2.5" fill="#2563b8"/>')
@@ -132,16 +133,11 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _spread(items: list[Any], count: int) -> list[Any]:
+def _spread(items: Sequence[T], count: int) -> Sequence[T]:
     """At most ``count`` (2 or more) of ``items``, evenly spread, the first and the last among them."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _thin_out(points: Sequence[Point]) -> Sequence[Point]:
-    """At most `_MAX_POINTS` of ``points``: a drawing of this size does not show more."""
-    return _spread(list(points), _MAX_POINTS)
 
 
 def _finite_segments(points: Sequence[Point]) -> list[list[Point]]:
