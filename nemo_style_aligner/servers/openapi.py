@@ -139,7 +139,6 @@ def _repository_index() -> dict[str, Any]:
 
 
 def _infer(endpoint: Endpoint) -> dict[str, Any]:
-    statuses = [400, 401, 404, 409, 413, 415, 429, 500, 503, 504]
     binary = {"type": "string", "format": "binary"}
     header = {
         "name": HEADER_LENGTH_FIELD,
@@ -162,7 +161,7 @@ def _infer(endpoint: Endpoint) -> dict[str, Any]:
                 "The outputs",
                 {JSON_TYPE: _response_schema(endpoint), "application/octet-stream": binary},
             ),
-            **_errors(*sorted(statuses)),
+            **_errors(400, 401, 404, 409, 413, 415, 429, 500, 503, 504),
         },
     }
 
