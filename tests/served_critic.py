@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -46,8 +47,11 @@ class CountingBackend:
         self.trained.append(float(returns.sum()))
         return float((returns * mask).sum())
 
-    def save(self, keep_history: str | None = None) -> None:
+    def save(self, keep_history: str | None = None) -> concurrent.futures.Future[None]:
         self.saves += 1
+        written: concurrent.futures.Future[None] = concurrent.futures.Future()
+        written.set_result(None)
+        return written
 
     def restore(self, run_id: str, histories: list[str]) -> int | None:
         return histories.index("initial") if "initial" in histories else None

@@ -219,7 +219,7 @@ class RewardService:
         """A reward model is not trained here; the service has no endpoint that could ask for it."""
         raise NotImplementedError("the reward model service does not train")
 
-    def save(self, keep_history: str | None = None) -> None:
+    def save(self, keep_history: str | None = None) -> Future[None]:
         """See `train`."""
         raise NotImplementedError("the reward model service has nothing to save")
 

@@ -55,11 +55,11 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def save(self, keep_history: str | None = None) -> Future[Any] | None:
+    def save(self, keep_history: str | None = None) -> Future[Any]:
         """Write a checkpoint of the present state. The newest checkpoint with history ``keep_history`` is not pruned.
 
-        Returns a future that is done when the checkpoint is complete, or None if it already is. A save waits for the
-        previous one, and so does `restore`.
+        Returns a future that is done when the checkpoint is complete. A save waits for the previous one, and so does
+        `restore`.
         """
         ...
 
@@ -375,11 +375,7 @@ class Dispatcher:
     # -------------------------------------------------------------- all ranks
 
     def _save(self, command: Command) -> None:
-        written = self._backend.save(**command.metadata)
-        if written is None:
-            written = Future()
-            written.set_result(None)
-        self._saves.append(_Save(written))
+        self._saves.append(_Save(self._backend.save(**command.metadata)))
 
     def _note_saves(self) -> None:
         """Answer the requests whose checkpoints are complete. Raises the error if one could not be written."""
