@@ -21,8 +21,7 @@ from small_models import CHATML
 from nemo_style_aligner.algorithms import supervised_setup
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.supervised import MISSING, Batcher
-from nemo_style_aligner.algorithms.supervised_setup import reward_task, sft_task
+from nemo_style_aligner.algorithms.supervised_setup import SupervisedTask, reward_task, sft_task
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
@@ -178,13 +177,18 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
 # ---- comparisons ------------------------------------------------------------------------------
 
 
-def reward_batcher(tokenizer: Tokenizer, path: Path, seq_length: int, **model: Any) -> Batcher:
-    """How the reward model's job makes batches of a file."""
+def reward_batch(tokenizer: Tokenizer, path: Path, seq_length: int, present: list[int], **model: Any) -> Any:
+    """The batch that the reward model's job makes of a file's first examples, filled up where ``present`` is 0."""
     cfg = load_defaults("training_rm")
     cfg.model.data.update(data_prefix={"train": [str(path)]}, seq_length=seq_length)
     cfg.model.merge_with(model)
     task = reward_task(cfg, tokenizer, RewardHeadConfig.from_model_config(cfg.model))
-    return task.batcher(task.train)
+    return batch_of(task, present)
+
+
+def batch_of(task: SupervisedTask, present: list[int]) -> Any:
+    examples = [task.train[number if is_present else 0] for number, is_present in enumerate(present)]
+    return task.collate(examples, torch.tensor(present, dtype=torch.float32))
 
 
 def test_comparisons_are_consecutive_lines(
@@ -207,7 +211,7 @@ def test_comparisons_are_consecutive_lines(
         ended = ComparisonDataset([b], tokenizer, seq_length=8, append_eod=True)
         assert (ended[0].chosen_ids, ended[0].rejected_ids) == (ids("good<|endoftext|>"), ids(rejected))
 
-    batch = reward_batcher(tokenizer, a, 8)([0, 1, MISSING])
+    batch = reward_batch(tokenizer, a, 8, [1, 1, 0])
     assert batch.tokens.shape == (6, 6) and batch.tokens.dtype == batch.lengths.dtype == torch.int64
     assert batch.lengths.tolist() == [4, 3, 1, 6, 4, 3]
     assert batch.tokens[1].tolist() == ids("bad") + [tokenizer.pad_id] * 3
@@ -318,11 +322,11 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
     data = RegressionDataset([path], tokenizer, seq_length=8)
     assert (len(data), data.num_dropped) == (2, 1)
     regression: dict[str, Any] = {"reward_model_type": "regression", "regression": {"num_attributes": 2}}
-    batch = reward_batcher(tokenizer, path, 8, **regression)([0, 1, MISSING])
+    batch = reward_batch(tokenizer, path, 8, [1, 1, 0], **regression)
     assert batch.labels.tolist() == [[1, -100], [0.5, 2], [-100, -100]] and batch.labels.dtype == torch.float32
     assert batch.lengths.tolist() == [3, 1, 3] and batch.tokens.shape == (3, 3)
     regression["regression"]["loss_mask_val"] = -7
-    assert reward_batcher(tokenizer, path, 8, **regression)([MISSING]).labels.tolist() == [[-7, -7]]
+    assert reward_batch(tokenizer, path, 8, [0], **regression).labels.tolist() == [[-7, -7]]
     single = RegressionDataset([jsonl(tmp_path / "s.jsonl", {"text": "a", "label": 3})], tokenizer, 8)
     assert single[0].labels == [3.0]
     with pytest.raises(DataError, match=r"r\.jsonl:1: 'label' has 2 attributes where 1 are expected"):
@@ -548,7 +552,7 @@ def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, to
     cfg.model.data.train_ds.file_path = str(jsonl(tmp_path / "sft.jsonl", *rows))
     cfg.model.data.validation_ds.file_path = None
     task = sft_task(cfg, tokenizer)
-    batch = task.batcher(task.train)([0, 1, MISSING])
+    batch = batch_of(task, [1, 1, 0])
     assert batch.tokens.shape == (3, 9) and batch.loss_mask.shape == (3, 8)
     assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.float32
     for row, text in enumerate([" c$", " efg$"]):

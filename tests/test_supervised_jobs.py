@@ -323,14 +323,13 @@ def test_validation_has_batch_sizes_of_its_own(artefacts: Artefacts, layout: Par
     sizes = {"global_batch_size": 7, "micro_batch_size": 2}
     trainer = trainer_for("sft", artefacts, layout, tmp_path / "own", 16, 8, sizes)
     assert trainer.train_sampler.global_batch_size == 16 and trainer.batching.num_rows == 8
-    assert trainer.make_val_batch is not None
-    make_batch, rows = trainer.make_val_batch, []
+    collate, rows = trainer.collate, []
 
-    def make_and_count(indices: Sequence[int]) -> Any:
-        rows.append(len(indices))
-        return make_batch(indices)
+    def collate_and_count(examples: Sequence[Any], present: torch.Tensor) -> Any:
+        rows.append(len(examples))
+        return collate(examples, present)
 
-    trainer.make_val_batch = make_and_count
+    trainer.collate = collate_and_count
     assert trainer.validate() == pytest.approx(plain.validate(), rel=1e-5)
     assert rows[0] == 8 and trainer.val_batching.num_rows == 2  # 7, filled up to whole micro batches
 
@@ -370,7 +369,7 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     control, metrics = RunControl(), MetricsLogger(tmp_path)
     run = Run(tmp_path, layout, metrics, control, CheckpointManager(tmp_path / "checkpoints", CheckpointSettings()))
     examples: Any = range(23)
-    task = SupervisedTask(examples, examples[:9], lambda items: lambda indices: None, 2, False, True, None, 1)
+    task = SupervisedTask(examples, examples[:9], lambda examples, present: None, 2, False, True, None, 1)
     trainer = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
     assert trainer.settings == SupervisedSettings(
         max_steps=3 * (23 // 4), max_epochs=3, step_limit=20, val_check_interval=4, save_interval=7, limit_val_batches=2
@@ -433,16 +432,16 @@ def test_a_validation_that_was_abandoned_is_made_up_for(
     """SIGUSR1 and SIGTERM twice in a validation: saved at once; the next run has an undisturbed one's numbers."""
     short_trainer(artefacts, layout, tmp_path / "straight").fit()
     stopped = short_trainer(artefacts, layout, tmp_path / "stopped")
-    make_batch, made = stopped.make_val_batch, []
-    assert make_batch is not None
+    collate, made = stopped.collate, []
 
-    def make_and_signal(indices: Sequence[int]) -> Any:
-        made.append(indices)
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        return make_batch(indices)
+    def collate_and_signal(examples: Sequence[Any], present: torch.Tensor) -> Any:
+        if not stopped.model.module.training:
+            made.append(examples)
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+        return collate(examples, present)
 
-    stopped.make_val_batch = make_and_signal
+    stopped.collate = collate_and_signal
     stopped.fit()
     assert stopped.step == 2 and stopped.run_control.status == 75 and len(made) == 1
     monkeypatch.setattr(stop_signals, "_received", [])
@@ -492,21 +491,23 @@ class TinyRun:
             model,
             optimizer,
             language_model_objective(),
+            range(24),
             EpochSampler(24, batch, seed=3, shuffle=True, drop_last=True),
             None,
-            self._batch,
             None,
+            self._batch,
             self.checkpoints,
             MetricsLogger(folder),
             RunControl(),
             batching=MicroBatching(2),
+            val_batching=MicroBatching(2),
         )
         self.trainer.validate = self._validate  # type: ignore[method-assign]
         state = self.checkpoints.resume(model, optimizer)
         if state is not None:
             self.trainer.load_state_dict(state)
 
-    def _batch(self, indices: Sequence[int]) -> LanguageModelBatch:
+    def _batch(self, indices: Sequence[int], present: torch.Tensor) -> LanguageModelBatch:
         self.seen += indices
         if self.trainer.step + 1 == self.stop_in_step:
             os.kill(os.getpid(), signal.SIGUSR1)

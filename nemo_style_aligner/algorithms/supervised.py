@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.training_loop import LoopSettings, TrainingLoop, step_limit
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.data.datasets import Dataset
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
@@ -60,11 +62,8 @@ def _interval(value: Any, max_steps: int) -> int:
     return int(value or 0)
 
 
-Batcher = Callable[[Sequence[int]], Any]
-"""Indices of this rank's examples -> a batch for the pipeline (one row per sequence)."""
-
-MISSING = -1
-"""Index of a placeholder that fills up a batch: it has the tokens of example 0 and no part in the loss."""
+Collate = Callable[[Sequence[Any], torch.Tensor], Any]
+"""Examples, and fp32 [n], 0 for those without a part in the loss -> a batch for the pipeline (one row per sequence)."""
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -74,10 +73,10 @@ class SupervisedTrainer(TrainingLoop):
         settings: see `SupervisedSettings`.
         model, optimizer: what is trained.
         objective: what is minimised; the named sums of its loss become metrics.
+        train_data, val_data: the examples.
         train_sampler, val_sampler: yield global batches of example indices; training drops a last, smaller one.
-        make_train_batch, make_val_batch: turn a rank's indices into a batch.
-        batching: micro batches of the rows.
-        val_batching: those of validation; None: the same.
+        collate: turns a rank's examples into a batch.
+        batching, val_batching: micro batches of the rows, in training and in validation.
     """
 
     title = "Training"
@@ -90,26 +89,28 @@ class SupervisedTrainer(TrainingLoop):
         model: MegatronModel,
         optimizer: Optimizer,
         objective: Objective,
+        train_data: Dataset[Any],
         train_sampler: EpochSampler,
+        val_data: Dataset[Any] | None,
         val_sampler: EpochSampler | None,
-        make_train_batch: Batcher,
-        make_val_batch: Batcher | None,
+        collate: Collate,
         checkpoints: CheckpointManager,
         metrics: MetricsLogger,
         run_control: RunControl,
         *,
         batching: MicroBatching,
-        val_batching: MicroBatching | None = None,
+        val_batching: MicroBatching,
     ) -> None:
         timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
         super().__init__(settings, model, optimizer, checkpoints, metrics, run_control, timer)
         self.objective = objective
+        self.train_data = train_data
         self.train_sampler = train_sampler
+        self.val_data = val_data
         self.val_sampler = val_sampler
-        self.make_train_batch = make_train_batch
-        self.make_val_batch = make_val_batch
+        self.collate = collate
         self.batching = batching
-        self.val_batching = val_batching or batching
+        self.val_batching = val_batching
         self._batches = itertools.chain.from_iterable(itertools.repeat(train_sampler))  # epoch after epoch
 
     def make_step(self) -> None:
@@ -124,8 +125,7 @@ class SupervisedTrainer(TrainingLoop):
         """Make one optimizer update from a global batch of example indices; return the metrics that are finite."""
         self.model.module.train()
         self.optimizer.zero_grad()
-        batch = self.make_train_batch(self._share(indices, self.batching))
-        metrics = self._run(train_step, batch, self.batching)
+        metrics = self._run(train_step, self.train_data, indices, self.batching)
         num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
         metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
         return {name: value for name, value in with_deviations(metrics).items() if math.isfinite(value)}
@@ -136,7 +136,7 @@ class SupervisedTrainer(TrainingLoop):
         Raises:
             StopEarlyError: between two batches.
         """
-        if self.val_sampler is None or self.make_val_batch is None:
+        if self.val_sampler is None or self.val_data is None:
             return {}
         self.model.module.eval()
         totals: dict[str, float] = {}
@@ -145,8 +145,7 @@ class SupervisedTrainer(TrainingLoop):
             for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
                 activity.progress()
                 self.run_control.check()
-                batch = self.make_val_batch(self._share(indices, self.val_batching))
-                means = self._run(evaluate_step, batch, self.val_batching)
+                means = self._run(evaluate_step, self.val_data, indices, self.val_batching)
                 count = means.pop("num_items")
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
@@ -155,8 +154,23 @@ class SupervisedTrainer(TrainingLoop):
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
 
-    def _run(self, step: Callable[..., dict[str, float]], batch: Any, batching: MicroBatching) -> dict[str, float]:
-        objective = self.objective
+    def _run(
+        self,
+        step: Callable[..., dict[str, float]],
+        data: Dataset[Any],
+        indices: Sequence[int],
+        batching: MicroBatching,
+    ) -> dict[str, float]:
+        """Run ``step`` on this data-parallel rank's part of a global batch.
+
+        The batch is filled up to whole micro batches with examples that have no part in the loss.
+        """
+        layout, objective = self.model.layout, self.objective
+        missing = -len(indices) % (batching.num_rows // batching.group * layout.dp_size)
+        filled, present = [*indices, *[0] * missing], [1.0] * len(indices) + [0.0] * missing
+        size = len(filled) // layout.dp_size
+        own = slice(layout.dp_rank * size, (layout.dp_rank + 1) * size)
+        batch = self.collate([data[index] for index in filled[own]], torch.tensor(present[own]))
         return step(
             self.model,
             batch,
@@ -166,14 +180,6 @@ class SupervisedTrainer(TrainingLoop):
             scoring=objective.scoring,
             is_whole=False,
         )
-
-    def _share(self, indices: Sequence[int], batching: MicroBatching) -> Sequence[int]:
-        """This data-parallel rank's part of a global batch, filled up with `MISSING` to whole micro batches."""
-        layout = self.model.layout
-        missing = -len(indices) % (batching.num_rows // batching.group * layout.dp_size)
-        filled = [*indices, *[MISSING] * missing]
-        size = len(filled) // layout.dp_size
-        return filled[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 
     @property
     def place(self) -> EpochSampler:

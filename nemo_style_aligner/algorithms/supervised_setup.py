@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
-from nemo_style_aligner.algorithms.supervised import MISSING, Batcher, SupervisedSettings, SupervisedTrainer
+from nemo_style_aligner.algorithms.supervised import Collate, SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -45,7 +45,7 @@ class SupervisedTask:
 
     Attributes:
         train, validation: datasets; no validation when None.
-        batcher: dataset -> function that turns a rank's indices into a batch.
+        collate: turns examples into a batch.
         rows_per_example: rows of a batch per example.
         shuffle_train, shuffle_validation: order of the examples.
         val_global_batch_size, val_micro_batch_size: of validation; None: the model's.
@@ -53,7 +53,7 @@ class SupervisedTask:
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
-    batcher: Callable[[Dataset[Any]], Batcher]
+    collate: Collate
     rows_per_example: int
     shuffle_train: bool
     shuffle_validation: bool
@@ -99,10 +99,11 @@ def build_supervised_trainer(
         model,
         optimizer,
         objective,
+        task.train,
         train_sampler,
+        validation,
         val_sampler,
-        task.batcher(task.train),
-        task.batcher(validation) if validation is not None else None,
+        task.collate,
         run.checkpoints,
         run.metrics,
         run.control,
@@ -127,20 +128,15 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         source = data_source(data[part].file_path, f"model.data.{part}.file_path")
         return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
-    def batcher(items: Dataset[SFTItem]) -> Batcher:
-        def make(indices: Sequence[int]) -> LanguageModelBatch:
-            chosen = [items[max(i, 0)] for i in indices]
-            tokens = pad_rows([item.token_ids for item in chosen], tokenizer.pad_id)
-            mask = pad_rows([item.targets for item in chosen], 0)[:, 1:].float()
-            present = torch.tensor([float(i != MISSING) for i in indices])
-            return LanguageModelBatch(tokens, mask * present[:, None])
-
-        return make
+    def collate(items: Sequence[SFTItem], present: torch.Tensor) -> LanguageModelBatch:
+        tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
+        mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
+        return LanguageModelBatch(tokens, mask * present[:, None])
 
     return SupervisedTask(
         dataset("train_ds"),
         dataset("validation_ds") if data.validation_ds.file_path else None,
-        batcher,
+        collate,
         1,
         bool(data.train_ds.shuffle),
         bool(data.validation_ds.shuffle),
@@ -157,15 +153,15 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
     prefix = load_data_prefix(cfg.model.data.data_prefix)
     length, append_eod = int(cfg.model.data.seq_length), bool(cfg.model.data.append_eod)
     make: Callable[[Any], Dataset[Any]]
-    batcher: Callable[[Dataset[Any]], Batcher]
+    collate: Collate
     if cfg.model.reward_model_type == "regression":
-        batcher = _labelled_batcher(tokenizer, float(cfg.model.regression.loss_mask_val))
+        collate = _labelled_collate(tokenizer, float(cfg.model.regression.loss_mask_val))
         rows = 1
 
         def make(paths: Any) -> Dataset[Any]:
             return RegressionDataset(paths, tokenizer, length, append_eod, head.num_attributes)
     else:
-        batcher, rows = _pair_batcher(tokenizer), 2
+        collate, rows = _pair_collate(tokenizer), 2
 
         def make(paths: Any) -> Dataset[Any]:
             return ComparisonDataset(paths, tokenizer, length, append_eod)
@@ -173,7 +169,7 @@ def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -
     return SupervisedTask(
         prefix.train.build(make),
         prefix.validation.build(make) if prefix.validation is not None else None,
-        batcher,
+        collate,
         rows,
         bool(cfg.trainer.rm.train_random_sampler),
         bool(cfg.trainer.rm.val_random_sampler),
@@ -187,33 +183,23 @@ def reward_objective(cfg: DictConfig, head: RewardHeadConfig) -> Objective:
     return ranking_objective(head)
 
 
-def _pair_batcher(tokenizer: Tokenizer) -> Callable[[Dataset[ComparisonItem]], Batcher]:
-    def batcher(items: Dataset[ComparisonItem]) -> Batcher:
-        def make(indices: Sequence[int]) -> PairBatch:
-            pairs = [items[max(i, 0)] for i in indices]
-            sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-            return PairBatch(
-                tokens=pad_rows(sequences, tokenizer.pad_id),
-                lengths=lengths_of(sequences),
-                weights=torch.tensor([float(i != MISSING) for i in indices]).repeat_interleave(2),
-            )
+def _pair_collate(tokenizer: Tokenizer) -> Collate:
+    def collate(pairs: Sequence[ComparisonItem], present: torch.Tensor) -> PairBatch:
+        sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+        return PairBatch(
+            tokens=pad_rows(sequences, tokenizer.pad_id),
+            lengths=lengths_of(sequences),
+            weights=present.repeat_interleave(2),
+        )
 
-        return make
-
-    return batcher
+    return collate
 
 
-def _labelled_batcher(tokenizer: Tokenizer, ignore_value: float) -> Callable[[Dataset[RegressionItem]], Batcher]:
-    def batcher(items: Dataset[RegressionItem]) -> Batcher:
-        def make(indices: Sequence[int]) -> LabelledBatch:
-            chosen = [items[max(i, 0)] for i in indices]
-            sequences = [item.token_ids for item in chosen]
-            labels = torch.tensor([item.labels for item in chosen], dtype=torch.float32)
-            labels[torch.tensor(indices) == MISSING] = ignore_value
-            return LabelledBatch(
-                tokens=pad_rows(sequences, tokenizer.pad_id), lengths=lengths_of(sequences), labels=labels
-            )
+def _labelled_collate(tokenizer: Tokenizer, ignore_value: float) -> Collate:
+    def collate(items: Sequence[RegressionItem], present: torch.Tensor) -> LabelledBatch:
+        sequences = [item.token_ids for item in items]
+        labels = torch.tensor([item.labels for item in items], dtype=torch.float32)
+        labels[present == 0] = ignore_value
+        return LabelledBatch(tokens=pad_rows(sequences, tokenizer.pad_id), lengths=lengths_of(sequences), labels=labels)
 
-        return make
-
-    return batcher
+    return collate
