@@ -60,14 +60,13 @@ def application() -> Iterator[tuple]:
     queue, metrics, settings = JobQueue(4), ServiceMetrics(), DispatchSettings((8,), 0)
     endpoints = critic_endpoints(ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()][:60])
     dispatcher = Dispatcher(
-        CountingBackend(),
         settings,
         channel=CommandChannel(),
         queue=queue,
         ledger=TrainingLedger(),
         metrics=metrics,
     )
-    thread = threading.Thread(target=dispatcher.run, daemon=True)
+    thread = threading.Thread(target=dispatcher.run, args=[CountingBackend()], daemon=True)
     thread.start()
     while queue.state is not QueueState.SERVING:
         time.sleep(0.01)

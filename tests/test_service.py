@@ -818,14 +818,14 @@ def test_stop_finishes_what_was_taken() -> None:
         assert server.outcome == "ended"
 
 
-def dispatcher_with(backend: CountingBackend, *jobs: Job, **settings: float) -> tuple[Dispatcher, JobQueue]:
+def dispatcher_with(*jobs: Job, **settings: float) -> tuple[Dispatcher, JobQueue]:
     """A dispatcher, not begun, and its queue, in which these jobs wait."""
     queue = JobQueue(16)
     queue.set_state(QueueState.SERVING)
     for job in jobs:
         queue.put(job)
     parts = {"channel": CommandChannel(), "ledger": TrainingLedger(), "metrics": ServiceMetrics()}
-    return Dispatcher(backend, DispatchSettings((8,), 0, **settings), queue=queue, **parts), queue
+    return Dispatcher(DispatchSettings((8,), 0, **settings), queue=queue, **parts), queue
 
 
 def infer_job(position: CriticPosition | None = None) -> InferJob:
@@ -846,9 +846,9 @@ def test_metrics_and_jobs_tell_what_was_done() -> None:
         return TrainJob(tokens=np.ones((1, 3), np.int64), **rest, digest="0123", position=position)
 
     jobs = infer_job(), infer_job(), train_job(), train_job(), infer_job()
-    dispatcher, _ = dispatcher_with(Swapping(), *jobs)
+    dispatcher, _ = dispatcher_with(*jobs)
     dispatcher.request_stop()
-    dispatcher.run()
+    dispatcher.run(Swapping())
     expected = {"training_steps_total": 1, "training_repeats_total": 1, "weight_swaps_total": 4}
     expected |= {"queue_seconds_count": 5, "batch_rows_count": 2, "batch_rows_sum": 3}
     read = dispatcher._metrics.registry.get_sample_value
@@ -860,9 +860,9 @@ def test_metrics_and_jobs_tell_what_was_done() -> None:
 
 def test_jobs_not_begun_when_the_time_to_stop_is_up_are_refused() -> None:
     job = infer_job()
-    dispatcher, queue = dispatcher_with(CountingBackend(), job, drain_seconds=0.0)
+    dispatcher, queue = dispatcher_with(job, drain_seconds=0.0)
     dispatcher.request_stop()
-    dispatcher.run()
+    dispatcher.run(CountingBackend())
     refusal = job.future.exception(0)
     assert isinstance(refusal, ProtocolError) and (refusal.status, refusal.headers["Retry-After"]) == (503, "5")
     with pytest.raises(ProtocolError, match="shutting down"):
@@ -875,9 +875,9 @@ def test_a_service_that_fails_answers_whoever_waits() -> None:
     backend.fail = True
     backend.save = lambda keep_history=None: saves.append(concurrent.futures.Future()) or saves[-1]
     jobs, refused = (SaveJob(), SaveJob(), infer_job(), SaveJob()), infer_job(CriticPosition("run", 7))
-    dispatcher, queue = dispatcher_with(backend, *jobs[:2], refused, *jobs[2:])
+    dispatcher, queue = dispatcher_with(*jobs[:2], refused, *jobs[2:])
     with pytest.raises(RuntimeError, match="the model broke"):
-        dispatcher.run()
+        dispatcher.run(backend)
     for job in jobs:
         refusal = job.future.exception(0)
         assert isinstance(refusal, ProtocolError) and refusal.status == 500
@@ -893,7 +893,7 @@ def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> 
     failed.set_exception(OSError("No space left on device"))
     backend.save = lambda keep_history=None: failed  # type: ignore[method-assign]
     with pytest.raises(OSError, match="No space left on device"):
-        dispatcher_with(backend, job)[0].run()
+        dispatcher_with(job)[0].run(backend)
     assert "No space left on device" in str(job.future.exception(0))
 
 

@@ -133,9 +133,11 @@ class _Save:
 class Dispatcher:
     """Runs a service's backend. Created on every rank; `run` returns on every rank after a graceful stop."""
 
+    _backend: ModelBackend  # from `run` on, as the next one
+    _last_contact: float  # with the other ranks
+
     def __init__(
         self,
-        backend: ModelBackend,
         settings: DispatchSettings,
         *,
         channel: CommandChannel,
@@ -143,13 +145,11 @@ class Dispatcher:
         ledger: TrainingLedger,
         metrics: ServiceMetrics,
     ) -> None:
-        self._backend = backend
         self._settings = settings
         self._channel = channel
         self._queue = queue
         self._ledger = ledger
         self._metrics = metrics
-        self._last_contact = time.monotonic()
         self._weight_swaps = 0  # those that the metrics have counted already
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._peers_listen = True  # whether the other ranks wait for a command right now
@@ -159,15 +159,17 @@ class Dispatcher:
     def request_stop(self) -> None:
         """Have `run` finish the accepted jobs and return, on all ranks.
 
-        May be called on any rank, from any thread or a signal handler.
+        May be called on any rank, at any time, from any thread or a signal handler.
         """
         self._stop_requested = True
 
-    def run(self) -> None:
+    def run(self, backend: ModelBackend) -> None:
         """Serve until a stop is requested (SIGTERM and SIGINT do, in the main thread).
 
         Raises what the backend raised, on the rank where it did, and `RankFailedError` on the others.
         """
+        self._backend = backend
+        self._last_contact = time.monotonic()
         with _stop_on_signals(self.request_stop):
             if self._channel.rank == 0:
                 self._lead()

@@ -35,15 +35,11 @@ class ModelServer:
         device: torch.device | str = "cpu",
     ) -> None:
         self.ledger = TrainingLedger()
-        self._dispatch = dispatch
-        self._channel = CommandChannel(device)
-        self._metrics = ServiceMetrics()
-        self._queue = JobQueue(http.max_outstanding_requests)
+        channel, queue, metrics = CommandChannel(device), JobQueue(http.max_outstanding_requests), ServiceMetrics()
+        self._dispatcher = Dispatcher(dispatch, channel=channel, queue=queue, ledger=self.ledger, metrics=metrics)
         self._http: WsgiServer | None = None
-        self._dispatcher: Dispatcher | None = None
-        self._stop_requested = False
-        if self._channel.rank == 0:
-            self._http = start_http_server(endpoints, self._queue, http, dispatch, self._metrics)
+        if channel.rank == 0:
+            self._http = start_http_server(endpoints, queue, http, dispatch, metrics)
 
     @property
     def port(self) -> int:
@@ -52,27 +48,15 @@ class ModelServer:
 
     def request_stop(self) -> None:
         """End `run` on all ranks as SIGTERM does. May be called on any rank, from any thread or a signal handler."""
-        self._stop_requested = True
-        if self._dispatcher is not None:
-            self._dispatcher.request_stop()
+        self._dispatcher.request_stop()
 
     def run(self, backend: ModelBackend) -> None:
         """Serve ``backend`` until SIGTERM, SIGINT or `request_stop`; returns after a graceful end.
 
         Raises on all ranks if one of them fails, after the waiting clients were answered.
         """
-        self._dispatcher = Dispatcher(
-            backend,
-            self._dispatch,
-            channel=self._channel,
-            queue=self._queue,
-            ledger=self.ledger,
-            metrics=self._metrics,
-        )
-        if self._stop_requested:
-            self._dispatcher.request_stop()
         try:
-            self._dispatcher.run()
+            self._dispatcher.run(backend)
         finally:
             self.close()
 
