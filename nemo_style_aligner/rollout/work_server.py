@@ -54,9 +54,9 @@ def create_app(queue: WorkQueue, token: str | None) -> Flask:
     def get_idx() -> Response:
         body = _body()
         size = _integer(body, "batch_size", 1, MAX_IDS_PER_REQUEST)
-        round_number = _integer(body, "round", default=None)
-        request_number = _integer(body, "request", 0, default=None)
-        worker = _worker(body, required="completed" in body)
+        round_number = _integer(body, "round", optional=True)
+        request_number = _integer(body, "request", 0, optional=True)
+        worker = None if body.get("worker") is None and "completed" not in body else _worker(body)
         refused: list[int] = []
         if worker is not None and "completed" in body:
             _, refused = queue.complete(_ids(body, "completed", MAX_IDS_WITH_LEASE), worker, round_number=round_number)
@@ -73,16 +73,12 @@ def create_app(queue: WorkQueue, token: str | None) -> Flask:
     def complete() -> Response:
         body = _body()
         ids = _ids(body, "ids", MAX_IDS_PER_REQUEST)
-        worker = _worker(body, required=True)
-        assert worker is not None
-        accepted, refused = queue.complete(ids, worker, round_number=_integer(body, "round", default=None))
+        accepted, refused = queue.complete(ids, _worker(body), round_number=_integer(body, "round", optional=True))
         return _answer({"accepted": accepted, "refused": refused})
 
     def renew() -> Response:
         body = _body()
-        worker = _worker(body, required=True)
-        assert worker is not None
-        return _answer({"held": queue.renew(worker, round_number=_integer(body, "round", default=None))})
+        return _answer({"held": queue.renew(_worker(body), round_number=_integer(body, "round", optional=True))})
 
     app.add_url_rule("/get_idx", view_func=get_idx, methods=["PUT"])
     app.add_url_rule("/complete", view_func=complete, methods=["PUT"])
@@ -114,24 +110,19 @@ def _ids(body: dict[str, Any], name: str, limit: int) -> list[int]:
     return ids
 
 
-_REQUIRED: Any = object()
-
-
 def _integer(
-    body: dict[str, Any], name: str, low: int = -(2**63), high: int = 2**63 - 1, default: Any = _REQUIRED
+    body: dict[str, Any], name: str, low: int = -(2**63), high: int = 2**63 - 1, *, optional: bool = False
 ) -> Any:
     value = body.get(name)
-    if value is None and default is not _REQUIRED:
-        return default
+    if value is None and optional:
+        return None
     if not is_int(value) or not low <= value <= high:
         raise _BadRequestError(f"'{name}' must be a whole number from {low} to {high}")
     return value
 
 
-def _worker(body: dict[str, Any], required: bool) -> str | None:
+def _worker(body: dict[str, Any]) -> str:
     worker = body.get("worker")
-    if worker is None and not required:
-        return None
     if not isinstance(worker, str) or not 0 < len(worker) <= 256:
         raise _BadRequestError("'worker' must be a string of 1 to 256 characters")
     return worker
