@@ -126,6 +126,6 @@ def secret_problems(token: object, key: str) -> Iterator[str]:
             if (reason := why_unwritable(path.parent)) is not None:
                 yield f"{key}={AUTO}: {cannot_be_made(path, reason)}"
             return
-        find_secret(None if is_auto else str(token), key)
+        find_secret(str(token), key)
     except SecretError as error:
         yield str(error) if str(error).startswith(key) else f"{key}={AUTO}: {error}"

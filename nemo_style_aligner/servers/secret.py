@@ -61,7 +61,7 @@ def resolve_token(configured: str | None, key: str) -> str | None:
     if configured is None or str(configured).lower() == NONE:
         logger.warning("%s=none: no authentication, whoever reaches the port can read, train and save", key)
         return None
-    secret = find_secret(None if str(configured).lower() == AUTO else str(configured), key)
+    secret = find_secret(str(configured), key)
     logger.log(
         logging.DEBUG if secret.source in _told_sources else logging.INFO, "shared secret from %s", secret.source
     )
@@ -69,10 +69,10 @@ def resolve_token(configured: str | None, key: str) -> str | None:
     return secret.value
 
 
-def find_secret(given: str | None = None, key: str = "token") -> Secret:
-    """The secret ``given``, else that of the environment, else the user's own, which is made when there is none."""
-    if given is not None:
-        return Secret(_checked(given, key), key)
+def find_secret(configured: str = AUTO, key: str = "token") -> Secret:
+    """The secret ``configured``; if that is `AUTO` the environment's, else the user's own, made when there is none."""
+    if configured.lower() != AUTO:
+        return Secret(_checked(configured, key), key)
     if os.environ.get(TOKEN_VARIABLE):
         return Secret(_checked(os.environ[TOKEN_VARIABLE], TOKEN_VARIABLE), f"${TOKEN_VARIABLE}")
     named = os.environ.get(TOKEN_FILE_VARIABLE)
