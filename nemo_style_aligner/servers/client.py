@@ -117,14 +117,11 @@ class CriticClient:
     ) -> None:
         critic, names = config["critic"], config["critic"]["name"]
         self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
-        self._combined = bool(config["combine_rm_and_critic_server"])
         self._pad_to_length: int | None = config.get("pad_to_length")
         self._critic = _http_client(critic, token)
-        self._reward: HttpClient | None = None
-        self._reward_model = ""
-        if not self._combined:
-            self._reward = _http_client(config["reward_model"], token)
-            self._reward_model = config["reward_model"]["name"]
+        is_combined = bool(config["combine_rm_and_critic_server"])
+        self._reward = None if is_combined else _http_client(config["reward_model"], token)
+        self._reward_model = config["reward_model"]["name"]
         self._failure: str | None = None  # of training
         self._infer_limits = infer_limits
         self._train_limits = train_limits
@@ -232,7 +229,7 @@ class CriticClient:
                 that it cannot take the ``sequences``.
         """
         deadline = time.monotonic() + timeout_s
-        infer_outputs = {"values", "rewards"} if self._combined else {"values"}
+        infer_outputs = {"values", "rewards"} if self._reward is None else {"values"}
         needed = [(self._critic, {self._infer_model: infer_outputs, self._train_model: set(), self._save_model: set()})]
         if self._reward is not None:
             needed.append((self._reward, {self._reward_model: {"rewards"}}))
