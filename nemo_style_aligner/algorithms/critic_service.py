@@ -32,9 +32,6 @@ class CriticService:
         metrics: rank 0's log.
         reset: gives the critic the weights, optimizer and random states it had before any training.
         reward_archive: the reward model's archive, on rank 0; None without a reward model, and on other ranks.
-
-    Attributes:
-        step: critic updates made.
     """
 
     def __init__(
