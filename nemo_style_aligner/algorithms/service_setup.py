@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
@@ -127,10 +127,8 @@ def _limits(base: BaseModel, section: DictConfig) -> ModelLimits:
 
 
 def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
-    sizes = section.inference_micro_batch_size
-    sizes = [int(size) for size in sizes] if isinstance(sizes, ListConfig) else int(sizes)
     return DispatchSettings(
-        preferred_batch_rows=preferred_batch_rows(sizes, layout.dp_size),
+        preferred_batch_rows=preferred_batch_rows(section.inference_micro_batch_size, layout.dp_size),
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
         strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
         max_sequence_length=limits.max_sequence_length,

@@ -109,9 +109,7 @@ class DispatchSettings:
 def preferred_batch_rows(inference_micro_batch_size: int | Sequence[int], data_parallel_size: int) -> tuple[int, ...]:
     """The preferred batch sizes in rows, from the config's ``inference_micro_batch_size`` (one or a list)."""
     sizes = inference_micro_batch_size
-    if isinstance(sizes, int):
-        sizes = [sizes]
-    return tuple(int(size) * data_parallel_size for size in sizes)
+    return tuple(size * data_parallel_size for size in ([sizes] if isinstance(sizes, int) else sizes))
 
 
 @dataclasses.dataclass
