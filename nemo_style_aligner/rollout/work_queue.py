@@ -97,7 +97,7 @@ class WorkQueue:
         self.workers = workers
         self._clock = clock
         self._lock = threading.Lock()
-        self._round = -1
+        self._round = -1  # before the first
         self._items: dict[int, _Item] = {}
         self._pending: list[tuple[tuple[float, int], int]] = []  # heap of (key, id)
         self._workers: dict[str, _Worker] = {}
@@ -106,11 +106,6 @@ class WorkQueue:
         self._unfinished = 0
         self._lost: int | None = None  # an id that was lost too often to complete the round
         self._counts = {"served": 0, "expired": 0, "completed": 0, "refused": 0}
-
-    @property
-    def round_number(self) -> int:
-        """The current round; -1 before the first."""
-        return self._round
 
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
