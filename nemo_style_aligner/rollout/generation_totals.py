@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 
@@ -23,11 +21,11 @@ class GenerationTotals:
 
     def add(self, engine: GenerationEngine, seconds: float) -> None:
         """Add the counters of a finished ``engine.generate`` call that took ``seconds``."""
-        statistics = dataclasses.asdict(engine.statistics)
+        statistics = engine.statistics
         for name in _SUMMED:
-            self._sums[name] += statistics[name]
-        if engine.statistics.num_pages:
-            self._peak_kv_share = max(self._peak_kv_share, engine.statistics.peak_pages / engine.statistics.num_pages)
+            self._sums[name] += getattr(statistics, name)
+        if statistics.num_pages:
+            self._peak_kv_share = max(self._peak_kv_share, statistics.peak_pages / statistics.num_pages)
         self._seconds += seconds
 
     def metrics(self, engine: GenerationEngine, is_leader: bool) -> dict[str, float]:
