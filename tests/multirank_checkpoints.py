@@ -876,6 +876,12 @@ def pruning(folder: Path) -> dict[str, Any]:
                 # A new manager each time: ranking outlives the process.
                 save(manager(directory, filename="m-{step}", **settings), model, None, step, val_loss=value)
             results[name] = names(directory)
+        directory = folder / "another"
+        save(manager(directory, filename="m-{step}", monitor="train_loss"), model, None, 1, train_loss=0.01)
+        for step, value in enumerate(values[:3], 2):
+            settings = {"monitor": "val_loss", "save_last_n": 1}
+            save(manager(directory, filename="m-{step}", **settings), model, None, step, val_loss=value)
+        results["another monitor"] = names(directory)
         return results
 
     return Job().run(write)

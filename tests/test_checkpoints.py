@@ -718,6 +718,7 @@ def test_the_best_and_the_newest_are_kept(multirank: dict[str, Any]) -> None:
         "none but two": [4, 5],
         "all": [1, 2, 3, 4, 5],
         "unmonitored": [3, 4, 5],
+        "another monitor": [3, 4],
     }
     for kept in multirank["pruning"].values():
         assert [name.endswith("-last") for name in kept] == [False] * (len(kept) - 1) + [True]

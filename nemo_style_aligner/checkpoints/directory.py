@@ -105,10 +105,13 @@ class CheckpointDirectory:
 
     def _rank(self, entries: list[Entry]) -> list[Entry]:
         """Those of ``entries`` (newest first) that have a ``monitor`` value, best first; without ``monitor``, all."""
-        if self.settings.monitor is None:
+        monitor = self.settings.monitor
+        if monitor is None:
             return entries
         sign = 1 if self.settings.mode == "min" else -1
-        measured = [entry for entry in entries if entry.manifest.value is not None]
+        # The run may have had another monitor before, whose values compare with nothing.
+        alike = [entry for entry in entries if entry.manifest.monitor in (monitor, None)]
+        measured = [entry for entry in alike if entry.manifest.value is not None]
         return sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
 
     # ---- reading ----------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Manifest:
         value: the monitored metric, None where it was not measured.
         files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
         resumed_from: the `resume_from_checkpoint` of the run that wrote it; see `directory.origin_in`.
+        monitor: the metric's name; None in checkpoints of earlier versions, too.
     """
 
     sequence: int
@@ -51,6 +52,7 @@ class Manifest:
     value: float | None
     files: Mapping[str, Mapping[str, Any]]
     resumed_from: str | None = None
+    monitor: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write ``manifest.json``, with a checksum of itself, and sync it to disk."""

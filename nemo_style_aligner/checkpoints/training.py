@@ -175,6 +175,7 @@ class CheckpointManager:
         """
         started = time.monotonic()
         self.finish()
+        monitor = self.settings.monitor
         values = {**{k: v for k, v in trainer_state.items() if isinstance(v, int | float)}, **metrics}
         step = int(values.get("step", 0))
         if self.run_settings is not None:
@@ -190,7 +191,7 @@ class CheckpointManager:
         in_background = self.settings.async_save and self._has_memory_for(contents)
         save = _Save(
             target,
-            Manifest(sequence, step, _finite(values.get(self.settings.monitor or "")), {}, self._resumed_from),
+            Manifest(sequence, step, _finite(values.get(monitor or "")), {}, self._resumed_from, monitor),
             contents.copied() if in_background else contents,
             self.settings.always_save_nemo,
             protected,
