@@ -319,6 +319,22 @@ def test_an_actor_that_has_lost_its_newest_checkpoint_goes_on_from_the_one_befor
         assert train(critic, 6) == weights(1, 2, 3, 4, 5, 6)[-1:]
 
 
+def test_batches_stay_until_the_critic_has_gone_back(job: CriticJob, tmp_path: Path) -> None:
+    """An actor that is sent too far back, and refused, has not lost what it needs in its proper place."""
+    with actor(job, tmp_path) as critic:
+        states = []
+        for number in range(1, 6):
+            train(critic, number)
+            states.append(save(critic))
+    with pytest.raises(SequenceConflictError, match="batches from 2 on"), actor(job, tmp_path, states[0]):
+        pass
+    job.checkpoints.damaged.add(list(job.checkpoints.stored)[-1])
+    job.restart()
+    with actor(job, tmp_path, states[-1]) as critic:
+        assert train(critic, 6) == weights(1, 2, 3, 4, 5, 6)[-1:]
+    assert sorted(path.name[:8] for path in tmp_path.glob("*.safetensors")) == ["00000004", "00000005", "00000006"]
+
+
 def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> None:
     """A rank that only scores gets nothing from a critic that has lost training; rank 0 brings it level by itself."""
     with actor(job, tmp_path) as critic:
@@ -798,7 +814,9 @@ def test_batches_that_cannot_be_read_now_are_not_deleted(
     assert job.critic.trained == [1, 2, 3]
     cut = tmp_path / "00000002.safetensors"
     cut.write_bytes(cut.read_bytes()[:50])
-    CriticJournal(tmp_path, GIB).rewind(critic.client.position)
+    again = CriticJournal(tmp_path, GIB)
+    again.scan()
+    again.rewind(critic.client.position)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["00000002.safetensors.damaged", "00000003.safetensors", "run.json"]
 
@@ -813,7 +831,7 @@ def test_a_journal_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.
     leftover.touch()
     monkeypatch.setattr(Path, "unlink", denied)
     with pytest.raises(NotWrittenError, match=rf"{leftover} cannot be deleted \(Permission denied\)"):
-        CriticJournal(tmp_path, GIB).rewind(CriticPosition("run", 1, "initial"))
+        CriticJournal(tmp_path, GIB).scan()
     for call in ("open", "read_text", "exists", "stat"):
         monkeypatch.setattr(Path, call, denied)
     monkeypatch.setattr(manifest, "_READ_PAUSES", ())
@@ -850,7 +868,7 @@ def test_a_journal_that_is_too_large_drops_the_oldest(tmp_path: Path) -> None:
         position = position.after(batch_digest(arrays))
     assert [point.next_number for point in journal.positions(position)] == [3, 4, 5]
     again = CriticJournal(tmp_path, GIB)
-    again.rewind(position)
+    again.scan()
     assert again.positions(position) == journal.positions(position)
     np.testing.assert_array_equal(again.read(4)["tokens"], arrays["tokens"])
 

@@ -133,12 +133,12 @@ class CriticJournal:
             found.insert(0, entry.position)
         return found
 
-    def rewind(self, position: CriticPosition) -> None:
-        """Read the directory for a run that continues at ``position``, and delete the batches that do not lead there.
+    def scan(self) -> None:
+        """Read which batches are in the directory.
 
         Raises:
-            JournalError: a batch cannot be read now. It may be needed, so no batch is deleted.
-            NotWrittenError: one cannot be deleted.
+            JournalError: one cannot be read now. It may be needed.
+            NotWrittenError: what was left unfinished cannot be deleted.
         """
         self._entries = {}
         if not self.directory.is_dir():
@@ -147,6 +147,13 @@ class CriticJournal:
             _delete(path)
         entries = [entry for path in self.directory.glob(f"*{_SUFFIX}") if (entry := _read_entry(path)) is not None]
         self._entries = {entry.position.next_number: entry for entry in entries}
+
+    def rewind(self, position: CriticPosition) -> None:
+        """Delete the batches that do not lead to ``position``, where the run continues.
+
+        Raises:
+            NotWrittenError: one cannot be deleted.
+        """
         leading_there = {point.next_number for point in self.positions(position)[:-1]}
         for number in self._entries.keys() - leading_there:
             self._drop(number)

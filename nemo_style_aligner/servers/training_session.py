@@ -122,9 +122,10 @@ class TrainingSession:
             JournalError: a batch of the journal cannot be read.
         """
         with self._lock:
-            journal.rewind(position)
+            journal.scan()
             self._journal, self.position = journal, position
             self._bring_level(position)
+            journal.rewind(position)  # not before: a run whose critic cannot go there may have to continue elsewhere
 
     def train(self, arrays: Mapping[str, np.ndarray]) -> float:
         """Train the critic on the next batch; returns the mean loss."""
