@@ -17,6 +17,7 @@ import sys
 import termios
 import threading
 import time
+import tracemalloc
 import types
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -104,6 +105,21 @@ def test_a_resumed_run_continues_the_file_and_repeated_steps_count_once(tmp_path
     second.log_metrics({"loss": 7.0}, step=2)
     second.close()
     assert read_metrics(tmp_path) == {"loss": [(1, 1.0), (2, 7.0)]}
+
+
+@pytest.mark.parametrize("half", ["", "x", "x" * 2**17])
+def test_resuming_reads_only_the_end_of_long_files(tmp_path: Path, half: str) -> None:
+    MetricsLogger(tmp_path).close()  # what that imports does not count below
+    line = json.dumps({"step": 1, "key": "x" * 2**23}) + "\n"
+    (tmp_path / "tables.jsonl").write_text(line + half)
+    tracemalloc.start()
+    try:
+        MetricsLogger(tmp_path).close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**22
+    assert (tmp_path / "tables.jsonl").stat().st_size == len(line)
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:

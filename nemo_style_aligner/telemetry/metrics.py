@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,6 +39,8 @@ TABLES_FILE = "tables.jsonl"
 TIMELINE_FILE = "timeline.json"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
+
+_TAIL_BYTES = 2**16  # read at a time to find the end of the last whole line
 
 
 class WandbError(UserError):
@@ -336,11 +338,20 @@ def _open_for_append(path: Path) -> TextIO:
     """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
     with _explained(str(path)):
         if path.exists():
-            content = path.read_bytes()
-            if content and not content.endswith(b"\n"):
-                with path.open("r+b") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
+            with path.open("r+b") as file:
+                _cut_to_whole_lines(file)
         return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _cut_to_whole_lines(file: BinaryIO) -> None:
+    """Cut off what follows the last newline. It is looked for from the end: a long run's tables fill gigabytes."""
+    end, length = file.seek(0, os.SEEK_END), 0
+    while end > 0 and length == 0:
+        start = max(0, end - _TAIL_BYTES)
+        file.seek(start)
+        length = file.read(end - start).rfind(b"\n") + 1
+        end = start + length
+    file.truncate(end)
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
