@@ -268,11 +268,23 @@ def test_why_the_system_refuses_instructions(error: int, hint: str, monkeypatch:
         load_library(SHAPE, "avx2")
 
 
+@pytest.fixture
+def compiler_that_copies(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """To save time: what it makes is a library that was made before, which is returned."""
+    made = Path(load_library(SHAPE, "avx2")._name)
+    monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: shutil.copy(made, path))
+    return made
+
+
+@pytest.mark.usefixtures("compiler_that_copies")
 def test_a_check_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outcome is on record, for every model shape; a kernel that failed is not tried again and again."""
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation.Kernel, "checked", True)
+    checks = []
+    monkeypatch.setattr(library, "check", lambda *_: checks.append(1))
     load_library(SHAPE, "avx2")
+    assert checks
     monkeypatch.setattr(library, "check", lambda *_: pytest.fail("checked again"))
     load_library(dataclasses.replace(SHAPE, architecture=architecture("qwen3")), "avx2")
     with monkeypatch.context() as elsewhere:  # a home folder is shared with machines of another processor
@@ -330,6 +342,8 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
     load_library(SHAPE, "avx2")
     load_library(dataclasses.replace(SHAPE, num_slots=9, num_pages=99), "avx2")
     assert list(made.parent.glob("*.so")) == [made] and made.stat().st_mtime_ns == written
+    # This takes long enough once: the next compiler copies.
+    monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: shutil.copy(made, path))
     load_library(dataclasses.replace(SHAPE, architecture=architecture("nemotron")), "avx2")
     assert len(list(made.parent.glob("*.so"))) == 2
     shapes = [dataclasses.replace(SHAPE, **change) for change in CHANGES]
@@ -346,15 +360,14 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_a_cached_library_that_cannot_be_loaded_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, compiler_that_copies: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Cut short. What the compiler makes is a library that was made before, to save time."""
-    made = Path(load_library(SHAPE, "avx2")._name)
+    """Cut short."""
+    made = compiler_that_copies
     folder = tmp_path / "nemo_style_aligner" / "native"
     folder.mkdir(parents=True, mode=0o700)
     (folder / made.name).write_bytes(made.read_bytes()[:100])
     monkeypatch.setenv("NEMO_STYLE_ALIGNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: shutil.copy(made, path))
     load_library(SHAPE, "avx2")
     assert "compiling it again" in caplog.text and (folder / made.name).read_bytes() == made.read_bytes()
     caplog.clear()
@@ -374,6 +387,7 @@ def test_without_a_usable_cache_torch_does_it(
         monkeypatch.setattr(compilation.os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
         monkeypatch.setattr(compilation, "compile_to", lambda *_: pytest.fail("compiled what cannot be loaded"))
     elif trouble == "unloadable":  # compiled, and refused by the loader
+        monkeypatch.setattr(library, "check", lambda *_: None)
         monkeypatch.setattr(compilation, "compile_to", lambda command, source, path: path.write_bytes(b"\x7fELF"))
     elif trouble == "no locks":
         monkeypatch.setattr(compilation.fcntl, "flock", refuse)
