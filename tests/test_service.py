@@ -458,8 +458,9 @@ def test_training_keeps_its_place_among_inference() -> None:
             order.append("train")
             return super().train(**batch)
 
-        def save(self) -> None:
+        def save(self, keep_history: str | None = None) -> concurrent.futures.Future[None]:
             order.append("save")
+            return super().save(keep_history)
 
     backend = Ordered()
     one = infer_body([[1, 2]], [2])
