@@ -26,7 +26,7 @@ from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
-from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Tokens, forward
@@ -40,7 +40,6 @@ from nemo_style_aligner.parallel.groups import (
 from nemo_style_aligner.rollout.engine_setup import training_group
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.sharded_model import ShardedModel
 from nemo_style_aligner.weights.shared_buckets import shared_buckets
 from nemo_style_aligner.weights.stream import export_weights, import_weights, lendable_weights
 
@@ -194,7 +193,7 @@ def nothing_to_bring(size: int) -> None:
 
 
 def _response_of_lent_weights(
-    architecture: ModelArchitecture, model: ShardedModel, rank: int, size: int, step: StepChoice
+    architecture: ModelArchitecture, model: MegatronModel, rank: int, size: int, step: StepChoice
 ) -> list[int]:
     engine = EmbeddedEngine(
         architecture,

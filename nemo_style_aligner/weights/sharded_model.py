@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.weights.layout import LayoutEntry, weight_layout
 from nemo_style_aligner.wording import some_of
 
-_HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.gpt import MegatronModel
+
+_HEAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class ShardedModel(Protocol):
-    """What the stream needs of a model (`models.gpt.MegatronModel` is one)."""
-
-    gpt: Any
-    config: Any
-    architecture: ModelArchitecture
-    layout: ParallelLayout
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under `GPTModel`'s names."""
-
-    @property
-    def has_reward_head(self) -> bool:
-        """Whether the model ends in a reward head."""
-
-
-def layout_table(model: ShardedModel) -> tuple[tuple[LayoutEntry, ...], torch.dtype]:
+def layout_table(model: MegatronModel) -> tuple[tuple[LayoutEntry, ...], torch.dtype]:
     """The model's layout table and the dtype of its head. Collective over pipeline stages for a reward model."""
     attributes, head_dtype = _head_facts(model) if model.has_reward_head else (0, model.config.params_dtype)
     entries = weight_layout(model.architecture, padded_vocab_size=model.gpt.vocab_size, num_attributes=attributes)
@@ -46,7 +31,7 @@ def is_head(entry: LayoutEntry) -> bool:
     return entry.megatron_names[0].startswith("rm_head.")
 
 
-def local_parameters(model: ShardedModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
+def local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
     """The table's entries that this rank holds, with their parameters.
 
     Raises:
@@ -80,7 +65,7 @@ def _global_name(name: str, first_layer: int) -> str:
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
 
 
-def _head_facts(model: ShardedModel) -> tuple[int, torch.dtype]:
+def _head_facts(model: MegatronModel) -> tuple[int, torch.dtype]:
     """The reward head's outputs and dtype, which only the last stage knows."""
     facts = torch.zeros(2, dtype=torch.int64, device=device())
     if model.layout.is_last_stage:

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from megatron.core import parallel_state
 
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import PADDING, HFTensor, LayoutEntry, Piece, hf_tensors
-from nemo_style_aligner.weights.sharded_model import ShardedModel, is_head, layout_table, local_parameters
+from nemo_style_aligner.weights.sharded_model import is_head, layout_table, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
 from nemo_style_aligner.wording import some_of
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.gpt import MegatronModel
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes, of tensors in shared memory
@@ -42,7 +45,7 @@ class WeightSource(Protocol):
 
 
 def export_weights(
-    model: ShardedModel,
+    model: MegatronModel,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     *,
     without: Collection[str] = (),
@@ -85,7 +88,7 @@ def export_weights(
         yield from _exchange(layout, bucket, parameters)
 
 
-def lendable_weights(model: ShardedModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
+def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
     """Live parameters that an engine on ``rank`` of ``size`` tensor-parallel ranks may compute with in place.
 
     Empty unless training cuts the model as the engine does: no pipeline stages, as many tensor-parallel ranks, and this
@@ -123,7 +126,7 @@ class _Bucket:
 
 
 def _buckets(
-    model: ShardedModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
+    model: MegatronModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
 ) -> Iterator[_Bucket]:
     """Runs of entries of one stage and dtype, of at most ``bucket_bytes``; a larger entry gets a bucket of its own."""
     tp_size, pp_size = model.layout.tp_size, model.layout.pp_size
@@ -223,7 +226,7 @@ def _hf_parts(
 # ---- import ------------------------------------------------------------------------------------
 
 
-def import_weights(model: ShardedModel, source: WeightSource, progress: Callable[[], None] = lambda: None) -> None:
+def import_weights(model: MegatronModel, source: WeightSource, progress: Callable[[], None] = lambda: None) -> None:
     """Copy full tensors into this rank's shards, one tensor at a time, converted to the parameters' dtype.
 
     Every rank of the model calls it and reads its own slices. Rows of the padded vocabulary become zero. An
@@ -252,7 +255,7 @@ def import_weights(model: ShardedModel, source: WeightSource, progress: Callable
 class _ImportTarget:
     """This rank's parameters, by the Hugging Face tensors they are made of."""
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: MegatronModel) -> None:
         self.layout = model.layout
         entries, _ = layout_table(model)
         # Tied models' checkpoints may carry the embedding twice.
