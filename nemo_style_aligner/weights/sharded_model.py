@@ -54,7 +54,6 @@ def local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> 
                 f"{list(entry.shard_shape(layout.tp_size))}"
             )
         found[entry] = parameter
-    named = {name: p for name, p in named.items() if not name.startswith("rm_head.")}
     if named:
         raise ValueError(f"the layout table has no entry for the model's {some_of(sorted(named))}")
     return found
