@@ -329,9 +329,9 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         head = model.has_reward_head
         if needs_head:
             _require_reward_head(path, stored)
-        elif head and not _has_reward_head(stored):
+        elif head and not has_reward_head(stored):
             logger.info("%s has no reward head: it starts from its initial values", path)
-        elif not head and _has_reward_head(stored):
+        elif not head and has_reward_head(stored):
             raise CheckpointMismatchError(
                 f"{path} has a reward head: it is a reward model's or a critic's. Give a language model "
                 "(train_gpt_sft.py makes one)"
@@ -347,14 +347,15 @@ def require_reward_head(path: Path) -> None:
 
 
 def _require_reward_head(path: Path, stored: Iterable[str]) -> None:
-    if not _has_reward_head(stored):
+    if not has_reward_head(stored):
         raise CheckpointMismatchError(
             f"{path} has no reward head: it is a language model's, and its rewards would come from an untrained head. "
             "Give a reward model (train_reward_model.py makes one)"
         )
 
 
-def _has_reward_head(stored: Iterable[str]) -> bool:
+def has_reward_head(stored: Iterable[str]) -> bool:
+    """Whether these keys of a model's tensors, in an archive or a training checkpoint, include a reward head's."""
     return any(key.startswith(_HEAD) for key in stored)
 
 

@@ -28,13 +28,14 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import (
+    has_reward_head,
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
     make_place,
     save_nemo,
 )
-from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError, stored_shapes
 from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -174,7 +175,6 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
 
 
 _SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-_WEIGHTS_OF_HEAD = MODEL_PREFIX + "rm_head."
 
 
 def checkpoint_to_nemo(
@@ -217,7 +217,7 @@ def checkpoint_to_nemo(
     if problems := find_damage(checkpoint):
         raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Use another checkpoint")
     with open_source(checkpoint) as source:
-        has_head = any(key.startswith(_WEIGHTS_OF_HEAD) for key in stored_shapes(source, STATE))
+        has_head = has_reward_head(stored_shapes(source, STATE))
     if has_head != ("reward_model_type" in config):
         kinds = ("a language model", "a reward model or critic")
         raise CheckpointMismatchError(
