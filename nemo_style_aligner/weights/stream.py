@@ -241,87 +241,64 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
         ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and the source has an
             output layer that differs from the embedding; the message names it.
     """
-    target = _ImportTarget(model)
+    entries, _ = layout_table(model)
     present = source.shapes()
-    target.check(present)
-    target.check_tie(present, source)
-    for name in target.wanted:
-        if name in present:
-            target.load(name, source)
-            progress()
-    target.zero_the_rest(present)
+    is_tied = model.architecture.tied_embeddings
+    _check_shapes(present, entries, ignored=(_OUTPUT,) if is_tied else ())  # which may have the embedding again
+    if is_tied and _OUTPUT in present and not model.has_reward_head:
+        _check_tie(present, source)
+    places: dict[str, list[tuple[torch.Tensor, int, Piece]]] = {}
+    for entry, parameter in local_parameters(model, entries).items():
+        dim, rank = (0, 0) if entry.split_dim is None else (entry.split_dim, model.layout.tp_rank)
+        is_absent = entry.optional and entry.parts[0].name not in present
+        for part in () if is_absent else entry.parts:
+            places.setdefault(part.name, [])
+        for piece in entry.pieces(model.layout.tp_size):
+            if piece.rank == rank:
+                place = parameter.detach().narrow(dim, piece.offset, piece.length)
+                if piece.part == PADDING or is_absent:
+                    place.zero_()
+                else:
+                    places[entry.parts[piece.part].name].append((place, dim, piece))
+    for name, own in places.items():
+        for place, dim, piece in own:
+            place.copy_(source.read(name, dim, piece.start, piece.length))
+        progress()
 
 
-class _ImportTarget:
-    """This rank's parameters, by the Hugging Face tensors they are made of."""
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], entries: tuple[LayoutEntry, ...], ignored: tuple[str, ...]
+) -> None:
+    """Check the tensors of all stages against the table, so that every rank finds the same fault."""
+    expected = hf_tensors(entries)
+    optional = {part.name for entry in entries if entry.optional for part in entry.parts}
+    missing = [name for name in expected if name not in shapes and name not in optional]
+    if missing:
+        raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
+    for name, shape in shapes.items():
+        if name in ignored:
+            continue
+        if name not in expected:
+            raise ValueError(f"the weights have {name}, which the model has no place for")
+        if shape != expected[name].shape:
+            raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(expected[name].shape)}")
 
-    def __init__(self, model: MegatronModel) -> None:
-        self.layout = model.layout
-        entries, _ = layout_table(model)
-        # Tied models' checkpoints may carry the embedding twice.
-        self.ignored = {_OUTPUT} if model.architecture.tied_embeddings else set()
-        self.expected = hf_tensors(entries)
-        self.optional = {part.name for entry in entries if entry.optional for part in entry.parts}
-        self.parameters = local_parameters(model, entries)
-        self.wanted: dict[str, list[tuple[LayoutEntry, int]]] = {}
-        for entry in self.parameters:
-            for index, part in enumerate(entry.parts):
-                self.wanted.setdefault(part.name, []).append((entry, index))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the tensors of all stages against the table, so that every rank finds the same fault."""
-        missing = [name for name in self.expected if name not in shapes and name not in self.optional]
-        if missing:
-            raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
-        for name, shape in shapes.items():
-            if name in self.ignored:
-                continue
-            if name not in self.expected:
-                raise ValueError(f"the weights have {name}, which the model has no place for")
-            if shape != self.expected[name].shape:
-                raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(self.expected[name].shape)}")
+def _check_tie(shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
+    """Raise if the output layer of a tied language model's source differs from the embedding.
 
-    def check_tie(self, shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
-        """Raise if a tied language model's source has an output layer that differs from the embedding.
-
-        Every rank compares all rows, some at a time, so that every rank finds the fault.
-        """
-        if _OUTPUT not in self.ignored or _OUTPUT not in shapes or "score.weight" in self.expected:
-            return
-        num_rows = shapes[_EMBEDDING][0]
-        same = shapes[_OUTPUT] == shapes[_EMBEDDING]
-        for start in range(0, num_rows if same else 0, _COMPARED_ROWS):
-            length = min(_COMPARED_ROWS, num_rows - start)
-            embedding = source.read(_EMBEDDING, 0, start, length)
-            same = torch.equal(source.read(_OUTPUT, 0, start, length).to(embedding.dtype), embedding)
-            if not same:
-                break
+    Every rank compares all rows, some at a time, so that every rank finds the fault.
+    """
+    num_rows = shapes[_EMBEDDING][0]
+    same = shapes[_OUTPUT] == shapes[_EMBEDDING]
+    for start in range(0, num_rows if same else 0, _COMPARED_ROWS):
+        length = min(_COMPARED_ROWS, num_rows - start)
+        embedding = source.read(_EMBEDDING, 0, start, length)
+        same = torch.equal(source.read(_OUTPUT, 0, start, length).to(embedding.dtype), embedding)
         if not same:
-            raise ValueError(
-                f"embedding and output layer are tied, but {_OUTPUT} differs from {_EMBEDDING}: it was trained "
-                "separately (PEFT's modules_to_save does that). Set tie_word_embeddings=false in config.json"
-            )
-
-    @torch.no_grad()
-    def load(self, name: str, source: WeightSource) -> None:
-        """Copy this rank's pieces of tensor ``name``."""
-        for entry, part in self.wanted[name]:
-            parameter, dim = self.parameters[entry], entry.split_dim or 0
-            for piece in self._my_pieces(entry):
-                if piece.part == part:
-                    values = source.read(name, dim, piece.start, piece.length)
-                    parameter.narrow(dim, piece.offset, piece.length).copy_(values)
-
-    @torch.no_grad()
-    def zero_the_rest(self, present: Mapping[str, tuple[int, ...]]) -> None:
-        """Zero the vocabulary's padding and the optional parameters that are not ``present``."""
-        for entry, parameter in self.parameters.items():
-            if entry.optional and entry.parts[0].name not in present:
-                parameter.zero_()
-            for piece in self._my_pieces(entry):
-                if piece.part == PADDING:
-                    parameter[piece.offset : piece.offset + piece.length].zero_()
-
-    def _my_pieces(self, entry: LayoutEntry) -> list[Piece]:
-        rank = 0 if entry.split_dim is None else self.layout.tp_rank
-        return [piece for piece in entry.pieces(self.layout.tp_size) if piece.rank == rank]
+            break
+    if not same:
+        raise ValueError(
+            f"embedding and output layer are tied, but {_OUTPUT} differs from {_EMBEDDING}: it was trained "
+            "separately (PEFT's modules_to_save does that). Set tie_word_embeddings=false in config.json"
+        )
