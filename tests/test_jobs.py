@@ -15,9 +15,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -44,14 +44,18 @@ from nemo_style_aligner.algorithms.evaluation import (
     require_same_tokenizer,
     score,
 )
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models.conversion import checkpoint_to_nemo
-from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, read_metrics, read_tables
 
 TIMEOUT = 240.0
@@ -127,6 +131,29 @@ def check_actor_log(log_dir: Path, steps: int) -> dict[str, list[tuple[int, floa
     assert len(rows) == 3 and rows[0][0].startswith("User: What is ")
     assert list((log_dir / "tensorboard").iterdir())
     return curves
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs an entry script in this process, which has imported what takes seconds."""
+
+    def run_here(name: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+
+    return run_here
+
+
+@pytest.fixture
+def last_words(run_here: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The last line of a script that refuses its command line with status 2."""
+
+    def last_words(name: str, *arguments: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            run_here(name, *arguments)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return last_words
 
 
 # ---- the supervised half ------------------------------------------------------------------------
@@ -455,7 +482,9 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     assert row.reward is not None
 
 
-def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_job_is_not_converted(
+    artefacts: Artefacts, tmp_path: Path, run_here: Callable[..., None]
+) -> None:
     (checkpoint,) = (artefacts.sft_log / "checkpoints").glob("*-last")
     others, moved, output = tmp_path / "others.yaml", tmp_path / "moved", tmp_path / "out" / "model.nemo"
     hyperparameters = artefacts.sft_log / HYPERPARAMETERS_FILE
@@ -466,8 +495,7 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
     train_character_tokenizer("abc", tmp_path / "tokenizer")
     base = tmp_path / "base.nemo"
     shape = ("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2")
-    tokenizer = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(base))
-    run(script("init_gpt.py", *tokenizer, *shape), tmp_path / "init.log", TIMEOUT)
+    run_here("init_gpt.py", "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(base), *shape)
 
     def refused(match: str, path: Path = checkpoint, **options: Path) -> None:
         with pytest.raises((ValueError, OSError), match=match):
@@ -494,11 +522,12 @@ def test_a_checkpoint_of_another_job_is_not_converted(artefacts: Artefacts, tmp_
 
 
 @pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x"])
-def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: str) -> None:
+def test_a_model_that_cannot_be_is_refused_in_a_line(
+    tmp_path: Path, mistake: str, last_words: Callable[..., str]
+) -> None:
     train_character_tokenizer("abc", tmp_path / "tokenizer")
     command = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "base.nemo"))
-    job = Job(script("init_gpt.py", *command, *mistake.split()), tmp_path / "log")
-    assert job.wait(TIMEOUT) == 2 and "init_gpt.py: error: " in job.output().splitlines()[-1], job.describe()
+    assert "init_gpt.py: error: " in last_words("init_gpt.py", *command, *mistake.split())
     assert not (tmp_path / "base.nemo").exists()
 
 
@@ -512,36 +541,26 @@ def test_a_model_that_cannot_be_is_refused_in_a_line(tmp_path: Path, mistake: st
     ],
 )
 def test_options_out_of_range_are_refused_in_a_line(
-    name: str,
-    mistake: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, mistake: str, message: str, tmp_path: Path, last_words: Callable[..., str]
 ) -> None:
     train_character_tokenizer("abc", tmp_path)
     given = {
         "init_gpt.py": [f"--tokenizer={tmp_path}"],
         "evaluate_gpt.py": [f"--model={tmp_path}", f"--prompts={__file__}", "--max-length=8"],
     }
-    monkeypatch.setattr(sys, "argv", [name, *given[name], f"--output={tmp_path / 'output'}", mistake])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-    assert f"{name}: error: {message}" in capsys.readouterr().err
+    assert f"{name}: error: {message}" in last_words(name, *given[name], f"--output={tmp_path / 'output'}", mistake)
 
 
-def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp_path: Path) -> None:
+def test_rewards_are_not_of_a_head_that_nobody_trained(
+    artefacts: Artefacts, tmp_path: Path, last_words: Callable[..., str], run_here: Callable[..., None]
+) -> None:
     """A language model's archive in the place of the reward model's; another tokenizer's reward model."""
-    wrong, log_dir = str(artefacts.sft), tmp_path / "critic"
-    critic = script("serve_ppo_critic.py", f"pretrained_checkpoint.restore_from_path={wrong}", "trainer.ppo.port=0")
-    job = Job([*critic, f"exp_manager.explicit_log_dir={log_dir}", "model.encoder_seq_length=64"], tmp_path / "log")
-    try:
-        assert job.wait(TIMEOUT) not in (0, None), job.describe()
-    finally:
-        job.kill()
-    assert f"{wrong} has no reward head" in job.output() and "train_reward_model.py makes one" in job.output()
-    row = EvaluatedResponse("", "", [1, 2, 3], 1, True)
+    wrong, no_run = str(artefacts.sft), cast(Run, None)
+    cfg, row = load_defaults("gpt_ppo_critic"), EvaluatedResponse("", "", [1, 2, 3], 1, True)
+    cfg.model.encoder_seq_length = 64
     with single_process(1):
+        with pytest.raises(CheckpointMismatchError, match=r"has no reward head.* \(train_reward_model.py makes one\)"):
+            build_critic_service(cfg, no_run, open_base_model(wrong, cfg), TrainingLedger())
         with pytest.raises(CheckpointMismatchError, match="has no reward head"):
             score(Responses([row]), artefacts.sft, "32")
         row.tokens = [1] * 10_000
@@ -549,33 +568,27 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(artefacts: Artefacts, tmp
             score(Responses([row]), artefacts.rm, "32")
     require_same_tokenizer(artefacts.sft, artefacts.rm)
     prompts, output = artefacts.data("test_prompts"), tmp_path / "evaluation.json"
-    options = {"model": wrong, "reward-model": wrong, "prompts": prompts, "output": output}
-    job = Job(script("evaluate_gpt.py", *(f"--{name}={value}" for name, value in options.items())), tmp_path / "log")
-    assert job.wait(TIMEOUT) == 2 and f"{wrong} has no reward head" in job.output().splitlines()[-1], job.describe()
+    command = ("evaluate_gpt.py", f"--model={wrong}", f"--prompts={prompts}", f"--output={output}")
+    assert f"{wrong} has no reward head" in last_words(*command, f"--reward-model={wrong}")
     assert not output.exists()  # it is known before anything is generated
-    other = tmp_path / "other"
+    other, base = tmp_path / "other", tmp_path / "other.nemo"
     train_character_tokenizer("abc", other)
-    output = tmp_path / "none.json"
-    base, prompts = tmp_path / "other.nemo", str(artefacts.data("test_prompts"))
-    shape = ("--num-layers", "1", "--hidden-size", "32", "--num-heads", "2", "--ffn-hidden-size", "64")
-    run(script("init_gpt.py", "--tokenizer", str(other), "--output", str(base), *shape), tmp_path / "init.log", TIMEOUT)
-    command = ("--model", wrong, "--reward-model", str(base), "--prompts", prompts, "--output", str(output))
-    evaluation = Job(script("evaluate_gpt.py", *command), tmp_path / "evaluate.log")
-    assert evaluation.wait(TIMEOUT) == 2 and "has a different tokenizer from" in evaluation.output()
+    shape = ("--num-layers=1", "--hidden-size=32", "--num-heads=2", "--ffn-hidden-size=64")
+    run_here("init_gpt.py", f"--tokenizer={other}", f"--output={base}", *shape)
+    assert "has a different tokenizer from" in last_words(*command, f"--reward-model={base}")
     assert not output.exists()
 
 
-def test_responses_fit_into_the_model_unless_told_otherwise(artefacts: Artefacts, tmp_path: Path) -> None:
+def test_responses_fit_into_the_model_unless_told_otherwise(
+    artefacts: Artefacts, tmp_path: Path, last_words: Callable[..., str]
+) -> None:
     """64 positions: half of them; where no prompt has room, a line says what to lower."""
     assert evaluation.default_max_length(artefacts.sft) == 32
     command = ("--model", str(artefacts.sft), "--prompts", str(artefacts.data("test_prompts")), "--max-length", "64")
-    job = Job(script("evaluate_gpt.py", *command, "--output", str(tmp_path / "results.json")), tmp_path / "log")
-    assert job.wait(TIMEOUT) == 2, job.describe()
-    last = job.output().splitlines()[-1]
-    assert last.startswith("evaluate_gpt.py: error: ") and last.endswith("lower --max-length"), job.describe()
-    job = Job(script("evaluate_gpt.py", *command, "--output", "/dev/null/results.json"), tmp_path / "log")
-    assert job.wait(TIMEOUT) == 2, job.describe()
-    assert job.output().splitlines()[-1].endswith("cannot be written: /dev/null is not a folder"), job.describe()
+    last = last_words("evaluate_gpt.py", *command, "--output", str(tmp_path / "results.json"))
+    assert last.startswith("evaluate_gpt.py: error: ") and last.endswith("lower --max-length")
+    last = last_words("evaluate_gpt.py", *command, "--output", "/dev/null/results.json")
+    assert last.endswith("cannot be written: /dev/null is not a folder")
 
 
 def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypatch: pytest.MonkeyPatch) -> None:
