@@ -600,6 +600,26 @@ def test_a_run_that_has_saved_nothing_archives_its_own_weights(
     assert (run._norm() == 7).all()
 
 
+@pytest.mark.parametrize("back", [{"resume_if_exists": False}, {"resume_from_checkpoint": "step=3-val_loss=none"}])
+def test_checkpoints_that_are_not_of_the_runs_past_are_named(
+    layout: ParallelLayout, tmp_path: Path, caplog: pytest.LogCaptureFixture, back: dict[str, Any]
+) -> None:
+    """That of step 6 may be better than what this run will have."""
+    run = TinyRun(layout, tmp_path)
+    assert run.fit() == 0
+    folder = run.archive.parent
+    if "resume_from_checkpoint" in back:
+        back = {"resume_from_checkpoint": str(folder / back["resume_from_checkpoint"])}
+    for settings, named in ({}, None), (back, "step=6-val_loss=0.4-last. They"), (back | {"monitor": None}, None):
+        caplog.clear()
+        settings = dataclasses.replace(run.checkpoints.settings, **settings)
+        CheckpointManager(folder, settings).resume(run.trainer.model, run.trainer.optimizer)
+        assert ("ranked by monitor=val_loss" in caplog.text) == (named is not None)
+        assert named is None or f"{folder} has checkpoints of another run, or another course of this one: {named}" in (
+            caplog.text
+        )
+
+
 def test_a_stop_in_the_last_step_puts_off_the_archive(
     layout: ParallelLayout, tmp_path: Path, stop_handlers: None
 ) -> None:

@@ -149,6 +149,13 @@ class CheckpointDirectory:
         """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
         return [entry.path for entry in self._rank(self.entries())]
 
+    def ranked_after(self, start: Path | None) -> list[str]:
+        """Names of those of `ranked` that are newer than ``start``; of all, if that is None or in another place."""
+        entries = self.entries()
+        own = [entry for entry in entries if start is not None and entry.path.resolve() == start.resolve()]
+        newer = entries[: entries.index(own[0])] if own else entries
+        return [entry.path.name for entry in self._rank(newer)]
+
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
         """What each finished checkpoint keeps for the trainer, by path, newest first. Damaged ones are left out.
 

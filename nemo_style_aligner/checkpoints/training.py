@@ -46,6 +46,8 @@ from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import some_of
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -344,8 +346,10 @@ class CheckpointManager:
         """
         if (named := self._named) is not None:
             start = self._latest_resumed() or on_first_rank(lambda: present_name(named))
+            self._warn_of_rivals(start)
             return self.load(start, model, optimizer, check)
         if not self.settings.resume_if_exists:
+            self._warn_of_rivals(None)
             return None
         if (path := self.latest()) is not None:
             return self.load(path, model, optimizer, check)
@@ -391,6 +395,22 @@ class CheckpointManager:
         while (path := on_first_rank(find)) is not None and not self.is_whole(path):
             pass
         return path
+
+    def _warn_of_rivals(self, start: Path | None) -> None:
+        """Warn of checkpoints that are no part of this run's past, which ``start`` ends, and that may beat its own."""
+        settings = self.settings
+        if settings.monitor is None or not (settings.save_top_k > 0 or settings.save_best_model):
+            return
+        if rivals := on_first_rank(lambda: self._files.ranked_after(start)):
+            warn_for_all_ranks(
+                logger,
+                "%s has checkpoints of another run, or another course of this one: %s. They are ranked by monitor=%s "
+                "together with this run's, and the best may be one of them. Move them away, or give another "
+                "exp_manager.explicit_log_dir",
+                self.directory,
+                some_of(rivals),
+                settings.monitor,
+            )
 
     def is_whole(self, path: Path) -> bool:
         """Whether a checkpoint's files are what was written. A damaged checkpoint is reported and put aside."""
