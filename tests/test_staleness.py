@@ -182,7 +182,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
 def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
     seeds: list[int] = []
     generator: Any = SimpleNamespace(weight_version=0, start=lambda prompts, seed: seeds.append(seed))
-    collector: Any = SimpleNamespace(generator=generator, collect=lambda prompts, seed: seeds.append(seed))
+    collector: Any = SimpleNamespace(generator=generator, finish=lambda generation: generation)
     prompts: Any = SimpleNamespace(batch=lambda start: [])
     model: Any = None
     schedule = GenerationSchedule(collector, model, ScopedTimer(), 7, staleness=1, unload_engine=False)

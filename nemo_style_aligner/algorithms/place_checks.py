@@ -117,12 +117,11 @@ def _manifest(checkpoint: Path) -> Manifest | None:
 
 def secret_problems(token: object, key: str) -> Iterator[str]:
     """A problem if the shared secret cannot be used. The user's own may be missing: a job that needs it makes it."""
-    is_auto = str(token).lower() == AUTO
     if token is None or str(token).lower() == NONE:
         return
     try:
-        is_users_own = is_auto and not any(map(os.environ.get, (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)))
-        if is_users_own and not os.path.exists(path := user_secret_path()):
+        is_given = str(token).lower() != AUTO or any(map(os.environ.get, (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)))
+        if not is_given and not os.path.exists(path := user_secret_path()):
             if (reason := why_unwritable(path.parent)) is not None:
                 yield f"{key}={AUTO}: {cannot_be_made(path, reason)}"
             return
