@@ -309,6 +309,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "exp_manager.checkpoint_callback_params.monitor=val_rewards",
         ("monitor=val_rewards: this job measures no such thing; choose one of step",),
     ),
+    "truncation": (
+        "gpt_sft", 1, "model.data.train_ds.truncation_method=random",
+        ("model.data.train_ds.truncation_method=random: choose left or right",),
+    ),
     "mode": ("gpt_sft", 1, "exp_manager.checkpoint_callback_params.mode=best", ("mode='best': choose min or max",)),
     "name of a checkpoint": (
         "gpt_sft", 1, "'exp_manager.checkpoint_callback_params.filename=\"{step:q}\"'", ("filename: {step:q}",),

@@ -502,7 +502,6 @@ def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None
         ({"prompt_template": "{input} {output} {output}"}, r"should end with \{output\}"),
         ({"label_key": "answer"}, r"should end with \{answer\}"),
         ({"truncation_field": "context"}, "'context' is not in prompt_template"),
-        ({"truncation_method": "random"}, "'left' or 'right'"),
     ],
 )
 def test_bad_formats_are_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
+from nemo_style_aligner.data.sft import TruncationMethod
 from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.step import WeightFormat
@@ -184,7 +185,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
         "model.optim.name",
         ("distributed_fused_adam", "mcore_distributed_optim", "fused_adam", "adam", "adamw"),
     ),
-    ("model.data.*.truncation_method", ("left", "right")),
+    ("model.data.*.truncation_method", get_args(TruncationMethod)),
 )
 
 

@@ -28,6 +28,9 @@ from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)
 
+TruncationMethod = Literal["left", "right"]
+"""The end that is cut off."""
+
 _SEPARATOR = 0  # as in NeMo-Aligner, whichever token that is
 _ENTRIES = {"tool_calls": "calls", "tools": "tools"}  # what the entries of a list are called; other lists have turns
 
@@ -55,7 +58,7 @@ class SFTFormat:
     prompt_template: str  # "{input} {output}": the response's placeholder comes last
     label_key: str  # "output", the response's key
     truncation_field: str  # keys to shorten when a sample is too long, "a,b" in that order; "" for none
-    truncation_method: Literal["left", "right"]  # the end that is cut off
+    truncation_method: TruncationMethod
     add_bos: bool
     add_eos: bool
     add_sep: bool  # put token `_SEPARATOR` between prompt and response
@@ -70,8 +73,6 @@ class SFTFormat:
                 f"prompt_template {self.prompt_template!r} should end with {placeholder}, the place of the "
                 f"response (label_key is {self.label_key!r})"
             )
-        if self.truncation_method not in ("left", "right"):
-            raise DataError(f"truncation_method should be 'left' or 'right', not {self.truncation_method!r}")
         try:
             unknown = set(self.truncation_keys) - set(self.template_keys)
         except ValueError as error:  # of string.Formatter
