@@ -311,7 +311,7 @@ def test_client_leases_completes_and_ends() -> None:
             worker.start_round(round_number, [4, 5, 6])
             seen = []
             while ids := worker.lease(2, wait=True):
-                seen += worker.complete(ids)
+                seen += worker.complete_async(ids).result()
             assert seen == [4, 5, 6] and queue.status()["state"] == DRAINED
         worker.close()
 
@@ -325,11 +325,11 @@ def test_waiting_worker_gets_the_ids_of_a_dead_one() -> None:
         assert dead.lease(1) == [1]
         assert alive.lease(5) == [2]
         assert alive.lease(5) == [] and queue.status()["leased"] == 2  # does not wait unless asked to
-        assert alive.complete([2]) == [2]
+        assert alive.complete_async([2]).result() == [2]
         pass_time(queue, clock, 11)
         assert alive.lease(5, wait=True) == [1]
-        assert alive.complete([1]) == [1]
-        assert dead.complete([1]) == []
+        assert alive.complete_async([1]).result() == [1]
+        assert dead.complete_async([1]).result() == []
         assert alive.lease(5, wait=True) == [] and queue.status()["state"] == DRAINED
 
 
@@ -366,7 +366,7 @@ def test_many_clients_at_once_complete_each_id_once() -> None:
         def work() -> None:
             worker = client(server)
             while ids := worker.lease(8, wait=True):
-                accepted = worker.complete(ids)
+                accepted = worker.complete_async(ids).result()
                 with lock:
                     completed.update(accepted)
             worker.close()
@@ -614,7 +614,8 @@ def test_requests_for_very_many_ids_are_cut_in_pieces(monkeypatch: pytest.Monkey
         taken: list[int] = []
         while ids := worker.lease(count):
             taken += ids
-        assert worker.complete(taken) == list(range(count))
+        answers = [worker.complete_async([item_id]) for item_id in taken]
+        assert [item_id for answer in answers for item_id in answer.result()] == list(range(count))
         assert queue.status()["state"] == DRAINED
         worker.close()
 
@@ -785,7 +786,7 @@ def test_a_worker_keeps_its_ids_while_it_gets_on_and_no_longer(clock_of_all: Clo
             clock_of_all.now += 2.5
             time.sleep(0.1)  # for several beats
         assert queue.status()["pending"] == 2 and queue.status()["total"]["expired"] == 2
-        assert worker.complete([1]) == []
+        assert worker.complete_async([1]).result() == []
         worker.close()
     assert not [t for t in set(threading.enumerate()) - others if t.name.startswith("work-queue")]
 
@@ -804,7 +805,7 @@ def test_what_keeps_the_watchdog_quiet_keeps_the_leases(clock_of_all: Clock, mon
     worker.start_round(1, [7])
     assert worker.lease(1) == [7]
     get_on(server.queue, clock_of_all, 20.0, activity.progress)  # longer than stall and lease together
-    assert worker.complete([7]) == [7]
+    assert worker.complete_async([7]).result() == [7]
     worker.close()
 
 
@@ -971,7 +972,7 @@ def test_static_partition_deals_out_everything_once() -> None:
             part.start_round(round_number, list(range(100, 110)))
             mine = []
             while ids := part.lease(2, wait=True):
-                mine += part.complete(ids)
+                mine += part.complete_async(ids).result()
         assert mine == list(range(100 + rank, 110, 3))
         seen += mine
     assert sorted(seen) == list(range(100, 110))

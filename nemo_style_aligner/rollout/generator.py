@@ -167,10 +167,11 @@ class LocalRound:
 
     def _release_others(self) -> None:
         """Abandon the round: take and complete all ids, so that no rank waits for this one's or begins more."""
-        work = self._generator.work
-        while work.lease(len(self.prompts)):
+        work, count = self._generator.work, len(self.prompts)
+        while work.lease(count):
             pass
-        work.complete(range(len(self.prompts)))
+        for answer in [work.complete_async([sample_id]) for sample_id in range(count)]:
+            answer.result()
 
     def wait(self) -> list[GenerationResult]:
         """Raise RuntimeError: such a round is generated in `run` alone."""

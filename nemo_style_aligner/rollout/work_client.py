@@ -146,12 +146,6 @@ class WorkQueueClient:
             self._ahead = self._sender.submit(self._ask, self._round, max(1, self._slots // 4))
         return ids
 
-    def complete(self, ids: Sequence[int]) -> list[int]:
-        """See `WorkSource.complete`."""
-        pieces = [ids[start : start + MAX_IDS_PER_REQUEST] for start in range(0, len(ids), MAX_IDS_PER_REQUEST)]
-        answers = [self.complete_async(piece) for piece in pieces]
-        return [item_id for answer in answers for item_id in answer.result()]
-
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
         """See `WorkSource.complete_async`."""
         completion = _Completion(self._round, list(ids))

@@ -20,12 +20,8 @@ class WorkSource(Protocol):
         """Lease up to ``n`` ids. An empty list: there are none now, or, with ``wait``, none any more in this round."""
         ...
 
-    def complete(self, ids: Sequence[int]) -> list[int]:
-        """Report ids as done. Returns those that were accepted; drop the results of the others."""
-        ...
-
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
-        """`complete`, without waiting for the answer."""
+        """Report ids as done. The future gives those that were accepted; drop the results of the others."""
         ...
 
     def close(self) -> None:
@@ -61,12 +57,8 @@ class StaticPartition:
         taken, self._ids = self._ids[:n], self._ids[n:]
         return taken
 
-    def complete(self, ids: Sequence[int]) -> list[int]:
-        """See `WorkSource.complete`; all are accepted."""
-        return list(ids)
-
     def complete_async(self, ids: Sequence[int]) -> concurrent.futures.Future[list[int]]:
-        """See `WorkSource.complete_async`."""
+        """See `WorkSource.complete_async`; all are accepted."""
         answer: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
         answer.set_result(list(ids))
         return answer
