@@ -37,8 +37,6 @@ class StaticPartition:
     """
 
     def __init__(self, index: int, count: int) -> None:
-        if not 0 <= index < count:
-            raise ValueError(f"index {index} is not below a count of {count}")
         self._index = index
         self._count = count
         self._ids: list[int] = []

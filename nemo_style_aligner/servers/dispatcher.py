@@ -96,10 +96,6 @@ class DispatchSettings:
     heartbeat_seconds: float = 5.0
     drain_seconds: float = 60.0  # after a stop request; jobs not begun by then are refused
 
-    def __post_init__(self) -> None:
-        if not self.preferred_batch_rows or min(self.preferred_batch_rows) < 1:
-            raise ValueError(f"preferred batch sizes must be at least 1, got {list(self.preferred_batch_rows)}")
-
     @property
     def max_batch_rows(self) -> int:
         """The largest of the preferred sizes."""

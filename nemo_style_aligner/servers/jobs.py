@@ -105,8 +105,6 @@ class JobQueue:
     """
 
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ValueError(f"the queue limit must be at least 1, got {limit}")
         self.limit = limit
         self._jobs: collections.deque[Job] = collections.deque()
         self._outstanding = 0
