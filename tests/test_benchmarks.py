@@ -445,6 +445,14 @@ def test_memory_names_a_case_whose_process_is_killed(
         memory.main()
 
 
+def test_the_optimizers_first_step_does_not_count(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_pass, clock = benchmark_module("training_pass"), iter([0, 9, 10, 11, 20, 22])  # of steps of 9, 1 and 2 s
+    monkeypatch.setattr(training_pass, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert training_pass.optimizer_seconds(SimpleNamespace(step=lambda *_: None), rounds=2) == [1, 2]
+
+
 def test_a_model_that_is_not_there(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--model 31m: there is no such file or directory, nor is it one of tiny, 30m"):
         benchmark_module("model_files").prepare("31m", tmp_path, want_gguf=False)
