@@ -362,6 +362,7 @@ def test_training_pass(reports: dict[str, Report]) -> None:
                 report["tokens"] / result[kind]["seconds"]["median"]
             )
     assert report["head_memory_bytes"]["logits"] == 4 * report["scored_tokens"] * 512
+    assert "leaked" not in output
 
 
 @pytest.fixture
