@@ -248,6 +248,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "trainer.ppo.generation.kv_cache_tokens=2000",
         ("kv_cache_tokens=2000 cannot hold one sequence",),
     ),
+    "engine that is not installed": (
+        "gpt_ppo_actor", 1, "trainer.ppo.generation.engine=trtllm",
+        ("trainer.ppo.generation.engine=trtllm: TensorRT-LLM is not installed in this environment",),
+    ),
     "precision": ("gpt_sft", 1, "trainer.precision=16", ("trainer.precision=16: choose bf16 or 32",)),
     "schedule": (
         "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),

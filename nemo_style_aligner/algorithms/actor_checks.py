@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 
 from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
+from nemo_style_aligner.generation.trtllm.construct import find_trtllm
+from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMMismatch, TensorRTLLMUnavailable
 from nemo_style_aligner.rollout.engine_setup import engine_size
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
@@ -64,6 +66,17 @@ def _generation(view: JobView) -> Iterator[str]:
         yield f"{view.said(size)}: {generating} ranks cannot be divided into groups of {ranks}"
     if view.architecture is not None and ranks != view.tp_size:
         yield from view.architecture.layout_problems(ranks, engine_key=size)
+
+
+def _trtllm(view: JobView) -> Iterator[str]:
+    """Asked for by name, TensorRT-LLM must be there; `choose_engine` would find out only when the critic is ready."""
+    engine = "trainer.ppo.generation.engine"
+    if view.get(engine) != "trtllm":
+        return
+    try:
+        find_trtllm(view.cfg)
+    except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as error:
+        yield f"{view.said(engine)}: {error}"
 
 
 def _rollout_ranks(view: JobView) -> Iterator[str]:
@@ -138,6 +151,7 @@ ACTOR_CHECKS: tuple[Check, ...] = (
     _rollout_batches,
     _rollout_lengths,
     _generation,
+    _trtllm,
     _rollout_ranks,
     _importance,
     _policy_logprobs,

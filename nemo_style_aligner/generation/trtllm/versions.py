@@ -14,6 +14,8 @@ from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
+from nemo_style_aligner.errors import UserError
+
 Backend = Literal["engine", "pytorch"]
 
 DISTRIBUTION = "tensorrt-llm"
@@ -29,11 +31,11 @@ _QUERY = (
 )
 
 
-class TensorRTLLMUnavailable(RuntimeError):
+class TensorRTLLMUnavailable(UserError, RuntimeError):
     """TensorRT-LLM is not installed, or there is no GPU for it."""
 
 
-class TensorRTLLMMismatch(RuntimeError):
+class TensorRTLLMMismatch(UserError, RuntimeError):
     """TensorRT-LLM is installed in a version that the wanted backend cannot use."""
 
 
