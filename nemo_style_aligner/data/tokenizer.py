@@ -230,7 +230,7 @@ class Tokenizer(ABC):
         if self.chat_template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
-                "or use prompt/response data with a `prompt_template`"
+                "or use data whose prompts and responses are text"
             )
         from transformers.utils.chat_template_utils import render_jinja_template
 
