@@ -194,7 +194,6 @@ class NativeStep(ModelStep):
 
     def _allocate(self) -> None:
         shape, shard, a = self._shape, self._shape.shard, self._shape.architecture
-        heads = shard.query_size
         self._activations = Arena(_activation_regions(shape, KERNELS[self._kernel].bf16_activations))
         self._logits = self._activations["logits"]
         channels = _round_up(a.kv_channels, 16)
@@ -205,8 +204,8 @@ class NativeStep(ModelStep):
         fc1_panels = -(-shard.ffn_size // 16) if a.gated else -(-shard.ffn_size // PANEL)
         matrices = {}
         for layer in range(a.num_layers):
-            matrices[f"{layer}.qkv"] = (-(-(heads + 2 * shard.group_size) // PANEL), a.hidden_size)
-            matrices[f"{layer}.output"] = (-(-a.hidden_size // PANEL), heads)
+            matrices[f"{layer}.qkv"] = (-(-(shard.query_size + 2 * shard.group_size) // PANEL), a.hidden_size)
+            matrices[f"{layer}.output"] = (-(-a.hidden_size // PANEL), shard.query_size)
             matrices[f"{layer}.fc1"] = (fc1_panels, a.hidden_size)
             matrices[f"{layer}.fc2"] = (-(-a.hidden_size // PANEL), shard.ffn_size)
         matrices["head"] = (-(-shard.vocab_rows // PANEL), a.hidden_size)
@@ -290,23 +289,22 @@ class NativeStep(ModelStep):
         a, shard = self._shape.architecture, self._shape.shard
         packed = PackedFromTrainer(self._context)
 
-        def pack(parts: dict[str, Rows], columns: int, num_rows: int) -> None:
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int) -> None:
             to = {f"{module}.weight": destinations[f"{module}.weight"] for module in parts}
             if not all(isinstance(destination, PackedDestination) for destination in to.values()):
                 return  # the tied embedding of an int8 model, which is also looked up in
-            source = self._lent.source(tuple(to), (num_rows, columns), SOURCE_DTYPES, torch.device("cpu"))
+            size = (num_rows, self._matrices[matrix].columns)
+            source = self._lent.source(tuple(to), size, SOURCE_DTYPES, torch.device("cpu"))
             if source is not None:
                 for (name, destination), rows in zip(to.items(), parts.values(), strict=True):
                     assert isinstance(destination, PackedDestination)
                     packed.add(name, destination, source, rows)
 
         for layer in range(a.num_layers):
-            matrices = layer_rows(shard, f"model.layers.{layer}.")
-            columns = {"qkv": a.hidden_size, "output": shard.query_size, "fc1": a.hidden_size, "fc2": shard.ffn_size}
-            for matrix, parts in matrices.items():
-                pack(parts, columns[matrix], Rows.total(parts))
+            for matrix, parts in layer_rows(shard, f"model.layers.{layer}.").items():
+                pack(f"{layer}.{matrix}", parts, Rows.total(parts))
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
-        pack({head: Rows(0, shard.held_vocab_rows)}, a.hidden_size, shard.vocab_rows)
+        pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
         return packed
 
     def _destination(self, name: str, rows: int, shard: ModelShard) -> Destination:
