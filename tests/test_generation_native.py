@@ -228,7 +228,8 @@ def test_native_sampling_reports_what_is_not_finite() -> None:
     logits[1, 3], logits[2, 95], logits[3, 0] = torch.nan, torch.inf, -torch.inf
     rows = SamplingRows(keys=torch.arange(4), positions=torch.arange(4))
     for greedy in (True, False):
-        _, logprobs = step.sample(logits, SamplingParams(max_new_tokens=1, use_greedy=greedy), rows, None, VOCAB)
+        params = SamplingParams(max_new_tokens=1, use_greedy=greedy)
+        _, logprobs = step.sample(logits, params, rows, torch.empty(0, dtype=torch.int64), VOCAB)
         assert logprobs.isfinite().tolist() == [True, False, False, False]
 
 

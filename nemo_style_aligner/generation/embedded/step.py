@@ -101,7 +101,7 @@ class ModelStep(abc.ABC):
         logits: torch.Tensor,
         params: SamplingParams,
         rows: SamplingRows,
-        stop_ids: torch.Tensor | None,
+        stop_ids: torch.Tensor,
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample as `sampling.sample` does; a subclass may compute the same faster."""

@@ -133,34 +133,32 @@ class NativeStep(ModelStep):
         logits: torch.Tensor,
         params: SamplingParams,
         rows: SamplingRows,
-        stop_ids: torch.Tensor | None,
+        stop_ids: torch.Tensor,
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelStep.sample`: in C++, unless a filter or penalty acts or there are too many stop ids."""
         filtered = params.repetition_penalty != 1.0 or not (
             params.use_greedy or (not params.top_k and params.top_p == 1)
         )
-        num_stop_ids = 0 if stop_ids is None else len(stop_ids)
-        if filtered or num_stop_ids > _MAX_STOP_IDS or logits.stride(1) != 1:
+        if filtered or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
             return super().sample(logits, params, rows, stop_ids, vocab_limit)
         n = len(logits)
         tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
-        suppress = rows.suppress_stop if num_stop_ids else None
         self._context.call(
             "step_sample",
             SampleArguments(
                 logits=logits.data_ptr(),
                 keys=rows.keys.data_ptr(),
                 positions=rows.positions.data_ptr(),
-                suppress=None if suppress is None else suppress.data_ptr(),
-                stop_ids=None if stop_ids is None else stop_ids.data_ptr(),
+                suppress=None if rows.suppress_stop is None else rows.suppress_stop.data_ptr(),
+                stop_ids=stop_ids.data_ptr(),
                 tokens=tokens.data_ptr(),
                 logprobs=logprobs.data_ptr(),
                 stride=logits.stride(0),
                 rows=n,
                 vocab=logits.shape[1],
                 limit=vocab_limit,
-                num_stop_ids=num_stop_ids,
+                num_stop_ids=len(stop_ids),
                 greedy=int(params.use_greedy),
                 temperature=params.temperature,
             ),
