@@ -175,7 +175,7 @@ class Critic:
         assert link is not None
         validations = step // 2  # after steps 2 and 4
         deadline = time.monotonic() + 60
-        while link.add(f"round/{step + 2 + validations}/count", 0) < NUM_SAMPLES:
+        while link.count(f"round/{step + 2 + validations}/count") < NUM_SAMPLES:
             assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"
             time.sleep(0.01)
 

@@ -299,6 +299,21 @@ def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
     assert remote_round.wait() == RESULTS  # to be kept in a checkpoint
 
 
+def test_nothing_of_a_round_stays_in_the_store(
+    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor when a refit waits for the round again, which is known until its step ends."""
+    monkeypatch.setattr(remote, "broadcast_object", lambda value: value)
+    link.put("round/1", b"the request")
+    for number, result in enumerate(RESULTS):
+        assert link.add("round/1/count", 1) == link.count("round/1/count") == number + 1
+        link.put(f"round/1/{number}", pack_results([result]))
+    link.put("round/1/metrics", b'{"seconds": 1.0}')
+    assert remote_round.wait() == RESULTS and remote_round.metrics() == {"seconds": 1.0}
+    assert remote_round.wait() == RESULTS
+    assert link.store.num_keys() == 0
+
+
 def test_prompts_and_responses_come_out_as_they_went_in() -> None:
     logprobs = torch.tensor([-0.1, -3.0e-7, -12.5], dtype=torch.float32).tolist()
     results = [

@@ -639,7 +639,7 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
 
         rank = 1
 
-        def add(self, name: str, amount: int) -> int:
+        def count(self, name: str) -> int:
             return 0
 
     engine, link, sampling, sink = Engine(), Silent(), None, Sink()

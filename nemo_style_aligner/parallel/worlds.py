@@ -80,8 +80,12 @@ class Link:
             self.store.delete_key(name)
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the sum; an ``amount`` of 0 only reads it."""
+        """Add to a counter, which starts at 0, and return the sum."""
         return int(self.store.add(name, amount))
+
+    def count(self, name: str) -> int:
+        """A counter's sum. To add 0 would create one that has been deleted."""
+        return int(self.store.get(name)) if self.has(name) else 0
 
     # ---- commands, which every rollout rank carries out one after the other -------------------
 
@@ -218,9 +222,9 @@ def leave() -> None:
         _link.add("left", 1)
     elif _link.rank == 0:
         deadline = time.monotonic() + _LEAVING_SECONDS
-        while _link.add("left", 0) < _link.num_rollout_ranks and time.monotonic() < deadline:
+        while _link.count("left") < _link.num_rollout_ranks and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if (left := _link.add("left", 0)) < _link.num_rollout_ranks:
+        if (left := _link.count("left")) < _link.num_rollout_ranks:
             _logger.warning("of %d rollout ranks only %d have ended by themselves", _link.num_rollout_ranks, left)
     _link = None
 

@@ -162,7 +162,7 @@ class RemoteRound:
     def _progress(self) -> int:
         """The number of responses so far; also passes on the rollout ranks' stop signals."""
         pass_on_signals(self._link)
-        return self._link.add(f"{self._name}/count", 0)
+        return self._link.count(f"{self._name}/count")
 
     def metrics(self) -> dict[str, float]:
         """See `Round.metrics`; adds rollout rank 0's ``seconds`` and ``idle_seconds``. Once: it deletes the round."""
