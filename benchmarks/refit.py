@@ -224,7 +224,7 @@ def summarise(shape: str, case: Case, ranks: list[dict[str, Any]]) -> dict[str, 
 
 
 def compare_sizes(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each case the largest model over the smallest: in bytes, in seconds and in extra memory."""
+    """For each case the largest model over the smallest, in bytes and in seconds, and how much more memory it needs."""
     growth = {}
     for name in dict.fromkeys(result["case"] for result in results):
         sizes = sorted((r for r in results if r["case"] == name), key=lambda r: r["parameters"])
@@ -233,7 +233,7 @@ def compare_sizes(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             growth[name] = {
                 "bytes": large["bytes"] / small["bytes"],
                 "seconds": large["refit_seconds"]["median"] / small["refit_seconds"]["median"],
-                "peak_extra_bytes": large["peak_extra_bytes"] / max(1, small["peak_extra_bytes"]),
+                "more_extra_bytes": large["peak_extra_bytes"] - small["peak_extra_bytes"],  # either may be next to none
             }
     return growth
 
@@ -257,7 +257,7 @@ def report(results: list[dict[str, Any]], growth: dict[str, dict[str, float]]) -
     print_table(("", "weights", "refit ms", "rounds", "copy ms", "ratio", "recompiled", "extra memory"), rows)
     if growth:
         sizes = [
-            (name, f"{g['bytes']:.1f} x", f"{g['seconds']:.1f} x", f"{g['peak_extra_bytes']:.1f} x")
+            (name, f"{g['bytes']:.1f} x", f"{g['seconds']:.1f} x", f"{g['more_extra_bytes'] / 1e6:+.0f} MB")
             for name, g in growth.items()
         ]
         print_table(("largest model over smallest", "weights", "seconds", "extra memory"), sizes)

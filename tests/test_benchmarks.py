@@ -446,6 +446,15 @@ def test_memory_names_a_case_whose_process_is_killed(
         memory.main()
 
 
+def test_refit_sets_the_largest_model_against_the_smallest(benchmark_module: Callable[[str], Any]) -> None:
+    small, large = (
+        {"case": "a", "parameters": n, "bytes": 2 * n, "refit_seconds": {"median": n / 10}, "peak_extra_bytes": extra}
+        for n, extra in ((10, 0), (40, 26_000_000))
+    )
+    growth = benchmark_module("refit").compare_sizes([large, small])
+    assert growth == {"a": {"bytes": 4.0, "seconds": 4.0, "more_extra_bytes": 26_000_000}}
+
+
 def test_the_optimizers_first_step_does_not_count(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
