@@ -121,7 +121,7 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
     initialize_model_parallel(1, 1, seed=1)
     backend = Timed(args)
-    bare: dict[int, list[float]] = {rows: [] for rows in sorted({1, args.batch_rows // 2 or 1, args.batch_rows})}
+    bare: dict[int, list[float]] = {rows: [] for rows in bare_sizes(args.rows, args.batch_rows)}
     time_bare(backend, bare, args)
     server = ModelServer(
         critic_endpoints(ModelLimits(args.length, SHAPES[args.shape].vocab_size), combined=True),
@@ -135,6 +135,11 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     time_bare(backend, bare, args)
     answers.put({"passes": passes, "bare": bare})
     dist.destroy_process_group()
+
+
+def bare_sizes(rows: int, batch_rows: int) -> list[int]:
+    """Rows of the bare passes, the largest as large as the service's: a request of more rows than a batch is one."""
+    return sorted({1, batch_rows // 2 or 1, batch_rows, max(rows, batch_rows)})
 
 
 def time_bare(backend: Timed, bare: dict[int, list[float]], args: argparse.Namespace, rounds: int = 3) -> None:

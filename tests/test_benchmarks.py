@@ -455,6 +455,12 @@ def test_refit_sets_the_largest_model_against_the_smallest(benchmark_module: Cal
     assert growth == {"a": {"bytes": 4.0, "seconds": 4.0, "more_extra_bytes": 26_000_000}}
 
 
+def test_no_pass_of_the_service_is_larger_than_the_bare_ones(benchmark_module: Callable[[str], Any]) -> None:
+    bare_sizes = benchmark_module("service").bare_sizes
+    assert bare_sizes(rows=1, batch_rows=16) == [1, 8, 16]
+    assert bare_sizes(rows=4, batch_rows=2) == [1, 2, 4]
+
+
 def test_the_optimizers_first_step_does_not_count(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
