@@ -185,13 +185,6 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print(flush=True)
 
 
-def plot_path(text: str) -> Path:
-    """An argparse type for ``--plot``: refused, before anything is measured, if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
-    return Path(text)
-
-
 def json_path(text: str) -> Path:
     """An argparse type for ``--json``: refused, before anything is measured, if the file cannot be written."""
     path = Path(text)
@@ -201,6 +194,19 @@ def json_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: give the name of a file in a folder of yours")
+    return path
+
+
+def plot_path(text: str) -> Path:
+    """An argparse type for ``--plot``: refused, before anything is measured, if the plot cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    path = json_path(text)
+    if path.suffix.lower().removeprefix(".") not in ("", *endings):
+        raise argparse.ArgumentTypeError(f"{text}: the name must end with one of {', '.join(endings)}")
     return path
 
 

@@ -216,7 +216,6 @@ def plot(series: dict[str, list[Point]], report: list[dict[str, Any]], path: Pat
     ticks = [t for t in (m * 10.0**e for e in range(-3, 6) for m in (1, 2, 5)) if low <= t <= high]
     axes[0][0].set_yticks(ticks, [f"{t:g}" for t in ticks])
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

@@ -239,7 +239,6 @@ def plot(outcomes: dict[str, list[Outcome]], path: Path) -> None:
     axis.set(xlabel="PPO step", ylabel="mean reward")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

@@ -423,6 +423,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert json_path(str(tmp_path / "new" / "growth.json")).parent.is_dir()
 
 
+def test_a_plot_of_an_unknown_format_is_refused_before_anything_is_measured(
+    benchmark_module: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot_path = benchmark_module("common").plot_path
+    for bad, reason in ((tmp_path / "growth.json", "must end with one of .*, svg, "), (tmp_path, "cannot be written")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{re.escape(str(bad))}.*{reason}"):
+            plot_path(str(bad))
+    assert plot_path(str(tmp_path / "new" / "growth.SVG")).parent.is_dir()
+
+
 def test_help_shows_defaults(benchmark_module: Callable[[str], Any]) -> None:
     parser = argparse.ArgumentParser(formatter_class=benchmark_module("common").HelpFormatter)
     parser.add_argument("--rounds", default=3)
