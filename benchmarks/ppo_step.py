@@ -60,7 +60,7 @@ def main() -> None:
     args = parse_arguments()
     exit_on_sigterm()
     kinds = [CONTENDERS[name] for name in args.contenders]
-    obstacle = trl_obstacle(args.trl_python) if Trl in kinds else "not among the contenders"
+    obstacle = trl_obstacle(args.trl_python) if Trl in kinds else None
     if obstacle:
         print(f"skipped trl: {obstacle}")
         kinds = [kind for kind in kinds if kind is not Trl]
