@@ -210,6 +210,7 @@ def parse_arguments() -> argparse.Namespace:
         args.contenders = [name for name in args.contenders if name != "trl"]
         if not args.contenders:
             parser.error("--no-trl: leaves none of --contenders trl")
+    args.contenders, args.workloads = (list(dict.fromkeys(names)) for names in (args.contenders, args.workloads))
     sizes = {"--micro-batch": args.micro_batch}
     if "trl" in args.contenders:
         sizes["--trl-micro-batch"] = args.trl_micro_batch

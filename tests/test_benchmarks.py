@@ -472,6 +472,15 @@ def test_no_pass_of_the_service_is_larger_than_the_bare_ones(benchmark_module: C
     assert bare_sizes(rows=4, batch_rows=2) == [1, 2, 4]
 
 
+def test_what_ppo_step_is_asked_twice_is_measured_once(
+    benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--contenders", "own", "trl", "own", "--workloads", "fixed", "fixed"]
+    monkeypatch.setattr(sys, "argv", ["ppo_step.py", *options])
+    args = benchmark_module("ppo_step").parse_arguments()
+    assert (args.contenders, args.workloads) == (["own", "trl"], ["fixed"])
+
+
 def test_the_optimizers_first_step_does_not_count(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
