@@ -221,6 +221,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def in_seconds(steps: Sequence[float]) -> str:
+    """Seconds of some steps, for a line of progress."""
+    return " ".join(f"{seconds:.2f}" for seconds in steps) + " s"
+
+
 def machine() -> dict[str, Any]:
     """What figures depend on: processor, cores, device, load, versions."""
     flags = processor_features()

@@ -22,6 +22,7 @@ from common import (
     SHAPES,
     HelpFormatter,
     available_cores,
+    in_seconds,
     json_path,
     plot_path,
     positive_int,
@@ -34,6 +35,7 @@ from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.wording import counted
 
 PROMPT_TOKENS = 32
 # Those shown; the rest of a step is short.
@@ -56,6 +58,10 @@ class Point:
     model: str
     ranks: int
 
+    def __str__(self) -> str:
+        rollouts, tokens = counted(self.rollouts, "rollouts"), counted(self.length, "tokens")
+        return f"{self.model}, {rollouts} of {tokens}, {counted(self.ranks, 'ranks')}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -77,7 +83,7 @@ def main() -> None:
             folder.mkdir()
             models = make_models(point.model, work / point.model)
             results[point] = measure(point, models, args, folder)
-            print(f"{point}: {results[point].seconds}", file=sys.stderr, flush=True)
+            print(f"{point}: {in_seconds(results[point].seconds)}", file=sys.stderr, flush=True)
             report = [figures(name, p, results[p]) for name, points in series.items() for p in points if p in results]
             # What comes later may fail.
             write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "points": report})

@@ -22,6 +22,7 @@ from common import (
     HelpFormatter,
     at_least,
     available_cores,
+    in_seconds,
     json_path,
     long_tailed,
     positive_int,
@@ -61,7 +62,7 @@ def main() -> None:
                 where = folder / f"{arrangement}_{repeat}"
                 where.mkdir()
                 made += run(workload, models, args, arrangement, where)
-                seconds = [round(step.seconds, 2) for step in made[-args.rounds :]]
+                seconds = in_seconds([step.seconds for step in made[-args.rounds :]])
                 print(f"{arrangement}, run {repeat + 1} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
     report = {arrangement: figures(workload, made, steps["together"]) for arrangement, made in steps.items()}
     print_report(report, workload, args)

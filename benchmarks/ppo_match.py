@@ -13,7 +13,7 @@ from typing import Any
 from ppo_contenders import ContenderFailed, OwnJobs, Setting, Step, Trl, TrlSetting, busy_core
 from ppo_memory import ResidentPeak, largest
 from ppo_models import Workload
-from ppo_report import Figures
+from ppo_report import Figures, in_words
 
 MAX_HALVINGS = 2
 Kind = type[OwnJobs] | type[Trl]
@@ -122,7 +122,7 @@ class Side:
             return False
         self._setting = dataclasses.replace(self._setting, trl=smaller)
         self.figures.gave_up.append(trl.described())
-        say(f"{self._workload.name}: {self.name} ran out of memory and goes on with {smaller.described()}")
+        say(f"{self._workload.name}: {self.name} ran out of memory and goes on with {in_words(smaller.described())}")
         return True
 
 
@@ -186,7 +186,7 @@ def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, l
         try:
             side.start()
             side.warm_up()
-            side.step(0, side.figures.steps, f"trying {candidate.described()}")
+            side.step(0, side.figures.steps, f"trying {in_words(candidate.described())}")
         finally:
             side.stop()
         entry: dict[str, Any] = {"setting": candidate.described()}

@@ -165,12 +165,9 @@ def print_workload(result: dict[str, Any]) -> None:
         f"{result['new_tokens']} response tokens; seconds per step"
     )
     for name, side in sides.items():
-        print(
-            f"{name}: "
-            + ", ".join(f"{what.replace('_', ' ')} {value}" for what, value in side["computed_with"].items())
-        )
+        print(f"{name}: {in_words(side['computed_with'])}")
         for setting in side["gave_up_for_lack_of_memory"]:
-            print(f"{name}: not enough memory for {setting}")
+            print(f"{name}: not enough memory for {in_words(setting)}")
     phases = list(dict.fromkeys(phase for side in sides.values() for phase in side["phases"]))
     phases = [p for p in ORDER if p in phases] + [p for p in phases if p not in ORDER]
     rows = []
@@ -220,6 +217,17 @@ def print_workload(result: dict[str, Any]) -> None:
     for name, reason in result.get("failed", {}).items():
         print(f"{name} FAILED: {reason}")
     sys.stdout.flush()
+
+
+def in_words(setting: Mapping[str, Any]) -> str:
+    """What a contender computes with, as the report says it; what is not set is left out."""
+    words = []
+    for what, value in setting.items():
+        if isinstance(value, Mapping):  # by process
+            value = " and ".join(f"{one} ({process})" for process, one in value.items())
+        if value is not None:
+            words.append(f"{what.replace('_', ' ')} {value}")
+    return ", ".join(words)
 
 
 def phase_cells(entry: dict[str, Any] | None) -> tuple[str, str, str]:

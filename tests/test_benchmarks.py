@@ -481,6 +481,15 @@ def test_what_ppo_step_is_asked_twice_is_measured_once(
     assert (args.contenders, args.workloads) == (["own", "trl"], ["fixed"])
 
 
+def test_progress_and_settings_are_in_words(benchmark_module: Callable[[str], Any]) -> None:
+    point = benchmark_module("growth").Point(rollouts=8, length=64, model="30m", ranks=1)
+    assert f"{point}: {benchmark_module('common').in_seconds([1.234, 2.0])}" == (
+        "30m, 8 rollouts of 64 tokens, 1 rank: 1.23 2.00 s"
+    )
+    facts = {"threads": {"actor": "2", "critic": "1"}, "micro_batch": 8, "wait_policy": None}
+    assert benchmark_module("ppo_report").in_words(facts) == "threads 2 (actor) and 1 (critic), micro batch 8"
+
+
 def test_the_optimizers_first_step_does_not_count(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
