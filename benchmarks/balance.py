@@ -44,6 +44,7 @@ from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
 from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
+from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0
 ROUND_SECONDS = 1800.0
@@ -262,8 +263,10 @@ def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[s
 
 
 def report(results: dict[str, Any], args: argparse.Namespace) -> None:
-    what = f"{args.sleep:g} s of sleep per token" if args.sleep else f"engines of {args.shape}, {args.slots} slots"
-    print(f"{args.workers} workers, {args.requests} responses of {args.lengths[0]} to {args.lengths[1]} tokens; {what}")
+    slots = f"engines of {args.shape}, {counted(args.slots, 'slots')}"
+    what = f"{args.sleep:g} s of sleep per token" if args.sleep else slots
+    workers, responses = counted(args.workers, "workers"), counted(args.requests, "responses")
+    print(f"{workers}, {responses} of {args.lengths[0]} to {args.lengths[1]} tokens; {what}")
     rows = []
     for mode in MODES:
         wall = results[mode]["wall_seconds"]

@@ -49,6 +49,7 @@ from contenders import CONTENDERS, Setting, Workload
 from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.wording import counted
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "embedded"
@@ -193,7 +194,8 @@ def measure_machine(args: argparse.Namespace, before: MachineRates | None) -> Ma
     if before is not None:
         rates = best_rates(before, rates)
     gemm = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in rates.gemm.items())
-    print(f"this machine: reads {rates.memory / 1e9:.1f} GB/s, matrix products {gemm}, {args.threads} threads")
+    threads = counted(args.threads, "threads")
+    print(f"this machine: reads {rates.memory / 1e9:.1f} GB/s, matrix products {gemm}, {threads}")
     return rates
 
 
@@ -438,8 +440,9 @@ def agreement(theirs: list[list[int]], ours: list[list[int]]) -> dict[str, float
 def print_workload(result: dict[str, Any]) -> None:
     floor = result["floor"]["tokens_per_second"]
     print(
-        f"\n{result['name']}: {result['requests']} requests, {result['prompt_tokens']} prompt tokens, "
-        f"{result['new_tokens']} new tokens; floor {floor:.0f} tokens/s"
+        f"\n{result['name']}: {counted(result['requests'], 'requests')}, "
+        f"{counted(result['prompt_tokens'], 'prompt tokens')}, {counted(result['new_tokens'], 'new tokens')}; "
+        f"floor {floor:.0f} tokens/s"
     )
     rows = []
     for name, row in result["rows"].items():

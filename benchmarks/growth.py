@@ -176,7 +176,7 @@ def exponents(lines: Sequence[dict[str, Any]]) -> list[float | None]:
 
 
 def print_report(series: dict[str, list[Point]], report: list[dict[str, Any]]) -> None:
-    print(f"one PPO step, {PROMPT_TOKENS} prompt tokens, {available_cores()} cores\n")
+    print(f"one PPO step, {PROMPT_TOKENS} prompt tokens, {counted(available_cores(), 'cores')}\n")
     header = ("", "seconds", "rounds", "tokens/s", "exponent", *PHASES)
     for name in series:
         lines = [line for line in report if line["series"] == name]

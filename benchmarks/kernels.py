@@ -40,6 +40,7 @@ from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.layer_kernels import LayerKernels
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.native.compilation import NativeUnavailable, usable_kernels
+from nemo_style_aligner.wording import counted
 
 CPU = torch.device("cpu")
 CHUNK = 256  # rows of logits
@@ -325,8 +326,8 @@ def only_torch() -> Iterator[None]:
 
 def report(parts: dict[str, Any], found: dict[str, Any], lengths: Sequence[int], precision: str, threads: int) -> None:
     print(
-        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together; "
-        f"precision {precision}, {threads} threads\n"
+        f"{counted(len(lengths), 'sequences')} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together; "
+        f"precision {precision}, {counted(threads, 'threads')}\n"
     )
     rows = []
     for part, by_library in parts.items():

@@ -35,6 +35,7 @@ from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.wording import counted
 
 PROMPT_TOKENS = 32
 ARRANGEMENTS = {
@@ -130,9 +131,9 @@ def figures(workload: Workload, steps: list[Step], together: list[Step]) -> dict
 
 def print_report(report: dict[str, dict[str, Any]], workload: Workload, args: argparse.Namespace) -> None:
     print(
-        f"one PPO step of {args.rollouts} rollouts, {workload.new_tokens} response tokens, longest "
+        f"one PPO step of {counted(args.rollouts, 'rollouts')}, {workload.new_tokens} response tokens, longest "
         f"{max(workload.lengths)}; {args.ranks} ranks, of them set apart for generation {args.rollout_ranks}; "
-        f"{available_cores()} cores\n"
+        f"{counted(available_cores(), 'cores')}\n"
     )
     for arrangement, what in ARRANGEMENTS.items():
         print(f"{arrangement}: {what}")

@@ -13,6 +13,7 @@ from ppo_contenders import BESIDE, EngineLogprobs, OwnJobs, Step, Trl
 from ppo_models import Workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.wording import counted
 
 # TRL's phases, in terms of ours. It has no pass for log-probs, so that training has a forward pass of its own.
 TRL_FLOORS = {
@@ -161,8 +162,9 @@ def print_workload(result: dict[str, Any]) -> None:
     names = (OwnJobs.name, EngineLogprobs.name, Trl.name)
     sides = {name: result[name] for name in names if name in result}
     print(
-        f"\n{result['name']}: {result['rollouts']} rollouts, {result['prompt_tokens']} prompt tokens, "
-        f"{result['new_tokens']} response tokens; seconds per step"
+        f"\n{result['name']}: {counted(result['rollouts'], 'rollouts')}, "
+        f"{counted(result['prompt_tokens'], 'prompt tokens')}, {counted(result['new_tokens'], 'response tokens')}; "
+        "seconds per step"
     )
     for name, side in sides.items():
         print(f"{name}: {in_words(side['computed_with'])}")

@@ -52,6 +52,7 @@ from ppo_report import phase_floors, print_workload, summarise
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+from nemo_style_aligner.wording import counted
 
 CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "trl": Trl}
 
@@ -106,7 +107,7 @@ def measure_machine(
     report["rates"] = dataclasses.asdict(rates)
     print(
         f"this machine ({report['device']}): reads {rates.memory / 1e9:.1f} GB/s, matrix products "
-        f"{rates.gemm_of(args.dtype) / 1e12:.2f} TFLOP/s for {args.dtype}, {args.threads} threads, "
+        f"{rates.gemm_of(args.dtype) / 1e12:.2f} TFLOP/s for {args.dtype}, {counted(args.threads, 'threads')}, "
         f"OMP_WAIT_POLICY={WAIT_POLICY}"
     )
     return rates

@@ -49,6 +49,7 @@ from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import encode_infer_request
 from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0
 REQUEST_SECONDS = 300.0
@@ -207,7 +208,8 @@ def load(clients: int, port: int, args: argparse.Namespace) -> list[Request]:
     for thread in threads:
         thread.join(REQUEST_SECONDS)
     if failures or not done:
-        raise SystemExit(f"{clients} clients: {failures[:1] or 'no answer'}")
+        why = failures[0] if failures else "no answer, give more --seconds"
+        raise SystemExit(f"{counted(clients, 'clients')}: {why}")
     return done
 
 
@@ -226,7 +228,7 @@ def summarise(clients: int, done: list[Request], server: dict[str, Any], args: a
     first += (last - first) / 10
     passes = [entry for entry in server["passes"] if first <= entry[0] and entry[1] <= last]
     if len(passes) < 2:
-        raise SystemExit(f"{clients} clients: too few batches in {args.seconds:g} s, give more --seconds")
+        raise SystemExit(f"{counted(clients, 'clients')}: too few batches in {args.seconds:g} s, give more --seconds")
     # From the beginning of the first pass to that of the last: there are as many pauses as passes that count.
     wall = passes[-1][0] - passes[0][0]
     rows = sum(entry[2] for entry in passes[:-1])
@@ -251,10 +253,10 @@ def summarise(clients: int, done: list[Request], server: dict[str, Any], args: a
 
 def report(results: Sequence[dict[str, Any]], bare: dict[int, float], args: argparse.Namespace) -> None:
     """Print the table."""
-    print(
-        f"\n{args.shape}, {args.length} tokens, {args.rows} sequences per request, {args.form}, {args.threads} threads"
-    )
-    print("bare passes: " + ", ".join(f"{rows} rows {1000 * seconds:.1f} ms" for rows, seconds in bare.items()) + "\n")
+    tokens, sequences = counted(args.length, "tokens"), counted(args.rows, "sequences")
+    print(f"\n{args.shape}, {tokens}, {sequences} per request, {args.form}, {counted(args.threads, 'threads')}")
+    passes = ", ".join(f"{counted(rows, 'rows')} {1000 * seconds:.1f} ms" for rows, seconds in bare.items())
+    print(f"bare passes: {passes}\n")
     rows = [
         [
             str(entry["clients"]),

@@ -22,6 +22,7 @@ from common import HelpFormatter, json_path, positive_int, print_table, spread, 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.wording import counted
 
 LIMIT_SECONDS = 300.0
 TOKEN = "benchmark"
@@ -45,14 +46,15 @@ def main() -> None:
     }
     rows = [
         (
-            f"{batch} ids",
+            counted(int(batch), "ids"),
             *(f"{row[key]['median']:.0f}" for key in ("ids_per_second", "requests_per_second")),
             *(f"{row['latency_seconds'][key]['median'] * 1e3:.1f} ms" for key in ("p50", "p99")),
             f"{row['burst_seconds']['median'] * 1e3:.0f} ms",
         )
         for batch, row in results.items()
     ]
-    print(f"{args.workers} workers, {args.ids} ids leased and completed; medians of {args.rounds} rounds")
+    workers, ids, rounds = (counted(getattr(args, name), name) for name in ("workers", "ids", "rounds"))
+    print(f"{workers}, {ids} leased and completed; medians of {rounds}")
     print_table(("asked for", "ids/s", "requests/s", "p50", "p99", "first answers"), rows)
     write_json(args.json, {"settings": {key: str(value) for key, value in vars(args).items()}, "batches": results})
 

@@ -26,6 +26,7 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
+from nemo_style_aligner.wording import counted
 
 DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k",)
 DATA_FILES = ("train.jsonl", "test.jsonl", "example_model_solutions.jsonl")
@@ -166,7 +167,7 @@ def run_ppo(demo: Demo, args: argparse.Namespace, sft: Path, reward_model: Path)
         "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
         f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}",
     ]  # fmt: skip
-    what = f"PPO, {args.ppo_steps} steps of {args.rollouts} rollouts, critic over HTTP"
+    what = f"PPO, {counted(args.ppo_steps, 'steps')} of {args.rollouts} rollouts, critic over HTTP"
     with demo.stage("ppo", what) as results:
         with demo.service("critic", port, *critic):
             demo.run("actor", *actor)
