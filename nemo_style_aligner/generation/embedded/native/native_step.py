@@ -44,6 +44,7 @@ from nemo_style_aligner.generation.sampling import SamplingRows
 from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class NativeStep(ModelStep):
     @property
     def description(self) -> str:
         """See `ModelStep.description`."""
-        return f"native step ({self._kernel}, {self._threads} threads)"
+        return f"native step ({self._kernel}, {counted(self._threads, 'threads')})"
 
     # ---- memory ---------------------------------------------------------------------------------------
 
