@@ -28,7 +28,7 @@ from common import (
     print_table,
     write_json,
 )
-from training_pass import OPTIM, Workload, add_workload_arguments, make_workload
+from training_pass import OPTIM, Workload, add_batching_arguments, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
@@ -93,6 +93,7 @@ class Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
+    add_batching_arguments(parser)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=json_path)

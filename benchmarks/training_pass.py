@@ -75,6 +75,7 @@ class Workload:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
+    add_batching_arguments(parser)
     parser.add_argument("--rounds", type=positive_int, default=2)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
@@ -131,12 +132,16 @@ def main() -> None:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model, of `make_workload`, and of the division into micro batches."""
+    """Add the options of the model and of `make_workload`."""
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16 if the processor computes in it")
     parser.add_argument("--sequences", type=positive_int, default=16)
     parser.add_argument("--prompts", action=Bounds, default=(16, 128), metavar=("MIN", "MAX"), help="tokens")
     parser.add_argument("--responses", action=Bounds, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
+
+
+def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the division into micro batches."""
     parser.add_argument("--max-tokens", type=positive_int, default=1024, help="in a packed micro batch")
     parser.add_argument("--padded-rows", type=positive_int, default=4, help="in a padded micro batch")
 

@@ -93,6 +93,7 @@ REFUSED = [  # an option with a bad value, after what makes it bad if it is not 
     "work_queue.py --batches 0",
     "balance.py --sleep nan",
     "learning.py --sft-errors 2",
+    "kernels.py --max-tokens 512",
 ]
 
 # They start jobs of their own, which takes minutes.
