@@ -12,6 +12,7 @@ import pytest
 import torch
 from generation_models import EOS, architecture, engine_for, hf_model, ragged_requests, weights_of
 
+from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -20,6 +21,7 @@ from nemo_style_aligner.generation.embedded.scheduler import Scheduler, Schedule
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
+from nemo_style_aligner.rollout.engine_setup import require_kv_cache
 
 # ---- block table --------------------------------------------------------------------------------
 
@@ -343,6 +345,13 @@ def test_an_abandoned_generation_leaves_no_pages(remembering: Any) -> None:
 def test_too_little_memory_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_tokens=159 cannot hold one sequence of 160 tokens; set it to 160"):
         engine_for(kv_cache_tokens=159)
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.ppo.generation.kv_cache_tokens = 159
+    with pytest.raises(ConfigError, match=r"^trainer\.ppo\.generation\.kv_cache_tokens=159 cannot hold one sequence"):
+        require_kv_cache(cfg, 160)
+    require_kv_cache(cfg, 144)
+    cfg.trainer.ppo.generation.engine = "megatron"  # which has no such cache
+    require_kv_cache(cfg, 160)
 
 
 # ---- with a model ------------------------------------------------------------------------------------

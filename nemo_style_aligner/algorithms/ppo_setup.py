@@ -18,6 +18,7 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.rollout.engine_setup import require_kv_cache
 from nemo_style_aligner.rollout.prompts import build_prompt_sources
 from nemo_style_aligner.rollout.setup import (
     build_collector,
@@ -50,13 +51,14 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     base.tokenizer.check_end_strings(sampling_params(cfg).stop_strings)
     queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
+    longest_response = int(cfg.model.ppo.length_params.max_length)
+    longest_trained = train_prompts.longest + longest_response
+    longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
+    require_kv_cache(cfg, longest)
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     scorer = build_scorer(cfg)  # before any weight is read: the secret may be missing
     actor = build_actor(cfg, base, base.load(), settings)
     initial_archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
-    longest_response = int(cfg.model.ppo.length_params.max_length)
-    longest_trained = train_prompts.longest + longest_response
-    longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
         num_rollouts = int(cfg.model.ppo.num_rollout_samples)

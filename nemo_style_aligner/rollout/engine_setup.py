@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, num_pages
 from nemo_style_aligner.generation.engine import GenerationEngine
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.megatron import MegatronEngine
@@ -46,6 +47,20 @@ def choose_engine(cfg: DictConfig) -> str:
         else:
             name = "trtllm"
     return name
+
+
+def require_kv_cache(cfg: DictConfig, max_sequence_length: int) -> None:
+    """Make sure that an embedded engine's KV cache holds a sequence of this length, before one is built.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    section = cfg.trainer.ppo.generation
+    if section.engine == "embedded":
+        try:
+            num_pages(section.kv_cache_tokens, 1, max_sequence_length)
+        except ValueError as error:
+            raise ConfigError(f"trainer.ppo.generation.{error}") from error
 
 
 def build_engine(

@@ -94,7 +94,7 @@ class EmbeddedEngine(EngineLifecycle):
             dtype=dtype,
             num_slots=self._num_slots,
             max_sequence_length=self._max_sequence_length,
-            num_pages=_num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
+            num_pages=num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
             max_step_tokens=self._num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
             weight_format=weight_format,
             tensor_parallel=tensor_parallel or TensorParallel(),
@@ -215,7 +215,7 @@ class EmbeddedEngine(EngineLifecycle):
         return request_key(sampling.seed, request.seed)
 
 
-def _num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: int) -> int:
+def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: int) -> int:
     """Pages of KV memory; ValueError if they cannot hold one sequence of the greatest length."""
     per_sequence = -(-max_sequence_length // PAGE_TOKENS)
     if kv_cache_tokens is None:
