@@ -27,6 +27,14 @@ def output_argument(text: str) -> Path:
     return path
 
 
+def output_folder_argument(text: str) -> Path:
+    """A folder to write into, which may have to be made."""
+    path = Path(text)
+    if (reason := why_unwritable(path.absolute())) is not None:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written to: {reason}")
+    return path
+
+
 def why_unwritable(folder: Path) -> str | None:
     """Why files cannot be written in ``folder``, which may have to be made first; None if they can."""
     # A link counts as what it points to. A dangling one is no folder, and none can be made in its place.

@@ -266,6 +266,17 @@ def test_anthropic_hh_complaints(tmp_path: Path) -> None:
         module.main(["--source", str(tmp_path), "--output", str(tmp_path)])
 
 
+@pytest.mark.parametrize("name", ["make_arithmetic", "process_gsm8k", "download_and_process"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit, match="2"):
+        script(name).main([f"--source={tmp_path}", "--output", str(file)])
+    assert f"argument --output: {file} cannot be written to: {file} is not a folder" in capsys.readouterr().err
+
+
 def test_anthropic_hh_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -23,6 +23,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_style_aligner.arguments import output_folder_argument
 from nemo_style_aligner.data.jsonl import write_jsonl
 
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
@@ -137,7 +138,9 @@ def prompts(questions: list[Question], operation: str) -> Iterator[dict]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
+    parser.add_argument(
+        "--output", type=output_folder_argument, default=Path("."), help="folder to write into (default: here)"
+    )
     parser.add_argument("--operation", choices=OPERATIONS, default="add")
     parser.add_argument("--min-operand", type=int, default=0, help="the smallest operand (default: 0)")
     parser.add_argument("--max-operand", type=int, default=49, help="the largest operand (default: 49)")

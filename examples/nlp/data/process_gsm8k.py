@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_style_aligner.arguments import output_folder_argument
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, tokenizer_argument
 
@@ -131,7 +132,9 @@ def prompt_lines(style: Style, records: Sequence[Record]) -> Iterator[dict]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="folder with the GSM8K files")
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder to write into (default: here)")
+    parser.add_argument(
+        "--output", type=output_folder_argument, default=Path("."), help="folder to write into (default: here)"
+    )
     parser.add_argument(
         "--tokenizer", type=tokenizer_argument, metavar="DIR", help="use this tokenizer's chat template"
     )
