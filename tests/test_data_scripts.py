@@ -204,6 +204,9 @@ def test_gsm8k_complaints(gsm8k: Path, tmp_path: Path) -> None:
         main(["--source", str(tmp_path), "--output", str(tmp_path)])
     with (gsm8k / "gsm_train.jsonl").open("a") as file:
         file.write('{"question": "Q?", "answer": "no number"}\n')
+    for pairs in ("0", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--source", str(gsm8k), "--output", str(tmp_path), f"--max-pairs-per-question={pairs}"])
     with pytest.raises(DataError, match=r"gsm_train\.jsonl:9: 'answer' does not end"):
         main(["--source", str(gsm8k), "--output", str(tmp_path)])
 

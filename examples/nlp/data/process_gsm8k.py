@@ -147,6 +147,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 < options.test_fraction < 1:
         parser.error("--test-fraction must be between 0 and 1")
+    if options.max_pairs_per_question is not None and options.max_pairs_per_question < 1:
+        parser.error("--max-pairs-per-question must be at least 1")
     return options
 
 
