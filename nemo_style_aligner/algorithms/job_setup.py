@@ -250,7 +250,7 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     """Log the config and the model once, and tell the checkpoints what their .nemo archives need."""
     run.metrics.log_hyperparameters(cfg)
     config: Any = OmegaConf.to_container(base.config, resolve=True)
-    run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture), base.tokenizer)
+    run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
     )

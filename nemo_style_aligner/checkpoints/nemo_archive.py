@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IS_CRITIC = "is_critic"
+"""Key in ``model_config.yaml`` of a critic's archive."""
+
 _CONFIG = "model_config.yaml"
 _WEIGHTS = "model_weights"
 _TOKENIZER = "tokenizer"
@@ -315,7 +318,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         DamagedCheckpointError: its files differ from their checksums.
         UnsupportedFormatError: its weights are in another of NeMo's formats.
         CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
-            archive has no reward head; or the archive has one, and the model has none.
+            archive has no reward head, or a critic's; or the archive has one, and the model has none.
     """
     with open_source(path) as source:
         if problems := find_changes(source, _stored_checksums(source)):
@@ -328,7 +331,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
             raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model needs {vocab_size} (vocab_size)")
         head = model.has_reward_head
         if needs_head:
-            _require_reward_head(path, stored)
+            _require_reward_head(source, stored)
         elif head and not has_reward_head(stored):
             logger.info("%s has no reward head: it starts from its initial values", path)
         elif not head and has_reward_head(stored):
@@ -341,16 +344,21 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
 
 
 def require_reward_head(path: Path) -> None:
-    """Raise CheckpointMismatchError if an archive is a language model's: rewards of its head would be random."""
+    """Raise CheckpointMismatchError if an archive is a language model's or a critic's, whose heads give no rewards."""
     with open_source(path) as source:
-        _require_reward_head(path, stored_shapes(source, _WEIGHTS))
+        _require_reward_head(source, stored_shapes(source, _WEIGHTS))
 
 
-def _require_reward_head(path: Path, stored: Iterable[str]) -> None:
+def _require_reward_head(source: FileSource, stored: Iterable[str]) -> None:
     if not has_reward_head(stored):
         raise CheckpointMismatchError(
-            f"{path} has no reward head: it is a language model's, and its rewards would come from an untrained head. "
-            "Give a reward model (train_reward_model.py makes one)"
+            f"{source.location} has no reward head: it is a language model's, and its rewards would come from an "
+            "untrained head. Give a reward model (train_reward_model.py makes one)"
+        )
+    if _read_config(source).get(IS_CRITIC):
+        raise CheckpointMismatchError(
+            f"{source.location} is a critic's, whose values are no rewards. Give a reward model; a critic may start "
+            "from this if a service of its own gives the rewards (trainer.ppo.combine_rm_and_critic_server=False)"
         )
 
 

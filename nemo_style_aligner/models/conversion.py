@@ -227,7 +227,7 @@ def checkpoint_to_nemo(
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False)
     restore_model(checkpoint, model)
-    save_nemo(output, model, portable_config(config, architecture), load_nemo_tokenizer(base))
+    save_nemo(output, model, portable_config(config, architecture, job.trainer), load_nemo_tokenizer(base))
     return architecture
 
 
@@ -238,6 +238,7 @@ class _Job:
     Attributes:
         path: the file.
         model: the ``model`` section, already laid over that of ``base``.
+        trainer: the ``trainer`` section.
         architecture: what that says of the model.
         dtype: of the model's weights.
         base: the archive that the job started from.
@@ -245,6 +246,7 @@ class _Job:
 
     path: Path
     model: dict[str, Any]
+    trainer: dict[str, Any]
     architecture: ModelArchitecture
     dtype: torch.dtype
     base: Path
@@ -258,10 +260,10 @@ def _read_hyperparameters(path: Path) -> _Job:
         )
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        model = config["model"]
+        model, trainer = config["model"], config["trainer"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
-        dtype, architecture = parse_precision(config["trainer"]["precision"]), ModelArchitecture.from_nemo_config(model)
-        return _Job(path, model, architecture, dtype, Path(str(base)).expanduser())
+        dtype, architecture = parse_precision(trainer["precision"]), ModelArchitecture.from_nemo_config(model)
+        return _Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 

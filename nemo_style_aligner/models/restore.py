@@ -14,7 +14,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
+from nemo_style_aligner.checkpoints.nemo_archive import (
+    IS_CRITIC,
+    load_nemo_config,
+    load_nemo_tokenizer,
+    load_nemo_weights,
+)
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -116,6 +121,7 @@ JOB_SETTINGS = (
     "activations_checkpoint_num_layers",
     "data",
     "forward_max_tokens_per_micro_batch",
+    IS_CRITIC,
     "max_tokens_per_micro_batch",
     "optim",
     "ppo",
@@ -126,13 +132,18 @@ JOB_SETTINGS = (
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
 
 
-def portable_config(config: Mapping[str, Any], architecture: ModelArchitecture) -> dict[str, Any]:
+def portable_config(
+    config: Mapping[str, Any], architecture: ModelArchitecture, trainer: Mapping[str, Any]
+) -> dict[str, Any]:
     """``model_config.yaml`` for archives made by a job: its ``model`` section without `JOB_SETTINGS`.
 
     Args:
         config: the job's ``model`` section, laid over its base's (`BaseModel.config`), interpolations resolved.
+        trainer: the job's ``trainer`` section.
     """
-    return {key: value for key, value in config.items() if key not in JOB_SETTINGS} | architecture.to_nemo_config()
+    mark = {IS_CRITIC: True} if "ppo" in trainer and "ppo" not in config else {}  # an actor's model has one as well
+    kept = {key: value for key, value in config.items() if key not in JOB_SETTINGS}
+    return kept | architecture.to_nemo_config() | mark
 
 
 _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"
