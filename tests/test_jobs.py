@@ -51,6 +51,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchErr
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.models import conversion
 from nemo_style_aligner.models.conversion import checkpoint_to_nemo
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import single_process
@@ -518,6 +519,24 @@ def test_a_checkpoint_of_another_job_is_not_converted(
             stream.write(b"x")
         refused("moved is damaged: .* bytes instead of", moved, hyperparameters=hyperparameters)
         refused("is being written or deleted", moved.rename(tmp_path / "moved.unfinished"))
+
+
+def test_a_checkpoint_may_lose_its_last_before_or_while_it_is_converted(
+    artefacts: Artefacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may be running. It is not damaged."""
+    (newest,) = (artefacts.sft_log / "checkpoints").glob("*-last")
+    options = {"hyperparameters": artefacts.sft_log / HYPERPARAMETERS_FILE}
+    last, output = tmp_path / "step=4-last", tmp_path / "model.nemo"
+    shutil.copytree(newest, last)
+    with single_process(1):
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, "make_place", lambda _: last.rename(tmp_path / "step=4"))
+            with pytest.raises(FileNotFoundError, match="step=4-last was renamed or deleted by its job while"):
+                conversion.checkpoint_to_nemo(last, output, **options)
+        assert not output.exists()
+        conversion.checkpoint_to_nemo(last, output, **options)
+    assert output.exists()
 
 
 @pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x"])

@@ -23,7 +23,7 @@ import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.contents import restore_model
-from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint
+from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, find_damage
@@ -200,6 +200,7 @@ def checkpoint_to_nemo(
         CheckpointMismatchError: hyperparameters or base are of another model.
         ValueError: not a checkpoint, hyperparameters or base.
     """
+    checkpoint = present_name(checkpoint)
     if not checkpoint.exists():
         raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
     if not is_training_checkpoint(checkpoint):
@@ -214,7 +215,13 @@ def checkpoint_to_nemo(
     base = base or job.base
     _check_base(base, architecture)
     on_first_rank(lambda: make_place(output))  # before all of the checkpoint is read, which takes long
-    if problems := find_damage(checkpoint):
+    problems = find_damage(checkpoint)
+    if not checkpoint.exists():
+        raise FileNotFoundError(
+            f"{checkpoint} was renamed or deleted by its job while it was read: the newest checkpoint loses its -last, "
+            "and older ones go. Start again, with the newest, or one that the job keeps"
+        )
+    if problems:
         raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Use another checkpoint")
     with open_source(checkpoint) as source:
         has_head = has_reward_head(stored_shapes(source, STATE))
