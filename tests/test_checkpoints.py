@@ -79,7 +79,7 @@ from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.servers.ledger import TrainingLedger
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, MetricsLogger
 
 ROOT = Path(__file__).parent.parent
 
@@ -579,7 +579,8 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
 
     def run(job: str, model: MegatronModel, digests: Mapping[str, str] = MappingProxyType({})) -> Run:
         manager = CheckpointManager(tmp_path, CheckpointSettings(), run_settings={**settings[job], **digests})
-        return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager)
+        config = OmegaConf.create({"job": job})
+        return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager, hyperparameters=config)
 
     with single_process(seed=1):
         model, other = (build_model(ModelArchitecture(**SHAPE | {"num_layers": n}), {}, torch.float32) for n in (2, 3))
@@ -592,9 +593,11 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
             run("gpt_ppo_critic", model).resume(model, optimizer, trainer)
         with pytest.raises(CheckpointMismatchError, match=r"another exp_manager\.explicit_log_dir"):
             run("training_rm", other).resume(other, optimizer, trainer)
-        assert not trainer.load_state_dict.called
+        # The file there describes the checkpoints.
+        assert not trainer.load_state_dict.called and not (tmp_path / HYPERPARAMETERS_FILE).exists()
         run("training_rm", model).resume(model, optimizer, trainer)
         assert trainer.load_state_dict.call_args.args[0]["step"] == 1
+        assert (tmp_path / HYPERPARAMETERS_FILE).read_text() == "job: training_rm\n"
         file = tmp_path / "train.jsonl"
         data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
         for step, contents in enumerate(("a", "a", "b"), 2):
