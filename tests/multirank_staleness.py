@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import logging
-import multiprocessing
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +24,7 @@ import torch.distributed as dist
 import torch.utils.tensorboard  # slow: imported here once, for all ranks
 from multirank_ppo import make_archives
 from omegaconf import DictConfig, OmegaConf
-from ranks import fork_ranks
+from ranks import fork_processes, fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
@@ -281,35 +278,16 @@ def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, wo
 
 
 def fork(folder: Path, ways: Sequence[Way], world_size: int) -> None:
-    """Run ``ways`` on forked ranks; the first failure ends this process."""
+    """Run ``ways`` on forked ranks, whose worlds are theirs to make."""
     port = free_port()
 
     def rank_main(rank: int) -> None:
-        torch.set_num_threads(1)
-        logging.basicConfig(level=logging.WARNING)
-        try:
-            store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
-            run_ways(folder, ways, store, rank, world_size)
-            if rank == 0:
-                time.sleep(0.5)  # with this process the store goes
-        except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
-            traceback.print_exc()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
+        store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
+        run_ways(folder, ways, store, rank, world_size)
+        if rank == 0:
+            time.sleep(0.5)  # with this process the store goes
 
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and any(p.exitcode is None for p in ranks) and not any(p.exitcode for p in ranks):
-        time.sleep(0.1)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    if any(codes) or None in codes:
-        sys.exit(f"{[way.name for way in ways]}: exit codes {codes}")
+    fork_processes(world_size, rank_main, seconds=200.0)
 
 
 def main() -> None:

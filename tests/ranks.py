@@ -29,24 +29,35 @@ class RanksFailedError(RuntimeError):
 
 
 def fork_ranks(world_size: int, action: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """Run ``action`` on forked ranks of one gloo world, each with one thread; what it returns on rank 0.
+    """Run ``action`` on forked ranks of one gloo world; what it returns on rank 0. Raises as `fork_processes` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder, 'store')}"
+
+        def in_world(rank: int) -> Any:
+            timeout = timedelta(seconds=60)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+            result = action()
+            dist.barrier()  # who ends first takes the connections of the others along
+            return result
+
+        return fork_processes(world_size, in_world, seconds)
+
+
+def fork_processes(count: int, action: Callable[[int], Any], seconds: float) -> Any:
+    """Run ``action`` in forked processes of one thread each, with their numbers; what it returns in the first.
 
     Raises:
-        RanksFailedError: on some rank it raised (whose traceback is printed), was killed, or took longer.
+        RanksFailedError: in some process it raised (whose traceback is printed), was killed, or took longer.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
-    def rank_main(rank: int, store: Path) -> None:
+    def process_main(number: int) -> None:
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING)
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-            )
-            result = action()
-            dist.barrier()  # who ends first takes the connections of the others along
-            if rank == 0:
+            result = action(number)
+            if number == 0:
                 sender.send(result)
         except BaseException:  # noqa: BLE001  (shown, and the parent sees the exit code)
             traceback.print_exc()
@@ -56,19 +67,18 @@ def fork_ranks(world_size: int, action: Callable[[], Any], seconds: float = 240.
 
     deadline = time.monotonic() + seconds
     result = None
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank_main, args=(rank, Path(folder, "store"))) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        sender.close()
-        with contextlib.suppress(EOFError):  # no rank is left that could say it
-            if receiver.poll(seconds):
-                result = receiver.recv()
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        exit_codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            process.kill()
+    processes = [context.Process(target=process_main, args=(number,)) for number in range(count)]
+    for process in processes:
+        process.start()
+    sender.close()
+    with contextlib.suppress(EOFError):  # none is left that could say it
+        if receiver.poll(seconds):
+            result = receiver.recv()
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
     if any(code != 0 for code in exit_codes):
         raise RanksFailedError(exit_codes)
     return result
