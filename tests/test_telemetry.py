@@ -19,7 +19,7 @@ import threading
 import time
 import tracemalloc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry import activity, log_lines
 from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
@@ -469,51 +469,47 @@ def test_progress_is_silent_on_other_ranks() -> None:
     assert stream.getvalue() == ""
 
 
+@pytest.fixture
+def logging_set_up() -> Iterator[None]:
+    """Puts back what `configure_logging` changes."""
+    root, own = logging.getLogger(), logging.getLogger("nemo_style_aligner")
+    handlers, level, rank = list(root.handlers), root.level, log_lines._rank
+    yield
+    log_lines._rank = rank
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    own.setLevel(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("logging_set_up")
 def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        configure_logging(rank=3)
-        logging.getLogger("job").info("not shown")
-        logging.getLogger("job").warning("shown")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    configure_logging(rank=3)
+    logging.getLogger("job").info("not shown")
+    logging.getLogger("job").warning("shown")
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"\[rank 3\] WARNING job: shown$", line)
 
 
+@pytest.mark.usefixtures("logging_set_up")
 def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
-    root, own = logging.getLogger(), logging.getLogger("nemo_style_aligner")
-    handlers, level = list(root.handlers), root.level
-    try:
-        configure_logging(level=logging.DEBUG)
-        logging.getLogger("nemo_style_aligner.servers.request_log").debug("a request")
-        logging.getLogger("another_package").debug("not shown")
-        configure_logging(rank=1, level=logging.DEBUG)
-        own.info("not shown")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        own.setLevel(logging.NOTSET)
+    configure_logging(level=logging.DEBUG)
+    logging.getLogger("nemo_style_aligner.servers.request_log").debug("a request")
+    logging.getLogger("another_package").debug("not shown")
+    configure_logging(rank=1, level=logging.DEBUG)
+    logging.getLogger("nemo_style_aligner").info("not shown")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("DEBUG servers.request_log: a request")
 
 
+@pytest.mark.usefixtures("logging_set_up")
 def test_log_lines_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    configure_logging(rank=1, level=logging.WARNING, log_format="json")
+    fields = {"request_id": "7", "ms": 1.5, "level": "hides nothing", "path": Path("x")}
+    logging.getLogger("job").warning("two\n%s", "lines", extra=with_fields(fields))
     try:
-        configure_logging(rank=1, level=logging.WARNING, log_format="json")
-        fields = {"request_id": "7", "ms": 1.5, "level": "hides nothing", "path": Path("x")}
-        logging.getLogger("job").warning("two\n%s", "lines", extra=with_fields(fields))
-        try:
-            raise ValueError("broken")
-        except ValueError:
-            logging.getLogger("job").exception("failed")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("job").exception("failed")
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert abs(datetime.datetime.fromisoformat(first.pop("time")).timestamp() - time.time()) < 60
     assert first == {"request_id": "7", "ms": 1.5, "path": "x"} | {
