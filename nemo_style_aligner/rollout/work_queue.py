@@ -89,6 +89,10 @@ class WorkQueue:
         workers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if lease_seconds <= 0:
+            raise ValueError(f"lease_seconds must be positive, got {lease_seconds}")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
         self.lease_seconds = lease_seconds
         self.workers = workers
         self._clock = clock
