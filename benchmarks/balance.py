@@ -254,7 +254,7 @@ def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[s
             "tokens_per_second": spread(rates),
             "tokens": sum(map(sum, draws[1:])),
             "idle_share_by_worker": by_worker,
-            "idle_share": statistics.fmean(map(statistics.fmean, idle)),
+            "idle_share": statistics.median(map(statistics.fmean, idle)),
         }
     rates_by_mode = {mode: results[mode]["tokens_per_second"]["median"] for mode in MODES}
     results["queue_is_times_faster"] = rates_by_mode["work queue"] / rates_by_mode["static shards"]

@@ -492,6 +492,19 @@ def test_progress_and_settings_are_in_words(benchmark_module: Callable[[str], An
     assert benchmark_module("ppo_report").in_words(facts) == "threads 2 (actor) and 1 (critic), micro batch 8"
 
 
+def test_balance_reports_medians_of_the_rounds(benchmark_module: Callable[[str], Any]) -> None:
+    balance, busy = benchmark_module("balance"), {1: (10.0, 8.0), 2: (10.0, 8.0), 3: (10.0, 2.0)}
+    found = [
+        {"mode": mode, "round": round_, "worker": worker, "wall_seconds": 10.0, "busy_seconds": seconds, "tokens": 6}
+        for mode in balance.MODES for round_, by_worker in busy.items() for worker, seconds in enumerate(by_worker)
+    ]  # fmt: skip
+    results = balance.summarise(found, [[0]] + [[4, 8]] * 3)
+    for mode in balance.MODES:
+        assert results[mode]["idle_share_by_worker"] == pytest.approx([0.0, 0.2])
+        assert results[mode]["idle_share"] == pytest.approx(0.1)
+    assert results["queue_is_times_faster"] == 1
+
+
 def test_the_optimizers_first_step_does_not_count(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
