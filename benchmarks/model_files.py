@@ -71,29 +71,32 @@ def prepare(model: str, directory: Path, want_gguf: bool) -> ModelFiles:
         want_gguf: write GGUF files too.
 
     Raises:
-        SystemExit: ``model`` is neither a path nor the name of a shape.
+        SystemExit: ``model`` is neither a path nor the name of a shape, or cannot be read.
     """
     if model not in SHAPES and not Path(model).exists():
         raise SystemExit(f"--model {model}: there is no such file or directory, nor is it one of {', '.join(SHAPES)}")
     hf = directory / "hf"
     source_gguf: Path | None = None
     tokenizer: Path | None = None
-    if model in SHAPES:
-        architecture, description = SHAPES[model], f"{model}, random weights"
-        write_checkpoint(hf, architecture, random_weights(architecture))
-    elif Path(model).is_dir():
-        tokenizer = Path(model)
-        architecture, description = read_architecture(tokenizer), tokenizer.resolve().name
-        write_checkpoint(hf, architecture, bf16_weights(HuggingFaceCheckpoint(tokenizer), architecture))
-    elif model.endswith(".gguf"):
-        source_gguf, tokenizer = Path(model), directory / "tokenizer"
-        checkpoint = GGUFCheckpoint(source_gguf)
-        architecture, description = checkpoint.architecture, source_gguf.name
-        checkpoint.save_tokenizer(tokenizer)
-        write_checkpoint(hf, architecture, bf16_weights(checkpoint, architecture))
-    else:
-        tokenizer = directory / "tokenizer"
-        architecture, description = _unpack_archive(Path(model), hf, tokenizer), Path(model).name
+    try:
+        if model in SHAPES:
+            architecture, description = SHAPES[model], f"{model}, random weights"
+            write_checkpoint(hf, architecture, random_weights(architecture))
+        elif Path(model).is_dir():
+            tokenizer = Path(model)
+            architecture, description = read_architecture(tokenizer), tokenizer.resolve().name
+            write_checkpoint(hf, architecture, bf16_weights(HuggingFaceCheckpoint(tokenizer), architecture))
+        elif model.endswith(".gguf"):
+            source_gguf, tokenizer = Path(model), directory / "tokenizer"
+            checkpoint = GGUFCheckpoint(source_gguf)
+            architecture, description = checkpoint.architecture, source_gguf.name
+            checkpoint.save_tokenizer(tokenizer)
+            write_checkpoint(hf, architecture, bf16_weights(checkpoint, architecture))
+        else:
+            tokenizer = directory / "tokenizer"
+            architecture, description = _unpack_archive(Path(model), hf, tokenizer), Path(model).name
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {model}: {error}") from error
     eos_id = _tokenizer(tokenizer).eos_token_id if tokenizer is not None else 0
     files = ModelFiles(architecture, description, hf, {}, tokenizer, int(eos_id))
     if not want_gguf or not _is_plain_llama(architecture):

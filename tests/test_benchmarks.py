@@ -518,6 +518,17 @@ def test_a_model_that_is_not_there(benchmark_module: Callable[[str], Any], tmp_p
         benchmark_module("model_files").prepare("31m", tmp_path, want_gguf=False)
 
 
+@pytest.mark.parametrize("name", ["model", "model.gguf", "model.nemo"])
+def test_a_model_that_cannot_be_read(benchmark_module: Callable[[str], Any], tmp_path: Path, name: str) -> None:
+    model = tmp_path / name
+    if model.suffix:
+        model.write_text("nothing")
+    else:
+        model.mkdir()
+    with pytest.raises(SystemExit, match=re.escape(f"--model {model}: {model} ")):
+        benchmark_module("model_files").prepare(str(model), tmp_path / "made", want_gguf=False)
+
+
 def test_floors_and_ratios_are_those_of_the_documentation(benchmark_module: Callable[[str], Any]) -> None:
     """Counted by hand for a layer of 2 heads of 4 channels (one for keys), 16 units and 10 tokens."""
     common, report = benchmark_module("common"), benchmark_module("ppo_report")
