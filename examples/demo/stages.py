@@ -108,9 +108,16 @@ def python(script: str | Path) -> list[str]:
 
 
 def mpirun(num_ranks: int) -> list[str]:
-    """The beginning of a command that starts ranks with the environment's own Open MPI."""
-    command = Path(sys.executable).with_name("mpirun")
-    return [str(command) if command.exists() else "mpirun", "-n", str(num_ranks), "--allow-run-as-root"]
+    """The beginning of a command that starts ranks with the environment's own Open MPI, or the system's.
+
+    Raises:
+        StageFailed: there is none.
+    """
+    own = Path(sys.executable).with_name("mpirun")
+    command = str(own) if own.exists() else shutil.which("mpirun")
+    if command is None:
+        raise StageFailed("mpirun is missing; install it: pip install -e '.[mpi]'")
+    return [command, "-n", str(num_ranks), "--allow-run-as-root"]
 
 
 def data_prefix(train: Path, validation: Path) -> str:
