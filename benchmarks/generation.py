@@ -406,13 +406,12 @@ def decode_figures(
 ) -> dict[str, float]:
     """Figures of decoding alone: the tokens after each response's first, and the time beyond that of the prompts.
 
-    Without those that divide by that time if there is none: on a busy machine the prompts may take longer than the
-    whole run did.
+    Only the prompts' time if there are no such tokens, or no such time: on a busy machine the prompts may take longer
+    than the whole run did.
     """
-    decode = seconds - prefill
-    if decode <= 0:
+    tokens, decode = sum(workload.lengths) - len(workload.lengths), seconds - prefill
+    if not tokens or decode <= 0:
         return {"prefill_seconds": prefill}
-    tokens = sum(workload.lengths) - len(workload.lengths)
     return {
         "prefill_seconds": prefill,
         "decode_tokens_per_second": tokens / decode,

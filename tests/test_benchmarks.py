@@ -577,6 +577,7 @@ def test_decoding_is_not_rated_by_a_time_that_is_none(benchmark_module: Callable
     }
     for prefill in (5.0, 6.0):
         assert generation.decode_figures(workload, 5.0, prefill, floor, rates) == {"prefill_seconds": prefill}
+    assert generation.decode_figures(workload.cut(1), 5.0, 4.0, floor, rates) == {"prefill_seconds": 4.0}
 
 
 def test_growth_keeps_what_is_measured_when_a_later_setting_fails(
