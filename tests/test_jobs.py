@@ -553,6 +553,9 @@ def test_a_model_that_cannot_be_is_refused_in_a_line(
     ("name", "mistake", "message"),
     [
         ("init_gpt.py", "--seed=-1", "argument --seed: -1 is not a whole number in [0, 2147483647]"),
+        ("init_gpt.py", "--max-length=0", "--max-length 0: give at least 1"),
+        ("init_gpt.py", "--ffn-hidden-size=0", "--ffn-hidden-size 0: give at least 1"),
+        ("init_gpt.py", "--num-query-groups=-1", "--num-query-groups -1: give at least 1"),
         ("evaluate_gpt.py", "--seed=-1", "argument --seed: -1 is not a whole number in [0, 2147483647]"),
         ("evaluate_gpt.py", "--temperature=inf", "temperature must lie in [1e-20, 1e+20], got inf"),
         ("evaluate_gpt.py", "--end-strings=", "stop_strings holds an empty string"),

@@ -46,6 +46,10 @@ def main() -> None:
         "--seed", type=seed_argument, default=1234, help="random seed of the weights (default: %(default)s)"
     )
     args = parser.parse_args()
+    for option in ("ffn_hidden_size", "num_query_groups", "max_length"):  # the architecture checks the others
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            parser.error(f"--{option.replace('_', '-')} {number}: give at least 1")
 
     try:
         architecture = ModelArchitecture(
