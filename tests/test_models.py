@@ -33,6 +33,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -509,7 +510,7 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
     model = build_model(ARCHITECTURES["llama"], {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
     ids, mask = tokens(), torch.ones(5, 11, dtype=torch.bool)
     ids[3, place] = token
-    with pytest.raises(ValueError, match=rf"token {token} is not in the model's vocabulary of {VOCAB}"):
+    with pytest.raises(DataError, match=rf"token {token} is not in the model's vocabulary of {VOCAB}"):
         forward(model, Tokens(ids), mask, MicroBatching(5), lambda outputs, _: outputs, (11,), Scoring())
 
 

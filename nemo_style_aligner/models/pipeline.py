@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import KeptMicroBatch, KeptPasses
 from nemo_style_aligner.models.logprobs import Prediction
@@ -136,7 +137,7 @@ def _micro_batches(
             ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
         for token in (int(ids.min()), int(ids.max())):
             if not 0 <= token < model.architecture.vocab_size:
-                raise ValueError(
+                raise DataError(
                     f"token {token} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
                     "tokenizer do not belong together (were tokens added to it?)"
                 )
