@@ -29,6 +29,7 @@ from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
 from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.engine_setup import engine_size
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -105,6 +106,7 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
     assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
+    assert ModelArchitecture.from_nemo_config(lay_over(config | {"qkv_bias": False}, {"add_qkv_bias": True})).qkv_bias
     assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
 
 

@@ -159,6 +159,8 @@ def lay_over(base: dict[str, Any], job: Any) -> dict[str, Any]:
     merged = _lay_over({name: value for name, value in base.items() if name not in JOB_SETTINGS}, job)
     if job.get(_POSITIONS) is None and job.get(_LENGTH):
         merged[_POSITIONS] = max(int(job[_LENGTH]), int(base.get(_POSITIONS) or base.get(_LENGTH) or 0))
+    if job.get("add_qkv_bias") is not None and job.get("qkv_bias") is None:
+        merged["qkv_bias"] = job["add_qkv_bias"]  # its other name, which archives have
     return merged
 
 
