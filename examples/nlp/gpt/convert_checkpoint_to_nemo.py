@@ -1,6 +1,6 @@
 """Make a .nemo checkpoint from a training checkpoint, to evaluate it, convert it or start another job from it.
 
-    python convert_checkpoint_to_nemo.py --input sft/checkpoints/megatron_gpt_sft-step=20-last --output step20.nemo
+    python convert_checkpoint_to_nemo.py --input sft/checkpoints/*-step=20-* --output step20.nemo
 
 The result is what the job (SFT, reward model, actor or critic, at any parallel layout) would have written at the end of
 training. A model that is too large for one process is split:
