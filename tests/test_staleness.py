@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -324,3 +325,18 @@ def test_prompts_and_responses_come_out_as_they_went_in() -> None:
     assert unpack_results(pack_results([])) == []  # a rank without a share
     prompts, seed = [Prompt(3, [1, 2], 7.3), Prompt(3, [1, 2], 7.3), Prompt(0, [5])], 2**63 - 1
     assert unpack_request(pack_request(prompts, seed)) == (prompts, seed)
+
+
+def test_packing_leaves_nothing_behind() -> None:
+    """Nearly every step packs another number of tokens."""
+
+    def num_types() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), type) for thing in gc.get_objects())
+
+    pack_request([Prompt(0, [1])], 0)
+    before = num_types()
+    for length in range(1001, 1006):
+        pack_request([Prompt(0, [1] * length)], 0)
+        pack_results([GenerationResult(0, [1], [1] * length, [0.0] * length, "length", 0)])
+    assert num_types() < before + 5  # one or more for each length
