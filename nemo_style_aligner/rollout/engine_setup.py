@@ -24,6 +24,7 @@ from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMUnavailable
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, control_group, device, neighbour_group
 from nemo_style_aligner.weights.stream import lendable_weights
+from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ def _generation_ranks(cfg: DictConfig) -> EngineGroup:
     except ValueError as error:
         raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
     rank, count = dist.get_rank(), dist.get_world_size() // size
-    logger.info("generation: %d engines of %d ranks each", count, size)
+    logger.info("generation: %s of %s each", counted(count, "engines"), counted(size, "ranks"))
     return EngineGroup(
         TensorParallel(rank % size, size, process_group),
         index=rank // size,
