@@ -224,7 +224,7 @@ class TrainingSession:
         if not missing:
             return
         logger.warning(
-            "the critic at %s expects training batch %d, this run is at %d: sending it %d batches again",
+            "the critic at %s expects training batch %d, this run is at %d: sending again what it lacks (%d)",
             self._server,
             missing[0].next_number,
             position.next_number,
