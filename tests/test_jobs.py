@@ -539,7 +539,9 @@ def test_a_checkpoint_may_lose_its_last_before_or_while_it_is_converted(
     assert output.exists()
 
 
-@pytest.mark.parametrize("mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x"])
+@pytest.mark.parametrize(
+    "mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x", "--output tokenizer"]
+)
 def test_a_model_that_cannot_be_is_refused_in_a_line(
     tmp_path: Path, mistake: str, last_words: Callable[..., str]
 ) -> None:

@@ -71,9 +71,12 @@ def main() -> None:
 
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}
-    with single_process(args.seed):
-        model = build_model(architecture, {}, parse_precision(32), trainable=False)
-        save_nemo(args.output, model, config, args.tokenizer)
+    try:
+        with single_process(args.seed):
+            model = build_model(architecture, {}, parse_precision(32), trainable=False)
+            save_nemo(args.output, model, config, args.tokenizer)
+    except ValueError as error:  # a folder that is no archive, in the place of one
+        parser.error(str(error))
     print(f"{args.output}: {architecture.num_parameters / 1e6:.2f} M parameters")
 
 
