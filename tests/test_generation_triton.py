@@ -37,7 +37,7 @@ def test_interpreted_kernels_equal_torch(tmp_path: Path) -> None:
     script = Path(__file__).with_name("interpreted_kernels.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     output = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert output.stdout.endswith("equal\n"), output.stdout + output.stderr
 
