@@ -139,7 +139,7 @@ def test_long_prompts_are_dropped_with_one_count(
     assert len(caplog.records) == 1 and "dropped 2 of 4 prompts" in caplog.text
     with pytest.raises(IndexError):
         prompts[2]
-    with pytest.raises(DataError, match=r"all 4 prompts are longer than 2 tokens \(--max-length\); raise the limit"):
+    with pytest.raises(DataError, match=r"all 4 prompts are longer than 2 tokens \(--max-length\); change the limit"):
         PromptDataset([path], tokenizer, max_prompt_length=2, limited_by="--max-length")
 
 

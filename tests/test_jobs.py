@@ -543,8 +543,9 @@ def test_a_checkpoint_may_lose_its_last_before_or_while_it_is_converted(
     "mistake", ["--num-heads 3", "--num-layers 0", "--tokenizer /nowhere", "--output /dev/null/x", "--output tokenizer"]
 )
 def test_a_model_that_cannot_be_is_refused_in_a_line(
-    tmp_path: Path, mistake: str, last_words: Callable[..., str]
+    tmp_path: Path, mistake: str, last_words: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     train_character_tokenizer("abc", tmp_path / "tokenizer")
     command = ("--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "base.nemo"))
     assert "init_gpt.py: error: " in last_words("init_gpt.py", *command, *mistake.split())

@@ -230,7 +230,7 @@ def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Seque
     """Warn of how many samples were dropped; a `DataError` if all were."""
     files = ", ".join(str(path) for path in paths)
     if dropped == total:
-        raise DataError(f"{files}: all {total} {what} are {limit}; raise the limit or shorten the data")
+        raise DataError(f"{files}: all {total} {what} are {limit}; change the limit or the data")
     if dropped:
         warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
 
