@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,8 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)  # a process in the middle of writing to disk goes when that is done
+        # What an mpirun has left would end a later one that gets the same process number.
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self.process.pid}", ignore_errors=True)
 
 
 def script(name: str, *arguments: str) -> list[str]:

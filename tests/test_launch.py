@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -1088,9 +1089,12 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) ->
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ranks)
         segments = set(re.findall(r"/dev/shm/sm_segment\S+", maps))
         assert len(segments) == (2 if by == "mpirun" else 0)
+        folder = Path(tempfile.gettempdir()) / f"ompi.{process.pid}"
+        assert folder.exists() == (by == "mpirun")
         process.kill()
         _wait_until(lambda: not any(_alive(pid) for pid in ranks), 90)
         assert marker.read_text().startswith("stopped early")
+        assert not folder.exists()  # it would end a later mpirun that gets the same process number
         assert not any(map(os.path.exists, segments))
     finally:
         process.kill()

@@ -16,6 +16,7 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -463,12 +464,19 @@ def _run_job(
     shutdown(status)
     stop_signals.ignore()
     if info.launcher == "mpirun" and os.getppid() != launcher:
-        _remove_segments_of_mpi()
+        _remove_remains_of_mpi(launcher)
     return status
 
 
-def _remove_segments_of_mpi() -> None:
-    """Delete the shared memory of this machine's ranks, which stays without mpirun. Those still at work keep theirs."""
+def _remove_remains_of_mpi(launcher: int) -> None:
+    """Delete what stays on this machine when mpirun was killed. Ranks still at work keep what they have mapped.
+
+    Its folder would also stop a later mpirun that gets the same process number ("The PMIx server's listener thread
+    failed to start").
+    """
+    folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+    if folder.name == f"ompi.{launcher}":
+        shutil.rmtree(folder, ignore_errors=True)  # the ranks delete it side by side
     with open("/proc/self/maps") as maps:
         for segment in {line.split()[5] for line in maps if "/dev/shm/sm_segment." in line}:
             Path(segment).unlink(missing_ok=True)
