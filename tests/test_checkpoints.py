@@ -579,8 +579,7 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
 
     def run(job: str, model: MegatronModel, digests: Mapping[str, str] = MappingProxyType({})) -> Run:
         manager = CheckpointManager(tmp_path, CheckpointSettings(), run_settings={**settings[job], **digests})
-        config = OmegaConf.create({"job": job})
-        return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager, hyperparameters=config)
+        return Run(tmp_path, model.layout, MetricsLogger(tmp_path), RunControl(), manager)
 
     with single_process(seed=1):
         model, other = (build_model(ModelArchitecture(**SHAPE | {"num_layers": n}), {}, torch.float32) for n in (2, 3))
@@ -588,23 +587,23 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
         manager = run("training_rm", model).checkpoints
         manager.save(model, optimizer, {"step": 1}, {})
         manager.finish()
-        trainer = Mock()
+        trainer, config = Mock(), OmegaConf.create({"job": "rm"})
         with pytest.raises(ConfigError, match="is a checkpoint of a reward model job, and this is a critic job: give"):
-            run("gpt_ppo_critic", model).resume(model, optimizer, trainer)
+            run("gpt_ppo_critic", model).resume(OmegaConf.create({"job": "critic"}), model, optimizer, trainer)
         with pytest.raises(CheckpointMismatchError, match=r"another exp_manager\.explicit_log_dir"):
-            run("training_rm", other).resume(other, optimizer, trainer)
+            run("training_rm", other).resume(config, other, optimizer, trainer)
         # The file there describes the checkpoints.
         assert not trainer.load_state_dict.called and not (tmp_path / HYPERPARAMETERS_FILE).exists()
-        run("training_rm", model).resume(model, optimizer, trainer)
+        run("training_rm", model).resume(config, model, optimizer, trainer)
         assert trainer.load_state_dict.call_args.args[0]["step"] == 1
-        assert (tmp_path / HYPERPARAMETERS_FILE).read_text() == "job: training_rm\n"
+        assert (tmp_path / HYPERPARAMETERS_FILE).read_text() == "job: rm\n"
         file = tmp_path / "train.jsonl"
         data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
         for step, contents in enumerate(("a", "a", "b"), 2):
             assert "SHA-256" not in caplog.text
             file.write_text(contents)
             again = run("training_rm", model, digests_of_data(data))
-            again.resume(model, optimizer, trainer)
+            again.resume(config, model, optimizer, trainer)
             again.checkpoints.save(model, optimizer, {"step": step}, {})
             again.checkpoints.finish()
         assert f"differ from those of its checkpoint: SHA-256 of {file}=" in caplog.text

@@ -64,7 +64,6 @@ class Run:
         control: when to stop early.
         checkpoints: saving and resuming.
         watchdog: ends the job when it hangs; None if it is turned off.
-        hyperparameters: the config, which `resume` logs.
     """
 
     log_dir: Path
@@ -73,10 +72,9 @@ class Run:
     control: RunControl
     checkpoints: CheckpointManager
     watchdog: Watchdog | None = None
-    hyperparameters: DictConfig | None = None
 
-    def resume(self, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
-        """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the config.
+    def resume(self, cfg: DictConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
+        """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
 
         Raises:
             ConfigError: it is a checkpoint of another kind of job.
@@ -88,8 +86,8 @@ class Run:
             raise CheckpointMismatchError(
                 f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
             ) from error
-        if self.hyperparameters is not None:  # not before: a start that is refused has nothing to do with what is here
-            self.metrics.log_hyperparameters(self.hyperparameters)
+        # Not before: a start that is refused has nothing to do with what is here.
+        self.metrics.log_hyperparameters(cfg)
         if state is not None:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
@@ -251,8 +249,7 @@ def forward_batching(section: DictConfig) -> MicroBatching:
 
 
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
-    """Log the model once, and tell the run which config to log, and the checkpoints what their archives need."""
-    run.hyperparameters = cfg
+    """Log the model once, and tell the checkpoints what their archives need."""
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
     logger.info(

@@ -85,7 +85,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
         initial_archive,
     )
-    run.resume(actor.model, actor.optimizer, trainer)
+    run.resume(cfg, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()
     critic.begin()
     return trainer

@@ -97,7 +97,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         set_random_states(initial_random_states)
 
     service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset, archive)
-    run.resume(model, critic.optimizer, service)
+    run.resume(cfg, model, critic.optimizer, service)
     schedule.warn_if_nothing_decays()
     return service
 

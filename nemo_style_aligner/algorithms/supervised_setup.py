@@ -110,7 +110,7 @@ def build_supervised_trainer(
         batching=training_batching(cfg.model, task.rows_per_example),
         val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
     )
-    run.resume(model, optimizer, trainer)
+    run.resume(cfg, model, optimizer, trainer)
     optimizer.schedule.warn_if_nothing_decays()
     return trainer
 
