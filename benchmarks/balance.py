@@ -10,10 +10,8 @@ With --sleep the engines are replaced by sleeping in proportion to a response's 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
-import queue
 import random
 import statistics
 import time
@@ -29,6 +27,7 @@ from common import (
     available_cores,
     json_path,
     long_tailed,
+    next_answer,
     positive_float,
     positive_int,
     print_table,
@@ -91,14 +90,9 @@ def run_rounds(args: argparse.Namespace, draws: list[list[int]]) -> list[dict[st
     ]
     for worker in workers:
         worker.start()
-    found: list[dict[str, Any]] = []
-    deadline = time.monotonic() + START_SECONDS + 2 * (args.rounds + 1) * ROUND_SECONDS
+    seconds = START_SECONDS + 2 * (1 + len(MODES)) * ROUND_SECONDS  # the first answer comes after a round to warm up
     try:
-        while len(found) < args.workers * len(MODES) * args.rounds:
-            with contextlib.suppress(queue.Empty):
-                found.append(answers.get(timeout=1))
-            if any(worker.exitcode for worker in workers) or time.monotonic() > deadline:
-                raise SystemExit("a worker failed or took too long")
+        found = [next_answer(answers, workers, seconds) for _ in range(args.workers * len(MODES) * args.rounds)]
         for worker in workers:
             worker.join(30)
     finally:
@@ -237,8 +231,9 @@ class Sleeping:
 def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[str, Any]:
     """By mode: wall time, tokens per second, and the share of the time that workers had nothing to do."""
     results: dict[str, Any] = {}
+    walls_by_mode: dict[str, list[float]] = {}
     for mode in MODES:
-        walls, rates, idle = [], [], []
+        walls, rates, idle = walls_by_mode.setdefault(mode, []), [], []
         for number, lengths in enumerate(draws[1:], start=1):
             answers = [answer for answer in found if (answer["mode"], answer["round"]) == (mode, number)]
             answers.sort(key=lambda answer: answer["worker"])
@@ -256,9 +251,10 @@ def summarise(found: Sequence[dict[str, Any]], draws: list[list[int]]) -> dict[s
             "idle_share_by_worker": by_worker,
             "idle_share": statistics.median(map(statistics.fmean, idle)),
         }
-    rates_by_mode = {mode: results[mode]["tokens_per_second"]["median"] for mode in MODES}
-    results["queue_is_times_faster"] = rates_by_mode["work queue"] / rates_by_mode["static shards"]
-    results["longest_first_is_times_faster"] = rates_by_mode["longest first"] / rates_by_mode["static shards"]
+    for mode, name in (("work queue", "queue"), ("longest first", "longest_first")):
+        # Round by round: each has other lengths.
+        pairs = zip(walls_by_mode["static shards"], walls_by_mode[mode], strict=True)
+        results[f"{name}_is_times_faster"] = spread([shards / seconds for shards, seconds in pairs])
     return results
 
 
@@ -281,10 +277,11 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> None:
             )
         )
     print_table(("", "wall time", "rounds", "tokens/s", "idle", "by worker"), rows)
-    print(
-        f"the queue is {results['queue_is_times_faster']:.2f} x as fast as static shards, longest first "
-        f"{results['longest_first_is_times_faster']:.2f} x\n"
-    )
+    times = [
+        f"{ratio['median']:.2f} x ({ratio['min']:.2f}-{ratio['max']:.2f})"
+        for ratio in (results["queue_is_times_faster"], results["longest_first_is_times_faster"])
+    ]
+    print(f"the queue is {times[0]} as fast as static shards, longest first {times[1]}\n")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import importlib.util
 import json
 import os
 import platform
+import queue
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,22 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, smallest and largest of some rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def next_answer(answers: Any, processes: Iterable[BaseProcess], seconds: float) -> Any:
+    """The next of what ``processes`` put in the queue ``answers``.
+
+    Raises:
+        SystemExit: a process has failed, or there is no answer within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=1)
+        if any(process.exitcode for process in processes):
+            raise SystemExit("a process that measures has failed")
+        if time.monotonic() > deadline:
+            raise SystemExit(f"a process that measures has not answered within {seconds:g} s")
 
 
 def in_seconds(steps: Sequence[float]) -> str:

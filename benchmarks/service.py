@@ -32,6 +32,7 @@ from common import (
     at_least,
     available_cores,
     json_path,
+    next_answer,
     positive_float,
     positive_int,
     print_table,
@@ -168,11 +169,11 @@ def run(args: argparse.Namespace) -> tuple[list[list[Request]], dict[str, Any]]:
         process = context.Process(target=serve, args=(args, f"file://{folder}/ranks", answers))
         process.start()
         try:
-            port = answers.get(timeout=START_SECONDS)
+            port = next_answer(answers, [process], START_SECONDS)
             stages = [load(clients, port, args) for clients in args.clients]
             assert process.pid is not None
             os.kill(process.pid, signal.SIGTERM)
-            server = answers.get(timeout=START_SECONDS)
+            server = next_answer(answers, [process], START_SECONDS)
             process.join(30)
         finally:
             process.kill()
@@ -190,9 +191,13 @@ def load(clients: int, port: int, args: argparse.Namespace) -> list[Request]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
         while not stop.is_set():
             sent = time.monotonic()
-            connection.request("POST", "/v2/models/critic_infer/infer", body, headers)
-            response = connection.getresponse()
-            content = response.read()
+            try:
+                connection.request("POST", "/v2/models/critic_infer/infer", body, headers)
+                response = connection.getresponse()
+                content = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                failures.append(f"the service does not answer: {error!r}")
+                return
             if response.status not in (200, 503):  # 503: the service is starting
                 failures.append(content[:300].decode("utf-8", "replace"))
                 return

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import HelpFormatter, json_path, positive_int, print_table, spread, write_json
+from common import HelpFormatter, json_path, next_answer, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rollout.work_queue import WorkQueue
@@ -64,7 +64,7 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
     context = multiprocessing.get_context("spawn")
     processes = min(processes, num_workers)
     shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
-    barrier, answers = context.Barrier(processes + 1), context.Queue()
+    barrier, answers = context.Barrier(processes), context.Queue()
     queue = WorkQueue(LIMIT_SECONDS, workers=num_workers)
     server = WorkQueueServer(queue, token=TOKEN)
     queue.start_round(0, range(num_ids))
@@ -75,10 +75,7 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
     for load in loads:
         load.start()
     try:
-        barrier.wait(LIMIT_SECONDS)
-        started = time.perf_counter()
-        found = [answers.get(timeout=LIMIT_SECONDS) for _ in loads]
-        seconds = time.perf_counter() - started
+        found = [next_answer(answers, loads, 2 * LIMIT_SECONDS) for _ in loads]
         completed = queue.status()["total"]["completed"]
     finally:
         for load in loads:
@@ -87,6 +84,7 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
         server.stop()
     if completed != num_ids:
         raise SystemExit(f"{completed} ids were completed instead of {num_ids}")
+    seconds = max(worker["ended"] for worker in found) - min(worker["started"] for worker in found)
     latencies = sorted(latency for worker in found for latency in worker["latencies"])
     return {
         "requests": len(latencies),
@@ -114,12 +112,15 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def run_load(port: int, process: int, num_workers: int, batch: int, barrier: Any, answers: Any) -> None:
     """Simulate some of the workers in this process, each with a connection of its own."""
 
-    async def everybody() -> dict[str, list[float]]:
+    async def everybody() -> dict[str, Any]:
         workers = [Worker(f"{process}-{i}", batch) for i in range(num_workers)]
         await asyncio.gather(*(worker.connect(port) for worker in workers))
         barrier.wait(LIMIT_SECONDS)
+        started = time.monotonic()  # the same clock in all processes
         await asyncio.gather(*(worker.run() for worker in workers))
         return {
+            "started": started,
+            "ended": time.monotonic(),
             "latencies": [latency for worker in workers for latency in worker.latencies],
             "first_answers": [worker.latencies[0] for worker in workers],
         }

@@ -8,6 +8,7 @@ import http.server
 import importlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -184,9 +185,9 @@ def test_balance(reports: dict[str, Report]) -> None:
     for mode in modes:
         assert len(mode["idle_share_by_worker"]) == 2 and all(0 <= share <= 1 for share in mode["idle_share_by_worker"])
         assert mode["idle_share"] == pytest.approx(sum(mode["idle_share_by_worker"]) / 2)
-    rates = [mode["tokens_per_second"]["median"] for mode in modes]
-    assert report["modes"]["queue_is_times_faster"] == pytest.approx(rates[0] / rates[2])
-    assert report["modes"]["longest_first_is_times_faster"] == pytest.approx(rates[1] / rates[2])
+    walls = [mode["wall_seconds"]["median"] for mode in modes]
+    for place, name in enumerate(("queue_is_times_faster", "longest_first_is_times_faster")):
+        assert report["modes"][name]["median"] == pytest.approx(walls[2] / walls[place])
 
 
 def test_work_queue(reports: dict[str, Report]) -> None:
@@ -493,16 +494,32 @@ def test_progress_and_settings_are_in_words(benchmark_module: Callable[[str], An
 
 
 def test_balance_reports_medians_of_the_rounds(benchmark_module: Callable[[str], Any]) -> None:
-    balance, busy = benchmark_module("balance"), {1: (10.0, 8.0), 2: (10.0, 8.0), 3: (10.0, 2.0)}
+    balance, busy = benchmark_module("balance"), {1: (1.0, 0.8), 2: (1.0, 0.8), 3: (1.0, 0.2)}
+    walls = {"work queue": [10.0, 10.0, 60.0], "longest first": [8.0, 8.0, 40.0], "static shards": [10.0, 20.0, 80.0]}
     found = [
-        {"mode": mode, "round": round_, "worker": worker, "wall_seconds": 10.0, "busy_seconds": seconds, "tokens": 6}
-        for mode in balance.MODES for round_, by_worker in busy.items() for worker, seconds in enumerate(by_worker)
+        {"mode": m, "round": r, "worker": w, "wall_seconds": walls[m][r - 1], "busy_seconds": walls[m][r - 1] * share,
+         "tokens": 6}
+        for m in balance.MODES for r, by_worker in busy.items() for w, share in enumerate(by_worker)
     ]  # fmt: skip
     results = balance.summarise(found, [[0]] + [[4, 8]] * 3)
     for mode in balance.MODES:
         assert results[mode]["idle_share_by_worker"] == pytest.approx([0.0, 0.2])
         assert results[mode]["idle_share"] == pytest.approx(0.1)
-    assert results["queue_is_times_faster"] == 1
+    # Of the rounds' ratios (1, 2 and 4/3), not of medians over rounds that have other lengths (2).
+    assert results["queue_is_times_faster"] == pytest.approx({"median": 80 / 60, "min": 1.0, "max": 2.0})
+
+
+def test_a_benchmark_does_not_wait_for_the_answer_of_a_process_that_has_failed(
+    benchmark_module: Callable[[str], Any],
+) -> None:
+    common, answers = benchmark_module("common"), queue.Queue[str]()
+    running, ended, failed = (SimpleNamespace(exitcode=status) for status in (None, 0, -signal.SIGKILL))
+    answers.put("of a process that failed later")
+    assert common.next_answer(answers, [running, failed], 60) == "of a process that failed later"
+    with pytest.raises(SystemExit, match="has failed"):
+        common.next_answer(answers, [running, ended, failed], 60)
+    with pytest.raises(SystemExit, match="not answered within 0 s"):
+        common.next_answer(answers, [running, ended], 0)
 
 
 def test_the_optimizers_first_step_does_not_count(
