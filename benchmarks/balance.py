@@ -23,7 +23,6 @@ import torch
 from common import (
     SHAPES,
     Bounds,
-    HelpFormatter,
     available_cores,
     json_path,
     long_tailed,
@@ -36,6 +35,7 @@ from common import (
 )
 from model_files import random_weights
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm

@@ -111,18 +111,6 @@ SHAPES = {
 # ---- what goes in -------------------------------------------------------------------------------
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A format of ``--help`` with the default of each option that has one and does not describe it itself."""
-
-    def _format_action(self, action: argparse.Action) -> str:
-        value, text = action.default, action.help or ""
-        if action.nargs != 0 and value not in (None, (), argparse.SUPPRESS) and "default" not in text:
-            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            shown = f"default: {shown}".replace("%", "%%")
-            action.help = f"{text} ({shown})" if text else shown
-        return super()._format_action(action)
-
-
 PRECISIONS = ("bf16", "32")
 
 

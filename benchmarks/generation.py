@@ -30,7 +30,6 @@ from common import (
     SHAPES,
     Bounds,
     Floor,
-    HelpFormatter,
     MachineRates,
     available_cores,
     best_rates,
@@ -48,6 +47,7 @@ from common import (
 from contenders import CONTENDERS, Setting, Workload
 from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 

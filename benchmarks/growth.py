@@ -20,7 +20,6 @@ from typing import Any
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import (
     SHAPES,
-    HelpFormatter,
     available_cores,
     in_seconds,
     json_path,
@@ -34,6 +33,7 @@ from common import (
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 

@@ -21,7 +21,6 @@ import cpu_only  # noqa: F401 (hides GPUs: these parts are computed on CPUs only
 import torch
 from common import (
     SHAPES,
-    HelpFormatter,
     available_cores,
     default_precision,
     json_path,
@@ -35,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from training_pass import add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.models import attention, fused, layer_kernels, logprobs, products
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.layer_kernels import LayerKernels

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import HelpFormatter, json_path, plot_path, print_table, write_json
+from common import json_path, plot_path, print_table, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
@@ -27,6 +27,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
 import run_demo  # noqa: E402 (found by the line above)
 from stages import Demo  # noqa: E402
 
+from nemo_style_aligner.arguments import HelpFormatter, seed_argument  # noqa: E402
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm  # noqa: E402
 from nemo_style_aligner.telemetry.metrics import read_metrics  # noqa: E402
 
@@ -133,7 +134,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3), help="of PPO")
+    parser.add_argument("--seeds", nargs="+", type=seed_argument, default=(1, 2, 3), help="of PPO")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "learning")
     parser.add_argument(
         "--plot", type=plot_path, help="write the reward curves here; the name's ending chooses the format"

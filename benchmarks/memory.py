@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from common import (
     SHAPES,
-    HelpFormatter,
     available_cores,
     default_precision,
     json_path,
@@ -31,6 +30,7 @@ from common import (
 from training_pass import OPTIM, Workload, add_batching_arguments, add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
 from nemo_style_aligner.models import gpt, logprobs

@@ -23,7 +23,6 @@ import cpu_only
 from common import (
     SHAPES,
     Bounds,
-    HelpFormatter,
     MachineRates,
     at_least,
     available_cores,
@@ -50,6 +49,7 @@ from ppo_match import Kind, measure, tune
 from ppo_models import Models, Workload, make_models, make_workloads
 from ppo_report import phase_floors, print_workload, summarise
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.wording import counted

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from common import (
     PRECISIONS,
     SHAPES,
-    HelpFormatter,
     available_cores,
     json_path,
     positive_int,
@@ -37,6 +36,7 @@ from common import (
 )
 from sampled_memory import peak_extra_bytes
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.shard import TensorParallel

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from common import (
     PRECISIONS,
     SHAPES,
-    HelpFormatter,
     at_least,
     available_cores,
     json_path,
@@ -39,6 +38,7 @@ from common import (
     write_json,
 )
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig

@@ -24,7 +24,6 @@ from common import (
     PRECISIONS,
     SHAPES,
     Bounds,
-    HelpFormatter,
     available_cores,
     default_precision,
     json_path,
@@ -39,6 +38,7 @@ from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.models import layer_kernels
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.gpt import build_model, parse_precision

@@ -17,8 +17,9 @@ import time
 from typing import Any
 
 import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
-from common import HelpFormatter, json_path, next_answer, positive_int, print_table, spread, write_json
+from common import json_path, next_answer, positive_int, print_table, spread, write_json
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rollout.work_queue import WorkQueue
 from nemo_style_aligner.rollout.work_server import WorkQueueServer

@@ -12,6 +12,18 @@ from pathlib import Path
 from nemo_style_aligner.seeds import LARGEST_SEED
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A format of ``--help`` with the default of each option that has one and does not describe it itself."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        value, text = action.default, action.help or ""
+        if action.nargs != 0 and value not in (None, (), [], argparse.SUPPRESS) and "default" not in text:
+            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            shown = f"default: {shown}".replace("%", "%%")
+            action.help = f"{text} ({shown})" if text else shown
+        return super()._format_action(action)
+
+
 def seed_argument(text: str) -> int:
     """A random seed."""
     if not text.isdecimal() or int(text) > LARGEST_SEED:
@@ -55,13 +67,9 @@ def may_not_read(path: Path) -> bool:
 
 def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
     """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     said = precision or "the job's"
     parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes (default: 1)"
-    )
-    parser.add_argument(
-        "--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes (default: 1)"
-    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes")
     return parser

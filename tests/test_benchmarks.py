@@ -437,18 +437,6 @@ def test_a_plot_of_an_unknown_format_is_refused_before_anything_is_measured(
     assert plot_path(str(tmp_path / "new" / "growth.SVG")).parent.is_dir()
 
 
-def test_help_shows_defaults(benchmark_module: Callable[[str], Any]) -> None:
-    parser = argparse.ArgumentParser(formatter_class=benchmark_module("common").HelpFormatter)
-    parser.add_argument("--rounds", default=3)
-    parser.add_argument("--seeds", nargs="+", default=(1, 2), help="of PPO")
-    parser.add_argument("--batch", help="rows (default: all)")
-    parser.add_argument("--more", nargs="*", default=(), help="overrides")
-    parser.add_argument("--busy", action="store_true")
-    text = parser.format_help()
-    assert "--rounds ROUNDS       default: 3\n" in text and "of PPO (default: 1 2)\n" in text
-    assert text.count("default") == 3
-
-
 def test_memory_names_a_case_whose_process_is_killed(
     benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

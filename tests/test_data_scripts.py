@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import importlib.util
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
@@ -278,6 +280,19 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(
     with pytest.raises(SystemExit, match="2"):
         script(name).main([f"--source={tmp_path}", "--output", str(file)])
     assert f"argument --output: {file} cannot be written to: {file} is not a folder" in capsys.readouterr().err
+
+
+def test_help_shows_defaults() -> None:
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--rounds", default=3)
+    parser.add_argument("--seeds", nargs="+", default=(1, 2), help="of PPO")
+    parser.add_argument("--batch", help="rows (default: all)")
+    parser.add_argument("--more", nargs="*", default=(), help="overrides")
+    parser.add_argument("--strings", nargs="*", default=[], help="ends")
+    parser.add_argument("--busy", action="store_true")
+    text = parser.format_help()
+    assert "--rounds ROUNDS       default: 3\n" in text and "of PPO (default: 1 2)\n" in text
+    assert text.count("default") == 3
 
 
 def test_anthropic_hh_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
+from nemo_style_aligner.arguments import HelpFormatter, seed_argument
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
@@ -32,7 +33,7 @@ COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_log
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
     add_options(parser)
     args = parser.parse_args()
@@ -51,7 +52,7 @@ def main() -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for sizes and seeds; the defaults are the demo's."""
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seed", type=seed_argument, default=1234)
     # Operands with the same number of digits: with one or two, it depends on the seed when the model learns sums.
     parser.add_argument("--min-operand", type=int, default=10)
     parser.add_argument("--max-operand", type=int, default=99)

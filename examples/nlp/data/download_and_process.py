@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from nemo_style_aligner.arguments import output_folder_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.data.jsonl import DataError, Record, write_jsonl
 
 REPOSITORY = "Anthropic/hh-rlhf"
@@ -107,7 +107,7 @@ def process(files: list[Path]) -> tuple[list[dict], list[dict], Counter[str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--source", type=Path, help="folder with */train.jsonl.gz and */test.jsonl.gz")
     parser.add_argument(
         "--output", type=output_folder_argument, default=Path("."), help="folder to write into (default: here)"

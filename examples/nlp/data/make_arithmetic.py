@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_style_aligner.arguments import output_folder_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
 from nemo_style_aligner.data.jsonl import write_jsonl
 
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
@@ -137,14 +137,14 @@ def prompts(questions: list[Question], operation: str) -> Iterator[dict]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--output", type=output_folder_argument, default=Path("."), help="folder to write into (default: here)"
     )
     parser.add_argument("--operation", choices=OPERATIONS, default="add")
-    parser.add_argument("--min-operand", type=int, default=0, help="the smallest operand (default: 0)")
-    parser.add_argument("--max-operand", type=int, default=49, help="the largest operand (default: 49)")
-    parser.add_argument("--test-questions", type=int, default=250, help="about how many to hold out (default: 250)")
+    parser.add_argument("--min-operand", type=int, default=0, help="the smallest operand")
+    parser.add_argument("--max-operand", type=int, default=49, help="the largest operand")
+    parser.add_argument("--test-questions", type=int, default=250, help="about how many to hold out")
     parser.add_argument(
         "--sft-fraction", type=float, default=1.0, help="share of the training questions with a demonstration"
     )
@@ -155,8 +155,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="slips",
         help="kind of wrong answers: near the right one; answers to other questions; the same, after a refusal",
     )
-    parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question (default: 4)")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--wrong-per-question", type=int, default=4, help="comparisons per question")
+    parser.add_argument("--seed", type=seed_argument, default=1234)
     options = parser.parse_args(arguments)
     for name in ("max_operand", "test_questions", "wrong_per_question"):
         if getattr(options, name) < 1:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_style_aligner.arguments import output_folder_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, tokenizer_argument
 
@@ -130,7 +130,7 @@ def prompt_lines(style: Style, records: Sequence[Record]) -> Iterator[dict]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="folder with the GSM8K files")
     parser.add_argument(
         "--output", type=output_folder_argument, default=Path("."), help="folder to write into (default: here)"
@@ -143,7 +143,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--max-pairs-per-question", type=int, help="default: all")
     parser.add_argument("--keep-calculator", action="store_true", help="keep annotations such as <<3+4=7>>")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seed", type=seed_argument, default=1234)
     options = parser.parse_args(arguments)
     if not 0 < options.test_fraction < 1:
         parser.error("--test-fraction must be between 0 and 1")

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nemo_style_aligner.arguments import output_argument, seed_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.wording import unescaped
@@ -19,7 +19,7 @@ from nemo_style_aligner.wording import unescaped
 
 def main() -> None:
     install_excepthook()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the .nemo file or directory of the policy")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of the prompts")
     parser.add_argument(
@@ -31,14 +31,10 @@ def main() -> None:
         default=None,
         help="the .nemo file or directory of a reward model to score the responses",
     )
-    parser.add_argument(
-        "--precision", default="bf16", choices=("bf16", "32"), help="precision of the weights (default: %(default)s)"
-    )
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "32"), help="precision of the weights")
     parser.add_argument("--limit", type=int, default=None, help="use the first prompts only (default: all)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely tokens instead of sampling")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of sampling; lower is closer to greedy (default: %(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling; lower is closer to greedy")
     parser.add_argument(
         "--max-length",
         type=int,
@@ -61,11 +57,9 @@ def main() -> None:
         "--num-slots",
         type=int,
         default=32,
-        help="responses generated at the same time; more take more memory (default: %(default)s)",
+        help="responses generated at the same time; more take more memory",
     )
-    parser.add_argument(
-        "--seed", type=seed_argument, default=1234, help="random seed of sampling (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=seed_argument, default=1234, help="random seed of sampling")
     args = parser.parse_args()
 
     if not args.prompts.is_file():

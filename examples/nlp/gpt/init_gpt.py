@@ -11,7 +11,7 @@ The tokenizer may be that of any Hugging Face model (give the model's folder), o
 import argparse
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.arguments import output_argument, seed_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.parallel.ending import install_excepthook
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     # Imported here and below: it takes seconds, in which Ctrl-C should end the script as later on.
     from nemo_style_aligner.data.tokenizer import tokenizer_argument
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--tokenizer",
         type=tokenizer_argument,
@@ -30,21 +30,19 @@ def main() -> None:
         help="folder of a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json); see above",
     )
     parser.add_argument("--output", type=output_argument, required=True, help="the .nemo file to write")
-    parser.add_argument("--num-layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument(
         "--ffn-hidden-size",
         type=int,
         default=None,
         help="default: 8/3 of the hidden size, rounded up to a multiple of 16",
     )
-    parser.add_argument("--num-heads", type=int, default=4, help="attention heads (default: %(default)s)")
+    parser.add_argument("--num-heads", type=int, default=4, help="attention heads")
     parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
-    parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens")
     parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
-    parser.add_argument(
-        "--seed", type=seed_argument, default=1234, help="random seed of the weights (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=seed_argument, default=1234, help="random seed of the weights")
     args = parser.parse_args()
     for option in ("ffn_hidden_size", "num_query_groups", "max_length"):  # the architecture checks the others
         number = getattr(args, option)

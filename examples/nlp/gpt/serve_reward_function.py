@@ -16,6 +16,7 @@ import logging
 import signal
 from pathlib import Path
 
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
 from nemo_style_aligner.parallel.launch import bind_address
@@ -26,7 +27,7 @@ from nemo_style_aligner.wording import unescaped
 
 def main() -> None:
     install_excepthook()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--function", required=True, metavar="FILE.py:NAME", help="the reward function; the file is executed"
     )
