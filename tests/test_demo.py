@@ -74,7 +74,8 @@ def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None
     """
     loop = "while :; do sleep 0.1; done"
     demo = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})
 import stages
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm

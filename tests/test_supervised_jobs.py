@@ -401,6 +401,7 @@ def stop_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     previous = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(stop_signals, "_received", [])
     monkeypatch.setattr(stop_signals, "_starting", True)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, by which a job leaves it ignored
     stop_signals.install()
     yield
     for number, handler in previous.items():
