@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: the software devices are NOT tested"),
     pytest.mark.skipif(
         torch.backends.cuda.is_built(),
-        reason="NOT TESTED: CUDA code paths in software need a CPU build of torch, one built for CUDA has hooks of its own",
+        reason="NOT TESTED: CUDA code paths in software need torch built for the CPU, without hooks of its own",
     ),
     pytest.mark.skipif(shutil.which("g++") is None, reason="NOT TESTED: CUDA code paths in software need g++"),
 ]
