@@ -1220,9 +1220,8 @@ def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=CLEAN, capture_output=True, text=True, timeout=120)
-    assert (
-        done.returncode == -signal.SIGINT and done.stderr.endswith("interrupted\n") and "Traceback" not in done.stderr
-    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.endswith("interrupted\n") and "Traceback" not in done.stderr  # torch may have said something
 
 
 def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
