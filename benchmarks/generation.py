@@ -47,7 +47,7 @@ from common import (
 from contenders import CONTENDERS, Setting, Workload
 from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
 
-from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
         default=1024,
         help="size of the buffer that is read to measure the memory's rate",
     )
-    parser.add_argument("--work-dir", type=Path, help="folder for the model's files during the run")
+    parser.add_argument("--work-dir", type=output_folder_argument, help="folder for the model's files during the run")
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

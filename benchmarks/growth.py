@@ -33,7 +33,7 @@ from common import (
 from ppo_contenders import own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
-from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=positive_int, default=5, help="steps of each setting, after two that do not count"
     )
-    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
+    parser.add_argument("--work-dir", type=output_folder_argument, help="folder for models and logs during the run")
     parser.add_argument("--plot", type=plot_path, help="write the curves here; the name's ending chooses the format")
     parser.add_argument("--json", type=json_path)
     return parser.parse_args()

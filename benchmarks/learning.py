@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "demo"))
 import run_demo  # noqa: E402 (found by the line above)
 from stages import Demo  # noqa: E402
 
-from nemo_style_aligner.arguments import HelpFormatter, seed_argument  # noqa: E402
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument  # noqa: E402
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm  # noqa: E402
 from nemo_style_aligner.telemetry.metrics import read_metrics  # noqa: E402
 
@@ -135,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=seed_argument, default=(1, 2, 3), help="of PPO")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "learning")
+    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "learning")
     parser.add_argument(
         "--plot", type=plot_path, help="write the reward curves here; the name's ending chooses the format"
     )

@@ -33,7 +33,7 @@ from common import (
 from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
-from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=at_least(0), default=2, help="first steps of each run, not counted")
     parser.add_argument("--rounds", type=positive_int, default=5, help="steps of each run, one after the other")
     parser.add_argument("--repeats", type=positive_int, default=1, help="runs of each arrangement, taking turns")
-    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
+    parser.add_argument("--work-dir", type=output_folder_argument, help="folder for models and logs during the run")
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if not 0 < args.rollout_ranks < args.ranks:

@@ -49,7 +49,7 @@ from ppo_match import Kind, measure, tune
 from ppo_models import Models, Workload, make_models, make_workloads
 from ppo_report import phase_floors, print_workload, summarise
 
-from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.wording import counted
@@ -203,8 +203,10 @@ def parse_arguments() -> argparse.Namespace:
         default=1024,
         help="size of the buffer that is read to measure the memory's rate",
     )
-    parser.add_argument("--models", type=Path, help="folder to keep the converted models in, or to reuse them from")
-    parser.add_argument("--work-dir", type=Path, help="folder for models and logs during the run")
+    parser.add_argument(
+        "--models", type=output_folder_argument, help="folder to keep the converted models in, or to reuse them from"
+    )
+    parser.add_argument("--work-dir", type=output_folder_argument, help="folder for models and logs during the run")
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     if args.no_trl:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
-from nemo_style_aligner.arguments import HelpFormatter, seed_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
 from nemo_style_aligner.data.jsonl import read_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
@@ -34,7 +34,7 @@ COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_log
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo")
+    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo")
     add_options(parser)
     args = parser.parse_args()
     check_options(parser, args)

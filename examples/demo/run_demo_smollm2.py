@@ -21,7 +21,7 @@ from typing import Any
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
-from nemo_style_aligner.arguments import HelpFormatter, seed_argument
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
 from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
@@ -56,7 +56,7 @@ PHASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "results" / "demo-smollm2")
+    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo-smollm2")
     parser.add_argument("--data", type=Path, help="folder with the GSM8K files (default: $GSM8K_DIR, then data/gsm8k)")
     parser.add_argument("--seed", type=seed_argument, default=1234)
     parser.add_argument("--sft-steps", type=int, default=8, help="updates of 32 worked answers; 0: no SFT")
