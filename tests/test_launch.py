@@ -66,7 +66,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 BATCH_SCRIPT = {  # what sbatch gives to the script itself
     "SLURM_JOB_ID": "100",
     "SLURM_JOB_NODELIST": "node[1-2]",
@@ -105,6 +105,7 @@ DETECTION = {
     "mpirun inside an sbatch script": (BATCH_SCRIPT | OMPI, MPIRUN_INFO),
     "mpirun whose daemons srun started": (STEP | OMPI, MPIRUN_INFO),
     "PMI": (PMI, LaunchInfo(1, 2, 1, 2, "pmi")),  # MPI has to say which machine
+    "mpiexec of MPICH": (PMI | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, LaunchInfo(1, 2, 0, 1, "pmi")),
     "PMI inside a Slurm step of other numbers": (STEP | PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
     "srun --mpi=pmi2": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "3"}, SLURM_INFO),
     "srun": (STEP, SLURM_INFO),

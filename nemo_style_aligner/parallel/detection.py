@@ -81,7 +81,9 @@ def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
         same = in_step and (env["PMI_RANK"], env["PMI_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"])
         if not same:
             rank, size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
-            return LaunchInfo(rank, size, rank, size, "pmi")  # MPI tells which of them are on this machine
+            # MPICH's launcher says which of them are on this machine. For others MPI does, once it is up.
+            local_rank, local_size = integer(env, "MPI_LOCALRANKID", rank), integer(env, "MPI_LOCALNRANKS", size)
+            return LaunchInfo(rank, size, local_rank, local_size, "pmi")
     if in_step:
         return _from_slurm(env)
     if "RANK" in env and "WORLD_SIZE" in env:
