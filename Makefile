@@ -2,6 +2,7 @@
 # make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: also benchmarks that start jobs)
+# make test-lowest    the test suite with the lowest versions that pyproject.toml allows (PYTHON=python3.10: also of Python)
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
@@ -11,6 +12,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# What installs. test-lowest has another.
+INSTALL ?= $(BIN)/python -m pip install --quiet
 # The requirement for torch, which is installed first and by itself so that no other package chooses its build.
 # For a CPU build where the index holds CUDA builds:
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -29,7 +32,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench faults test test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-smollm2 bench faults test test-lowest test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -42,8 +45,8 @@ $(BIN)/python:
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 
 $(STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[mpi,test]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) -e '.[mpi,test]'
 	@# Open MPI's launcher: allow more ranks than cores, and do not tie a rank (and its threads) to one core.
 	@mkdir -p $(dir $(MPI_PARAMS)) && touch $(MPI_PARAMS)
 	@grep -q '^rmaps_default_mapping_policy' $(MPI_PARAMS) || \
@@ -81,6 +84,12 @@ bench: $(BENCH_STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)
+
+test-lowest:
+	$(MAKE) .venv-lowest/bin/python VENV=.venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	$(MAKE) test VENV=.venv-lowest TORCH='torch==2.9.0' \
+	    INSTALL='.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct'
 
 # Options: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it also fills disks (mounted for this).
 faults: $(STAMP)
