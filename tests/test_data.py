@@ -23,6 +23,7 @@ from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.supervised_setup import SupervisedTask, reward_task, sft_task
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
     ComparisonDataset,
@@ -37,7 +38,7 @@ from nemo_style_aligner.data.datasets import (
 )
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
 from nemo_style_aligner.algorithms.supervised import Collate, SupervisedSettings, SupervisedTrainer
+from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -23,7 +24,7 @@ from nemo_style_aligner.data.datasets import (
     pad_rows,
 )
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.sft import ChatPromptTokens, SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
