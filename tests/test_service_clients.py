@@ -46,8 +46,8 @@ from nemo_style_aligner.servers.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
-    server_url,
 )
+from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.proof import prove
 from nemo_style_aligner.telemetry.log_lines import JsonFormatter
 

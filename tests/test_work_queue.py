@@ -62,8 +62,8 @@ from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     RequestRefusedError,
     ServerUnavailableError,
-    server_url,
 )
+from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.timeout(240)

@@ -31,8 +31,8 @@ from nemo_style_aligner.servers.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
-    server_url,
 )
+from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.protocol import JSON_TYPE
 
 logger = logging.getLogger(__name__)

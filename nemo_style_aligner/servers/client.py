@@ -26,8 +26,8 @@ from nemo_style_aligner.servers.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
-    server_url,
 )
+from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.proof import UnprovenServerError
