@@ -18,7 +18,8 @@ from smollm2 import INSTALL_SMOLLM2, find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.weights.gguf import HF_NAMES, GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, read_architecture, write_checkpoint
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
+from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 # Hugging Face's names, within a layer or else within the model -> llama.cpp's.

@@ -21,12 +21,8 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.weights.huggingface import (
-    HuggingFaceCheckpoint,
-    copy_tokenizer_files,
-    read_architecture,
-    write_checkpoint,
-)
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
+from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 # The words of prompts. Fixed, so that figures of all versions of this repository are for the same text.

@@ -19,7 +19,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import hf_config
+from nemo_style_aligner.weights.huggingface_config import hf_config
 
 TASKS = [
     "Write one sentence about",

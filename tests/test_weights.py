@@ -30,12 +30,8 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.weights import push, stream
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import (
-    HuggingFaceCheckpoint,
-    copy_tokenizer_files,
-    read_architecture,
-    write_checkpoint,
-)
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
+from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 

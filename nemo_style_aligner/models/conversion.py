@@ -51,11 +51,10 @@ from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
     copy_tokenizer_files,
-    hf_family,
-    read_architecture,
     require_empty,
     write_checkpoint,
 )
+from nemo_style_aligner.weights.huggingface_config import hf_family, read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import WeightSource, export_weights, import_weights
 

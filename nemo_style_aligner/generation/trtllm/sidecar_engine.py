@@ -27,7 +27,7 @@ from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
 from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, ipc_handles
 from nemo_style_aligner.weights.checked import checked
-from nemo_style_aligner.weights.huggingface import hf_config
+from nemo_style_aligner.weights.huggingface_config import hf_config
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
