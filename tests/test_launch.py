@@ -31,7 +31,7 @@ from torch.distributed import HashStore
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import CONF_DIR, ConfigError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.parallel import groups, launch, machine, meeting, stop_signals
+from nemo_style_aligner.parallel import groups, initialization, machine, meeting, stop_signals
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
@@ -42,7 +42,8 @@ from nemo_style_aligner.parallel.detection import (
     tasks_per_node,
 )
 from nemo_style_aligner.parallel.groups import meet_over_gloo
-from nemo_style_aligner.parallel.launch import _stay_on_loopback, bind_address, check_world_size
+from nemo_style_aligner.parallel.initialization import _stay_on_loopback, bind_address
+from nemo_style_aligner.parallel.launch import check_world_size
 from nemo_style_aligner.parallel.machine import (
     _cgroup_cpusets,
     _cgroup_quotas,
@@ -186,14 +187,14 @@ def test_threads_of_a_rank(
     launcher: Any, given: str | None, bound_to: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two on a machine of 8 cores. MPI's launchers may have bound each to its own."""
-    monkeypatch.setattr(launch, "machine_cores", lambda: 8)
-    monkeypatch.setattr(launch, "available_cores", lambda: bound_to)
+    monkeypatch.setattr(initialization, "machine_cores", lambda: 8)
+    monkeypatch.setattr(initialization, "available_cores", lambda: bound_to)
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    launch._share_cores(LaunchInfo(0, 2, 0, 2, launcher))
+    initialization._share_cores(LaunchInfo(0, 2, 0, 2, launcher))
     assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
@@ -319,7 +320,7 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
         monkeypatch.setattr(os, "environ", environment)
         store = HashStore()
         store.set(f"address/{1 - info.rank}", address)
-        launch._name_interface_for_gloo(info, store)
+        initialization._name_interface_for_gloo(info, store)
         assert own_address() == address
         return environment.get("GLOO_SOCKET_IFNAME")
 
@@ -344,7 +345,7 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
     _name_means(monkeypatch, "192.0.2.2")
     assert interface(over_two, GLOO_SOCKET_IFNAME=own) == own
     _name_means(monkeypatch, "127.0.1.1")
-    monkeypatch.setattr(launch, "outgoing_address", lambda *_: None)
+    monkeypatch.setattr(initialization, "outgoing_address", lambda *_: None)
     with pytest.raises(LaunchError, match="correct /etc/hosts, or set GLOO_SOCKET_IFNAME"):
         interface(over_two)
 
@@ -352,7 +353,7 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
 def test_ranks_of_mpi_meet_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(info: LaunchInfo, **given: str) -> tuple[str, int]:
         monkeypatch.setattr(os, "environ", given)
-        return launch._meeting_place(info)
+        return initialization._meeting_place(info)
 
     one_machine = dataclasses.replace(MPIRUN_INFO, local_world_size=MPIRUN_INFO.world_size)
     assert place(one_machine, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234")[0] == "127.0.0.1"
@@ -545,7 +546,7 @@ def test_what_mpi_says_of_ranks_that_cannot_meet_is_a_message(monkeypatch: pytes
     mpi = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(size=2, bcast=broadcast), Exception=ArithmeticError)
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match=r"over MPI \(MPI_ERR_INTERN: internal error\).* --mca btl_tcp_if_include"):
-        launch._agree_on_address(LaunchInfo(1, 2, 0, 1, "mpirun"), 1000.0)
+        initialization._agree_on_address(LaunchInfo(1, 2, 0, 1, "mpirun"), 1000.0)
 
 
 def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,14 +565,14 @@ def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyP
     world = types.SimpleNamespace(size=2, bcast=broadcast)
     fake = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
     monkeypatch.setitem(sys.modules, "mpi4py", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(launch, "fail_job", fail)
-    monkeypatch.setattr(launch, "_LOCKED_SECONDS", 600.0)  # which would end this process
+    monkeypatch.setattr(initialization, "fail_job", fail)
+    monkeypatch.setattr(initialization, "_LOCKED_SECONDS", 600.0)  # which would end this process
     info = LaunchInfo(1, 2, 1, 2, "mpirun")
     errors_wanted = True
-    launch._agree_on_address(info, 0.001)
+    initialization._agree_on_address(info, 0.001)
     assert isinstance(errors[0], LaunchError) and "not met over MPI within 0.001 minutes" in str(errors[0])
     errors_wanted = False
-    assert launch._agree_on_address(info, 1000.0).master_port == 1234
+    assert initialization._agree_on_address(info, 1000.0).master_port == 1234
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert len(errors) == 1 and all(timer.finished.is_set() for timer in timers if timer.function is fail)
 

@@ -18,7 +18,7 @@ from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
-from nemo_style_aligner.parallel.launch import bind_address
+from nemo_style_aligner.parallel.initialization import bind_address
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint

@@ -44,7 +44,7 @@ from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import abort_job, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.launch import initialize
+from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint

@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.parallel.launch import bind_address
+from nemo_style_aligner.parallel.initialization import bind_address
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped

