@@ -643,8 +643,8 @@ def full_disk(folder: Path) -> dict[str, Any]:
         except OSError as error:
             errors.append(str(error))
         shutil.disk_usage = usage
-        for call in ("mkdir", "replace"):  # those that make its folders, and that give it its name
-            with unittest.mock.patch.object(os, call, side_effect=OSError(errno.EIO, "Input/output error")):
+        for owner, call in ((Path, "mkdir"), (os, "replace")):  # those that make its folders, and that give it its name
+            with unittest.mock.patch.object(owner, call, side_effect=OSError(errno.EIO, "Input/output error")):
                 try:
                     save(m, model, optimizer, 4)
                 except NotWrittenError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 import nemo_style_aligner
 from nemo_style_aligner.models import fused_adam
@@ -106,10 +107,14 @@ def test_a_rank_alone_has_few_groups() -> None:
                     dist.all_reduce(number, group=group)
                     assert group.size() == 1 and number == 1, name
                 threads = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
-                assert 0 < sum("gloo_tcp_loop" in name for name in threads) <= 6, threads
+                print(sum("gloo_tcp_loop" in name for name in threads))
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    counts = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
+    if Version(torch.__version__) < Version("2.10"):
+        pytest.skip("torch 2.9 does not name gloo's threads: they cannot be counted")
+    assert len(counts) == 2 and all(0 < count <= 6 for count in counts), counts
 
 
 @pytest.mark.parametrize("rule", [name for name, _, _ in cpu.SOURCE_RULES])

@@ -204,6 +204,7 @@ def test_products_of_fp32_are_computed_in_fp32() -> None:
         "import torch; before = torch.backends.cuda.matmul.fp32_precision\n"
         "from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic\n"
         "import warnings; warnings.simplefilter('error'); set_up_cuda_arithmetic()\n"
+        "warnings.simplefilter('ignore')  # torch 2.9 warns of this question\n"
         "print(before, torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())"
     )
     env = CLEAN | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
@@ -925,6 +926,14 @@ def _ranks_of(supervisor: int) -> list[int]:
     return [int(pid) for pid in listed.stdout.split()]
 
 
+def _next_line(process: subprocess.Popen[str]) -> str:
+    """The next line of the process's own; torch 2.9 prints gloo's connections there."""
+    assert process.stdout is not None
+    while (line := process.stdout.readline()).startswith("[Gloo]"):
+        pass
+    return line
+
+
 def _wait_until(condition: object, limit: float) -> None:
     deadline = time.monotonic() + limit
     while not condition():  # type: ignore[operator]
@@ -948,7 +957,7 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
     process = subprocess.Popen(command, env=CLEAN, cwd=script.parent, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert "sum 3" in process.stdout.readline() and "sum 3" in process.stdout.readline()
+        assert "sum 3" in _next_line(process) and "sum 3" in _next_line(process)
         ranks = _ranks_of(process.pid)
         assert len(ranks) == 2
         process.send_signal(number)
@@ -1054,7 +1063,7 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        assert all("waiting" in process.stdout.readline() for _ in range(ranks))
+        assert all("waiting" in _next_line(process) for _ in range(ranks))
         assert not marker.exists()
         if by == "python" and ranks > 1 and shutil.which("ps"):
             os.kill(max(_ranks_of(process.pid)), signal.SIGUSR1)  # one rank is enough
@@ -1085,7 +1094,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) ->
     ranks: list[int] = []
     try:
         assert process.stdout is not None
-        assert all("waiting" in process.stdout.readline() for _ in range(2))
+        assert all("waiting" in _next_line(process) for _ in range(2))
         ranks = _ranks_of(process.pid)
         assert len(ranks) == 2
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ranks)
@@ -1157,7 +1166,7 @@ def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        are_waiting = [process.stdout.readline() == "waiting\n" for _ in range(2)]
+        are_waiting = [_next_line(process) == "waiting\n" for _ in range(2)]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     finally:
@@ -1191,12 +1200,13 @@ def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, na
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
-        assert process.stdout is not None and "waiting" in process.stdout.readline()
+        assert "waiting" in _next_line(process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == -signal.SIGINT and errors == "interrupted\n"
+    assert process.returncode == -signal.SIGINT
+    assert errors.endswith("interrupted\n") and "Traceback" not in errors  # torch may have said something
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -1245,7 +1255,7 @@ def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path
     try:
         assert process.stdout is not None
         for line in ("waiting", "ending"):
-            assert line in process.stdout.readline()
+            assert line in _next_line(process)
             process.send_signal(signal.SIGINT)
         assert process.wait(30) == -signal.SIGINT
     finally:
@@ -1271,7 +1281,7 @@ def test_a_service_that_is_ended_while_it_starts_asks_for_nothing(tmp_path: Path
         env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert process.stdout is not None and "waiting" in process.stdout.readline()
+        assert "waiting" in _next_line(process)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     finally:

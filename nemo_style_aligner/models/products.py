@@ -86,7 +86,10 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
 
 class PackedWeight:
-    """A copy of a frozen weight in the layout that torch's library multiplies with. Results have the same bits."""
+    """A copy of a frozen weight in the layout that torch's library multiplies with.
+
+    Results have the same bits, but for torch 2.9, which rounds some of many rows otherwise.
+    """
 
     def __init__(self) -> None:
         self._packed: torch.Tensor | None = None
