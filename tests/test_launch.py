@@ -927,7 +927,7 @@ def _ranks_of(supervisor: int) -> list[int]:
 
 
 def _says(process: subprocess.Popen[str], text: str, times: int = 1) -> bool:
-    """Wait until ``text`` was printed so often; False if the output ends before. torch 2.9 has gloo print there, too."""
+    """Wait until ``text`` was printed so often; False if the output ends before. torch 2.9 prints things between."""
     assert process.stdout is not None
     while times > 0 and (line := process.stdout.readline()):
         times -= line.count(text)
