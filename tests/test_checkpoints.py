@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import io
 import json
@@ -29,6 +30,7 @@ import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 from small_models import SHAPE
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
@@ -372,6 +374,32 @@ def test_metadata_that_would_execute_something_is_refused(tmp_path: Path) -> Non
     with open_source(tmp_path) as source, pytest.raises(UnsafeCheckpointError, match="system"):
         stored_shapes(source, "model_weights")
     assert not (tmp_path / "executed").exists()
+
+
+def test_metadata_written_by_python_3_11_2_can_be_read(tmp_path: Path) -> None:
+    """Debian 12's. It pickles members of enumerations by ``getattr``, which may give nothing else."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (torch.Size, "__init_subclass__")
+
+    def write(content: Any) -> None:
+        with (tmp_path / "model_weights" / ".metadata").open("wb") as file:
+            Pickler(file).dump(content)
+
+    (tmp_path / "model_weights").mkdir()
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2, 3]), [])
+    with open_source(tmp_path) as source:
+        write(Metadata({"model.weight": tensor}))
+        assert b"getattr" in (tmp_path / "model_weights" / ".metadata").read_bytes()
+        assert stored_shapes(source, "model_weights") == {"model.weight": (2, 3)}
+        write(Evil())
+        with pytest.raises(UnsafeCheckpointError, match=r"builtins\.getattr"):
+            stored_shapes(source, "model_weights")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ knows only the classes of this format; ``common.pt`` and pickled objects (fp8 st
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,15 +116,29 @@ _ALLOWED_GLOBALS: dict[str, frozenset[str]] = {
 }
 
 
+def _unsafe(name: str) -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        f"the checkpoint's .metadata refers to {name}, which a checkpoint has no use for: do not load it unless you "
+        "trust its origin, and then convert it with megatron-core first"
+    )
+
+
+def _member(owner: Any, name: str) -> enum.Enum:
+    """A member of an enumeration, and ``getattr`` of nothing else."""
+    if not isinstance(owner, enum.EnumMeta):
+        raise _unsafe("builtins.getattr")
+    member: enum.Enum = owner[name]
+    return member
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads ``.metadata`` and nothing else: any other class or function is refused before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enumerations by it
+            return _member
         if name not in _ALLOWED_GLOBALS.get(module, ()):
-            raise UnsafeCheckpointError(
-                f"the checkpoint's .metadata refers to {module}.{name}, which a checkpoint has no use for: "
-                "do not load it unless you trust its origin, and then convert it with megatron-core first"
-            )
+            raise _unsafe(f"{module}.{name}")
         return super().find_class(module, name)
 
 
