@@ -154,7 +154,8 @@ def stored_weights(archive: Path) -> dict[str, torch.Tensor]:
     """All tensors of a .nemo archive, by stored name."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.2 has none
+            tar.extractall(folder, **safely)
         reader = FileSystemReader(next(Path(folder).rglob("model_weights")))
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -406,7 +406,7 @@ sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 from ppo_contenders import start
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 exit_on_sigterm()
-command = "echo $$ > {tmp_path}/pid; kill -TERM $PPID; exec sleep 300"
+command = "echo $$ > '{tmp_path}/pid'; kill -TERM $PPID; exec sleep 300"
 start(["sh", "-c", command], pathlib.Path(os.devnull), dict(os.environ))
 time.sleep(100)
 """

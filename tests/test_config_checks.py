@@ -415,7 +415,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 1, "model.data.data_prefix=null", ("model.data.data_prefix should be {train: [FILE, ...",),
     ),
     "template without the response": (
-        "gpt_sft", 1, f"model.data.train_ds.prompt_template=5 model.data.validation_ds.file_path={DATA}",
+        "gpt_sft", 1, f"model.data.train_ds.prompt_template=5 model.data.validation_ds.file_path={shlex.quote(DATA)}",
         ("model.data.train_ds: prompt_template '5' should end with {output}",
          "model.data.validation_ds: prompt_template '5' should end with {output}"),
     ),
@@ -423,7 +423,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 1, "'model.data.train_ds.prompt_template=\"{input} } {output}\"'",
         ("model.data.train_ds: prompt_template '{input} } {output}' cannot be read (Single '}' encountered in",),
     ),
-    "data file alone": ("training_rm", 1, f"model.data.data_prefix={DATA}", ("model.data.data_prefix should be {tra",)),
+    "data file alone": (
+        "training_rm", 1, f"model.data.data_prefix={shlex.quote(DATA)}",
+        ("model.data.data_prefix should be {tra",),
+    ),
     "split of another name": (
         "training_rm", 1, f"'model.data.data_prefix={{train: {DATA}, val: {DATA}}}'", ("has the unknown split 'val'",),
     ),
@@ -443,11 +446,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("model.data.train_ds.file_path=None: give a file", "validation_ds.file_path names /: this is a folder"),
     ),
     "log directory that is a file": (
-        "gpt_ppo_critic", 1, f"exp_manager.explicit_log_dir={DATA}/log",
+        "gpt_ppo_critic", 1, f"'exp_manager.explicit_log_dir={DATA}/log'",
         (f"exp_manager.explicit_log_dir={DATA}/log: the log directory {DATA}/log cannot be written to ({DATA} is no",),
     ),
     "log directory below a file": (
-        "inference_rm", 1, f"exp_manager.explicit_log_dir=null exp_manager.exp_dir={DATA}",
+        "inference_rm", 1, f"exp_manager.explicit_log_dir=null exp_manager.exp_dir={shlex.quote(DATA)}",
         (f"exp_manager.exp_dir={DATA}: the log directory {DATA}/inference_rm cannot be written to",),
     ),
     "checkpoint that is not there": (
@@ -455,13 +458,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ("exp_manager.resume_from_checkpoint=/typo is not a checkpoint: there is no such folder",),
     ),
     "folder that is no checkpoint": (
-        "gpt_ppo_critic", 1, f"exp_manager.resume_from_checkpoint={Path(DATA).parent}", ("it has no manifest.json",),
+        "gpt_ppo_critic", 1, f"'exp_manager.resume_from_checkpoint={Path(DATA).parent}'", ("it has no manifest.json",),
     ),
     "archive that is none": (
-        "gpt_sft", 1, f"model.restore_from_path={DATA}", (f"model.restore_from_path={DATA}: {DATA} is not a read",),
+        "gpt_sft", 1, f"'model.restore_from_path={DATA}'", (f"model.restore_from_path={DATA}: {DATA} is not a read",),
     ),
     "archive without a config": (
-        "training_rm", 1, f"pretrained_checkpoint.restore_from_path={Path(DATA).parent / 'data'}",
+        "training_rm", 1, f"'pretrained_checkpoint.restore_from_path={Path(DATA).parent}/data'",
         ("pretrained_checkpoint.restore_from_path=",),
     ),
     "times of which waits are not capable": (
@@ -655,7 +658,7 @@ def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, mon
         return not mode & os.W_OK
 
     monkeypatch.setattr("os.access", may_only_read)
-    (line,) = problems(model, "gpt_sft", f"exp_manager.explicit_log_dir={tmp_path}/a/b")
+    (line,) = problems(model, "gpt_sft", f"'exp_manager.explicit_log_dir={tmp_path}/a/b'")
     assert f"(this user may not write in {tmp_path}): give a folder that you may write to" in line
     assert asked == [str(tmp_path)]
 
@@ -663,7 +666,7 @@ def test_a_log_directory_that_is_somebody_elses(model: Path, tmp_path: Path, mon
 def test_what_is_in_the_place_of_checkpoints(model: Path, tmp_path: Path) -> None:
     """Of a disk that is not mounted, say: the job would begin anew, and learn of it at its first save."""
     checkpoints = tmp_path / "checkpoints"
-    line = f"exp_manager.explicit_log_dir={tmp_path}"
+    line = f"'exp_manager.explicit_log_dir={tmp_path}'"
     checkpoints.symlink_to(tmp_path / "disk")
     for job in JOBS:
         found = [problem for problem in problems(model, job, line) if "checkpoints cannot be written to" in problem]
@@ -697,7 +700,7 @@ def test_a_log_directory_without_room_is_no_mistake_of_the_config(
 
 
 def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path) -> None:
-    line = f"exp_manager.explicit_log_dir={DATA}"
+    line = f"'exp_manager.explicit_log_dir={DATA}'"
     assert len(problems(model, "inference_rm", line)) == 1
     assert problems(model, "inference_rm", f"{line} exp_manager.watchdog_minutes=null") == []
 
@@ -705,7 +708,7 @@ def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path)
 def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
     """One that is gone since is none to complain of where the run has gone on from it: that is resumed instead."""
     named = tmp_path / "elsewhere" / "step=3-last"
-    line = f"exp_manager.explicit_log_dir={tmp_path} exp_manager.resume_from_checkpoint={named}"
+    line = f"'exp_manager.explicit_log_dir={tmp_path}' 'exp_manager.resume_from_checkpoint={named}'"
     assert "there is no such folder" in problems(model, "gpt_sft", line)[0]
     own = tmp_path / "checkpoints" / "step=7"
     own.mkdir(parents=True)

@@ -651,8 +651,9 @@ def launcher(name: str, ranks: int) -> list[str]:
 def run(
     script: Path, *arguments: str, by: str = "python", env: dict[str, str] = CLEAN
 ) -> subprocess.CompletedProcess[str]:
+    log_dir = f"exp_manager.explicit_log_dir={script.parents[1] / 'log'}"  # not the default, /results
     return subprocess.run(
-        [*launcher(by, 2), str(script), "trainer.num_nodes=1", *arguments],
+        [*launcher(by, 2), str(script), "trainer.num_nodes=1", log_dir, *arguments],
         env=env,
         cwd=script.parent,
         text=True,
@@ -914,7 +915,7 @@ def test_help_says_what_the_script_is(script: Path, flag: str) -> None:
     assert must_be == ["pretrained_checkpoint.restore_from_path"]
     file = CONF_DIR / "gpt_ppo_critic.yaml"
     assert result.stdout.endswith(f"{file}:\n\n{file.read_text()}\n")  # with the comments
-    unread = f"{sys.executable} {script} {flag} | true; exit ${{PIPESTATUS[0]}}"  # as with `| head`
+    unread = f"'{sys.executable}' '{script}' {flag} | true; exit ${{PIPESTATUS[0]}}"  # as with `| head`
     result = subprocess.run(["bash", "-c", unread], env=CLEAN, text=True, capture_output=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
 

@@ -92,7 +92,7 @@ def test_a_missing_or_wrong_version_names_the_command(
 
 def test_another_python_is_asked_for_its_version(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     assert versions.installed_version(str(python)) is None
     metadata = tmp_path / "tensorrt_llm-1.3.0rc24.dist-info"

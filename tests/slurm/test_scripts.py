@@ -193,7 +193,7 @@ def test_a_limit_that_is_no_number_is_refused_at_once() -> None:
 
 def test_the_secret_is_made_once_and_nobody_elses(tmp_path: Path) -> None:
     done = bash(
-        "umask 002; make_secret; make_secret; stat -c %a $NEMO_STYLE_ALIGNER_TOKEN_FILE", RESULTS_DIR=str(tmp_path)
+        'umask 002; make_secret; make_secret; stat -c %a "$NEMO_STYLE_ALIGNER_TOKEN_FILE"', RESULTS_DIR=str(tmp_path)
     )
     assert done.returncode == 0 and done.stdout.strip() == "600", done.stderr
     made = read_secret(tmp_path / "secret").value
@@ -211,7 +211,8 @@ def test_a_signal_before_the_first_component_stops_it_when_it_is_there(srun: Pat
 @pytest.mark.parametrize("failures", [1, 5])
 def test_a_busy_controller_is_asked_again(failures: int, srun: Path, tmp_path: Path) -> None:
     (srun / "squeue").write_text(
-        f"#!/bin/bash\necho >> {tmp_path}/asked\n(($(wc -l < {tmp_path}/asked) > {failures})) && echo '7.0 critic'\n"
+        f"#!/bin/bash\necho >> '{tmp_path}/asked'\n"
+        f"(($(wc -l < '{tmp_path}/asked') > {failures})) && echo '7.0 critic'\n"
     )
     (srun / "scancel").write_text('#!/bin/bash\nkill -KILL "$VICTIM"\n')
     for name in ("squeue", "scancel"):
