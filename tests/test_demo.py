@@ -83,7 +83,7 @@ stages._wait_until_ready = lambda *_: None
 exit_on_sigterm()
 demo = stages.Demo(stages.Path({str(tmp_path / "demo")!r}), num_stages=1)
 def command(path, first):
-    return ["sh", "-c", f'trap "touch '{{path}}.ended'; exit" TERM; {{first}}; {loop}']
+    return ["sh", "-c", f'''trap "touch '{{path}}.ended'; exit" TERM; {{first}}; {loop}''']
 with demo.service("service", 1, *command({str(tmp_path / "service")!r}, "touch '{tmp_path / "service"}'")):
     while not stages.Path({str(tmp_path / "service")!r}).exists():
         time.sleep(0.01)
