@@ -935,6 +935,11 @@ def _says(process: subprocess.Popen[str], text: str, times: int = 1) -> bool:
     return times <= 0
 
 
+def _own_words(errors: str) -> str:
+    """``errors`` without the line that torch adds where there is nvcc and no GPU."""
+    return "".join(line for line in errors.splitlines(keepends=True) if "No CUDA runtime is found" not in line)
+
+
 def _wait_until(condition: object, limit: float) -> None:
     deadline = time.monotonic() + limit
     while not condition():  # type: ignore[operator]
@@ -1198,8 +1203,7 @@ def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, na
         _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == -signal.SIGINT
-    assert errors.endswith("interrupted\n") and "Traceback" not in errors  # torch may have said something
+    assert process.returncode == -signal.SIGINT and _own_words(errors) == "interrupted\n"
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -1225,8 +1229,7 @@ def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=CLEAN, capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGINT
-    assert done.stderr.endswith("interrupted\n") and "Traceback" not in done.stderr  # torch may have said something
+    assert done.returncode == -signal.SIGINT and _own_words(done.stderr) == "interrupted\n"
 
 
 def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
