@@ -178,6 +178,13 @@ def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype
     for found, expected_grad in zip(grads, expected_grads, strict=True):
         assert_near(found, expected_grad)
 
+    other = numbers(rows, width, seed=3, dtype=dtype)
+    total, *rest = kernels.add_and_rms_norm(x, other, weight, 1e-5)
+    assert torch.equal(total, x + other)
+    assert all(map(torch.equal, rest, kernels.rms_norm(total, weight, 1e-5)))
+    added = kernels.rms_norm_backward(x, weight, scale, grad, added=other)
+    assert torch.equal(added[0], grads[0] + other) and torch.equal(added[1], grads[1])
+
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,7 +40,7 @@ from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.models import kept_passes as kept_passes_module
-from nemo_style_aligner.models import layer_kernels, pipeline, products
+from nemo_style_aligner.models import layer_kernels, layers, main_grads, pipeline, products
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
@@ -72,6 +72,7 @@ from nemo_style_aligner.models.supervised_losses import (
     ranking_objective,
     with_deviations,
 )
+from nemo_style_aligner.models.whole_layer import whole_layer
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
@@ -291,7 +292,7 @@ def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | 
     weights = torch.randn(5, width, generator=torch.Generator().manual_seed(2)) * asked
     rows: list[list[int]] = [[] for _ in model.gpt.decoder.layers]
     for layer, seen in zip(model.gpt.decoder.layers, rows, strict=True):
-        layer.mlp.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(len(inputs[0])))
+        layer.register_forward_hook(lambda _, inputs, outputs, seen=seen: seen.append(len(outputs[0])))
 
     def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
@@ -424,6 +425,60 @@ def test_linear_layers_equal_exact_products(
             torch.testing.assert_close(found, expected.to(dtype), msg=lambda m, n=name: f"{n}: {m}")
         with pytest.raises(TypeError, match="cannot take"):
             layer(x.half())
+
+
+@pytest.mark.parametrize("granularity", [None, "full"])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_as_one_function_changes_no_bit(
+    dtype: torch.dtype, in_place: bool, granularity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of log-probs and gradients, against the same layers module by module."""
+    config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+    model = build_model(ARCHITECTURES["llama"], config, dtype)
+    if not in_place:
+        for parameter in model.gpt.parameters():
+            setattr(parameter, main_grads._IN_PLACE, False)
+    ids, wanted = tokens(), torch.ones(5, 11, dtype=torch.bool)
+    weights = torch.randn(5, 11, generator=torch.Generator().manual_seed(2))
+    computed: list[bool] = []
+
+    def as_one(*args: Any) -> torch.Tensor | None:
+        out = whole_layer(*args)
+        computed.append(out is not None)
+        return out
+
+    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
+
+    found = []
+    for function in (as_one, lambda *_: None):
+        monkeypatch.setattr(layers, "whole_layer", function)
+        for parameter in model.gpt.parameters():
+            parameter.main_grad.zero_()
+        train_step(model, Weighted(ids, weights), wanted, MicroBatching(2), loss, scoring=Scoring())
+        found.append([logprobs(model, ids), *(p.main_grad.clone() for p in model.gpt.parameters())])
+    assert computed and all(computed)
+    assert all(torch.equal(one, several) and one.norm() > 0 for one, several in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p"])
+def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, norms of queries and keys, other norms and activations; and with dropout, while training."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it has no room for that")
+
+    model = build_model(ARCHITECTURES[name], {"optim": OPTIM}, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "whole_layer", refuse)
+        logprobs(model, tokens())
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM, "hidden_dropout": 0.5}, torch.float32)
+    packed = pack_row(tokens(), torch.ones(5, 12, dtype=torch.bool), 1)
+    hidden, angles = torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8)
+    layer = model.gpt.decoder.layers[0]
+    assert whole_layer(layer.train(), hidden, angles, packed.sequences) is None
+    assert whole_layer(layer.eval(), hidden, angles, packed.sequences) is not None
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])

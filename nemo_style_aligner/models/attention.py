@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,16 +35,12 @@ class LocalSelfAttention(SelfAttention):
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         drops_out = self.training and self.core_attention.dropout > 0
         kernels = None if drops_out else kernels_for(hidden_states)
-        if rotary_pos_emb is not None and packed_seq_params.rotary is None:
-            angles = rotary_pos_emb[packed_seq_params.positions, 0].float()
-            dtype = torch.float32 if kernels else hidden_states.dtype
-            packed_seq_params.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        rotary = packed_seq_params.rotate_by(rotary_pos_emb, torch.float32 if kernels else hidden_states.dtype)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        if packed_seq_params.rotary is not None:
-            query = _Rotation.apply(query, *packed_seq_params.rotary)
-            key = _Rotation.apply(key, *packed_seq_params.rotary)
+        if rotary is not None:
+            query, key = _Rotation.apply(query, *rotary), _Rotation.apply(key, *rotary)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
 
     def _attend_compiled(
@@ -59,7 +54,7 @@ class LocalSelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.lengths, d**-0.5, kernels)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.sizes, d**-0.5, kernels)
         return out.view(t, 1, -1)
 
 
@@ -146,17 +141,16 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         qkv: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: Sequence[int],
+        lengths: torch.Tensor,
         scale: float,
         kernels: LayerKernels,
     ) -> torch.Tensor:
-        sizes = torch.tensor(lengths, dtype=torch.int32)
         if rotary is not None:
             rotary = rotary[0].view(len(qkv), -1), rotary[1].view(len(qkv), -1)
         qkv = qkv.contiguous()
-        out, lse = kernels.attention(qkv, rotary, sizes, scale)
+        out, lse = kernels.attention(qkv, rotary, lengths, scale)
         ctx.save_for_backward(qkv, lse)
-        ctx.arguments, ctx.kernels = (rotary, sizes, scale), kernels
+        ctx.arguments, ctx.kernels = (rotary, lengths, scale), kernels
         return out
 
     @staticmethod

@@ -166,16 +166,30 @@ class LayerKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., h] / rms(x) * weight (fp32 [h]) over the last dimension, and 1 / rms(x), fp32 [..., 1]."""
         out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        self._call("layer_rms_norm", (x, weight, out, scale), _rows(x), ctypes.c_float(eps))
+        self._call("layer_rms_norm", (x, None, weight, None, out, scale), _rows(x), ctypes.c_float(eps))
         return out, scale
 
+    def add_and_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x + added, and `rms_norm` of it."""
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        self._call("layer_rms_norm", (x, added, weight, total, out, scale), _rows(x), ctypes.c_float(eps))
+        return total, out, scale
+
     def rms_norm_backward(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        grad: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients with respect to x and, in fp32, to the weight."""
+        """The gradients with respect to x, plus ``added``, and, in fp32, to the weight."""
         grad_x = torch.empty_like(x)
         grad_weight = torch.empty(torch.get_num_threads(), x.shape[-1], dtype=torch.float32)
-        self._call("layer_rms_norm_backward", (x, weight, scale, grad, grad_x, grad_weight), _rows(x))
+        self._call("layer_rms_norm_backward", (x, weight, scale, grad, added, grad_x, grad_weight), _rows(x))
         return grad_x, grad_weight.sum(0)
 
     def measure_logits(
@@ -351,6 +365,7 @@ def _check_norm(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
     given, given_grad = numbers.narrow(x, grad)
     out, factor = kernels.rms_norm(given, weight.detach(), 1e-5)
     yield out, expected
+    yield kernels.add_and_rms_norm(given, torch.zeros_like(given), weight.detach(), 1e-5)[1], expected
     grads = kernels.rms_norm_backward(given, weight.detach(), factor, given_grad)
     yield from zip(grads, expected_grads, strict=True)
 

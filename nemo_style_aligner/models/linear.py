@@ -34,14 +34,18 @@ class _OnCPU:
         if input.device.type != "cpu":
             return super()._forward_impl(input, weight, bias, **options)  # type: ignore[misc]
         allreduce, is_shared, group = (options[name] for name in ("allreduce_dgrad", "sequence_parallel", "tp_group"))
-        is_frozen = not weight.requires_grad and not input.requires_grad and input.dtype == weight.dtype
-        packed = self._packed_weight.of(weight) if is_frozen and input.numel() else None
         out: torch.Tensor
-        if packed is not None:
-            out = product_of_packed(_gathered(input, group if is_shared else None), packed)
+        if not weight.requires_grad and not input.requires_grad:
+            out = self.multiply(_gathered(input, group if is_shared else None), weight)
         else:
             out = _Linear.apply(input, weight, allreduce, is_shared, group)
         return out if bias is None else out + bias
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., k] @ weight.T -> [..., n] on a CPU, with this layer's weight. Not differentiable."""
+        packs = not weight.requires_grad and x.dtype == weight.dtype and x.numel()
+        packed = self._packed_weight.of(weight) if packs else None
+        return multiplied(x, weight) if packed is None else product_of_packed(x, packed)
 
 
 class ColumnLinear(_OnCPU, ColumnParallelLinear):
@@ -50,6 +54,29 @@ class ColumnLinear(_OnCPU, ColumnParallelLinear):
 
 class RowLinear(_OnCPU, RowParallelLinear):
     """megatron-core's `RowParallelLinear` with `_OnCPU`."""
+
+
+def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable: see the next two functions."""
+    if x.dtype != weight.dtype:  # where both are widened, the mistake would go unnoticed
+        raise TypeError(f"a linear layer of {weight.dtype} cannot take {x.dtype}")
+    return product(widened(x), widened(weight).t()).to(x.dtype)
+
+
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of `multiplied` with respect to x, from that of its result."""
+    return product(widened(grad), widened(weight)).to(grad.dtype)
+
+
+def weight_gradient(
+    grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The gradient with respect to the weight, of ``dtype``; added to ``main_grad`` instead, where there is one."""
+    columns, rows = widened(grad).flatten(0, -2), widened(x).flatten(0, -2)
+    if main_grad is None:
+        return product(columns.t(), rows).to(dtype)
+    add_product(main_grad, columns, rows)
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -68,31 +95,25 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        if x.dtype != weight.dtype:  # where both are widened, the mistake would go unnoticed
-            raise TypeError(f"a linear layer of {weight.dtype} cannot take {x.dtype}")
         ctx.save_for_backward(x, weight)
         ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
         ctx.gathered_by = group if sequence_parallel else None
         ctx.main_grad = main_grad_of(weight)
-        return product(widened(_gathered(x, ctx.gathered_by)), widened(weight).t()).to(x.dtype)
+        return multiplied(_gathered(x, ctx.gathered_by), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        wide, grad_x, grad_weight, exchange = widened(grad), None, None, None
+        grad_x, grad_weight, exchange = None, None, None
         if ctx.needs_input_grad[0]:
-            grad_x = product(wide, widened(weight)).to(grad.dtype)
+            grad_x = input_gradient(grad, weight)
             if ctx.allreduce_dgrad:
                 exchange = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
             elif ctx.gathered_by is not None:
                 whole, grad_x = grad_x, torch.empty_like(x)
                 exchange = dist.reduce_scatter_tensor(grad_x, whole, group=ctx.gathered_by, async_op=True)
         if ctx.needs_input_grad[1]:  # while the ranks exchange grad_x
-            rows, columns = widened(_gathered(x, ctx.gathered_by)).flatten(0, -2), wide.flatten(0, -2)
-            if ctx.main_grad is None:
-                grad_weight = product(columns.t(), rows).to(weight.dtype)
-            else:
-                add_product(ctx.main_grad, columns, rows)
+            grad_weight = weight_gradient(grad, _gathered(x, ctx.gathered_by), weight.dtype, ctx.main_grad)
         if exchange is not None:
             exchange.wait()
         return grad_x, grad_weight, None, None, None

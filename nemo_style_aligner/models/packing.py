@@ -55,6 +55,21 @@ class PackedSequences(PackedSeqParams):
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     blocks: AttentionBlocks | None = None
+    _sizes: torch.Tensor | None = None
+
+    def rotate_by(self, angles: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute ``rotary`` in ``dtype``, if no layer has yet, from the angles of all positions [s, 1, 1, r]."""
+        if angles is not None and self.rotary is None:
+            angles = angles[self.positions, 0].float()
+            self.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self.rotary
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """``lengths`` as compiled kernels take them: int32 [n], on the CPU."""
+        if self._sizes is None:
+            self._sizes = torch.tensor(self.lengths, dtype=torch.int32)
+        return self._sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,186 @@
+"""A whole transformer layer as one function, for packed rows on CPUs.
+
+A layer's parts are some ten modules and as many nodes of autograd's graph. What Python does between their products is
+hardly less than a tenth of a pass over a micro batch of a small model. Here it is one node, which computes the same
+numbers, bit for bit, and keeps the same tensors for the backward pass.
+
+Layers with biases, other norms or activations, dropout, recomputed activations or tensor parallelism are computed
+module by module (`layers.Layer`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
+from nemo_style_aligner.models.linear import input_gradient, multiplied, weight_gradient
+from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.packing import PackedSequences
+
+
+def is_one_function(config: TransformerConfig) -> bool:
+    """Whether layers of a model can be computed as a whole."""
+    return (
+        config.normalization == "RMSNorm"
+        and config.use_te_activation_func  # SwiGLU
+        and not (config.add_bias_linear or config.add_qkv_bias or config.qk_layernorm)
+        and config.tensor_model_parallel_size == 1
+        and config.recompute_granularity != "selective"
+    )
+
+
+def whole_layer(
+    layer: TransformerLayer, x: torch.Tensor, angles: torch.Tensor | None, packed: PackedSequences
+) -> torch.Tensor | None:
+    """x [t, 1, h] -> [t, 1, h]; None where the layer has to be computed module by module.
+
+    Args:
+        layer: a layer of a model for which `is_one_function` holds.
+        angles: rotary angles of all positions [s, 1, 1, r]; None: no rotation.
+        packed: the sequences of the row.
+    """
+    config, kernels = layer.config, kernels_for(x)
+    weights = _Weights(
+        layer.input_layernorm.weight,
+        layer.self_attention.linear_qkv.weight,
+        layer.self_attention.linear_proj.weight,
+        layer.pre_mlp_layernorm.weight,
+        layer.mlp.linear_fc1.weight,
+        layer.mlp.linear_fc2.weight,
+    )
+    drops_out = layer.training and (config.hidden_dropout or config.attention_dropout)
+    if kernels is None or drops_out or x.dtype != weights.qkv.dtype:
+        return None
+    rotary = packed.rotate_by(angles, torch.float32)
+    if rotary is not None:
+        rotary = rotary[0].view(len(x), -1), rotary[1].view(len(x), -1)
+    channels = layer.self_attention.hidden_size_per_attention_head
+    row = _Row(kernels, rotary, packed.sizes, config.num_query_groups, channels, config.layernorm_epsilon)
+    if not torch.is_grad_enabled():
+        products = _Products(
+            layer.self_attention.linear_qkv.multiply,
+            layer.self_attention.linear_proj.multiply,
+            layer.mlp.linear_fc1.multiply,
+            layer.mlp.linear_fc2.multiply,
+        )
+        out, _ = _forward(row, x.flatten(0, 1), weights, products)
+        return out.view(x.shape)
+    if not all(weight.requires_grad for weight in weights):
+        return None
+    computed: torch.Tensor = _WholeLayer.apply(row, x, *weights)
+    return computed
+
+
+class _Weights(NamedTuple):
+    """A layer's weights: [h], [groups * (heads per group + 2) * d, h], [h, heads * d], [h], [2 f, h], [h, f]."""
+
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    proj: torch.Tensor
+    mlp_norm: torch.Tensor
+    fc1: torch.Tensor
+    fc2: torch.Tensor
+
+
+class _Products(NamedTuple):
+    """How to multiply by each of the four matrices: f(x, weight)."""
+
+    qkv: Any
+    proj: Any
+    fc1: Any
+    fc2: Any
+
+
+_WITH_GRADIENT = _Products(*[multiplied] * 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What all layers need to know of a packed row: the arguments of `LayerKernels`."""
+
+    kernels: LayerKernels
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    lengths: torch.Tensor
+    groups: int
+    channels: int
+    epsilon: float
+
+    @property
+    def attention(self) -> tuple[Any, ...]:
+        """The last arguments of the functions for attention."""
+        return self.rotary, self.lengths, self.channels**-0.5
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs: inputs and outputs of the products, what the norms divided by, log-sum-exps."""
+
+    x: torch.Tensor  # [t, h]
+    scale: torch.Tensor  # [t, 1]
+    normed: torch.Tensor  # [t, h]
+    qkv: torch.Tensor  # [t, groups, heads per group + 2, d]
+    lse: torch.Tensor  # [t, heads]
+    attended: torch.Tensor  # [t, heads * d]
+    middle: torch.Tensor  # [t, h]
+    mlp_scale: torch.Tensor  # [t, 1]
+    mlp_normed: torch.Tensor  # [t, h]
+    gate_and_up: torch.Tensor  # [t, 2 f]
+    gated: torch.Tensor  # [t, f]
+
+
+def _forward(row: _Row, x: torch.Tensor, weights: _Weights, products: _Products) -> tuple[torch.Tensor, _Kept]:
+    kernels, epsilon = row.kernels, row.epsilon
+    x = x.contiguous()
+    normed, scale = kernels.rms_norm(x, weights.norm.float(), epsilon)
+    qkv = products.qkv(normed, weights.qkv).view(len(x), row.groups, -1, row.channels)
+    attended, lse = kernels.attention(qkv, *row.attention)
+    attended = attended.flatten(1)
+    added = products.proj(attended, weights.proj)
+    middle, mlp_normed, mlp_scale = kernels.add_and_rms_norm(x, added, weights.mlp_norm.float(), epsilon)
+    gate_and_up = products.fc1(mlp_normed, weights.fc1)
+    gated = kernels.swiglu(gate_and_up)
+    out = products.fc2(gated, weights.fc2).add_(middle)
+    kept = _Kept(x, scale, normed, qkv, lse, attended, middle, mlp_scale, mlp_normed, gate_and_up, gated)
+    return out, kept
+
+
+class _WholeLayer(torch.autograd.Function):
+    """`_forward` with gradients; those of the four matrices are added to ``main_grad`` where they may be."""
+
+    @staticmethod
+    def forward(ctx: Any, row: _Row, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        out, kept = _forward(row, x.flatten(0, 1), _Weights(*weights), _WITH_GRADIENT)
+        ctx.save_for_backward(*kept, *weights)
+        ctx.row = row
+        ctx.main_grads = [main_grad_of(weight) for weight in weights]
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        kept, weights = _Kept(*saved[: len(_Kept._fields)]), _Weights(*saved[len(_Kept._fields) :])
+        main, row, kernels = _Weights(*ctx.main_grads), ctx.row, ctx.row.kernels
+        shape, grad = grad.shape, grad.flatten(0, 1).contiguous()
+
+        above = input_gradient(grad, weights.fc2)
+        grad_fc2 = weight_gradient(grad, kept.gated, weights.fc2.dtype, main.fc2)
+        above = kernels.swiglu_backward(kept.gate_and_up, above)
+        grad_fc1 = weight_gradient(above, kept.mlp_normed, weights.fc1.dtype, main.fc1)
+        above = input_gradient(above, weights.fc1)
+        grad, grad_mlp_norm = kernels.rms_norm_backward(
+            kept.middle, weights.mlp_norm.float(), kept.mlp_scale, above, added=grad
+        )
+
+        above = input_gradient(grad, weights.proj)
+        grad_proj = weight_gradient(grad, kept.attended, weights.proj.dtype, main.proj)
+        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention).flatten(1)
+        grad_qkv = weight_gradient(above, kept.normed, weights.qkv.dtype, main.qkv)
+        above = input_gradient(above, weights.qkv)
+        grad, grad_norm = kernels.rms_norm_backward(kept.x, weights.norm.float(), kept.scale, above, added=grad)
+
+        norms = grad_norm.to(weights.norm.dtype), grad_mlp_norm.to(weights.mlp_norm.dtype)
+        return None, grad.view(shape), norms[0], grad_qkv, grad_proj, norms[1], grad_fc1, grad_fc2
