@@ -132,16 +132,26 @@ static INLINE void store_as(bf16* p, vf v) {
 }
 static INLINE void set_as(float* p, float x) { *p = x; }
 static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
+template <class T> static INLINE void store_row(T* p, const float* x, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_as(p + i, load<vf>(x + i));
+    for (; i < n; ++i) set_as(p + i, x[i]);
+}
 
 // ---- exp ------------------------------------------------------------------------------------------------------------
 
-// e^x to about 2 units in the last place; exactly 0 below -87, where results would soon be denormal, and infinity above
-// 88, where they would soon overflow; NaN of NaN.
+// e^x to about 2 units in the last place; exactly 0 below -87, where results would soon be denormal, and infinity where
+// they overflow or would soon, above 88; NaN of NaN.
 // x is split into n ln 2 + f, |f| <= ln 2 / 2 (Cody and Waite), and e^f taken from its Taylor series of degree 7
 // (remainder below 6e-9).
 static INLINE vf vexp(vf x) {
+#if defined(__AVX512F__) && LANES == 16
+    const vf low = splat(-87.0f), high = splat(89.0f);
+    vf c = (vf)_mm512_min_ps((__m512)high, _mm512_max_ps((__m512)low, (__m512)x)); // in this order NaN stays NaN
+#else
     const vf low = splat(-87.0f), high = splat(88.0f);
-    vf c = low > x ? low : x;        // in this order NaN stays NaN
+    vf c = low > x ? low : x; // in this order NaN stays NaN
+#endif
     const float round = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     vf shifted = c * 1.44269504089f + round;
     vf n = shifted - round;
@@ -155,10 +165,15 @@ static INLINE vf vexp(vf x) {
     p = p * f + 0.5f;
     p = p * f + 1.0f;
     p = p * f + 1.0f;
+#if defined(__AVX512F__) && LANES == 16 // multiplies by 2^n in one instruction, which overflows to infinity
+    const __mmask16 is_low = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_LT_OQ);
+    return (vf)_mm512_maskz_scalef_ps(~is_low, (__m512)p, (__m512)n);
+#else
     vi exponent = ((vi)shifted - 0x4B400000) << 23;
     vf y = (vf)((vi)p + exponent) + (c - c); // NaN again, which the integer addition may have hidden
     y = x > high ? splat(INFINITY) : y; // where the exponent may overflow
     return x < low ? vf{} : y;
+#endif
 }
 
 // ---- products of pairs of bf16 --------------------------------------------------------------------------------------

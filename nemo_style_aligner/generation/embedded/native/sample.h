@@ -66,8 +66,11 @@ static void sample_row(const SampleArguments& s, int row) {
     int best = 0;
     for (int b = 0; b < s.limit; b += BLOCK) {
         const int n = std::min(BLOCK, s.limit - b);
-        float most = -INFINITY;
-        for (int j = 0; j < n; ++j) most = x[b + j] > most ? x[b + j] : most;
+        vf lanes = splat(-INFINITY);
+        int j = 0;
+        for (; j + LANES <= n; j += LANES) lanes = vmax(lanes, load<vf>(x + b + j));
+        float most = max_lanes(lanes);
+        for (; j < n; ++j) most = x[b + j] > most ? x[b + j] : most;
         if (most > peak) {
             peak = most;
             best = b;

@@ -114,6 +114,16 @@ template <bool ADD> static INLINE void write_row(float* out, const float* row, c
 }
 static INLINE const float* panel_bias(const float* bias, int panel) { return bias ? bias + panel * PANEL : nullptr; }
 
+// Stores `n` numbers as column `at` of a page of keys.
+static INLINE void store_column(panel_t* keys, const float* x, int n, int at) {
+    panel_t narrow[HEAD_DIM];
+    store_row(narrow, x, n);
+    int i = 0;
+    if (sizeof(panel_t) == 2) // pairs of channels are neighbours
+        for (; i + 2 <= n; i += 2) memcpy(keys + pair_index(i, at, PAGE), narrow + i, 2 * sizeof(panel_t));
+    for (; i < n; ++i) keys[pair_index(i, at, PAGE)] = narrow[i];
+}
+
 // Norms q and k where the model does, rotates them, and stores k and v in the row's page.
 static void file_row(const Model& m, const Layer& layer, const Pass& pass, int row) {
     const int position = pass.positions[row];
@@ -138,16 +148,15 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
             y[i + ROTARY / 2] = x[i + ROTARY / 2] * cosines[i] + x[i] * sines[i];
         }
         if (head < HEADS) {
-            act_t* query = m.queries + ((size_t)row * HEADS + head) * CHANNELS;
-            for (int i = 0; i < HEAD_DIM; ++i) set_as(query + i, y[i]);
+            store_row(m.queries + ((size_t)row * HEADS + head) * CHANNELS, y, HEAD_DIM);
         } else {
-            panel_t* keys = layer.keys + ((size_t)page * GROUPS + head - HEADS) * PAGE_SIZE;
-            for (int i = 0; i < HEAD_DIM; ++i) set_as(keys + pair_index(i, at, PAGE), y[i]);
+            store_column(layer.keys + ((size_t)page * GROUPS + head - HEADS) * PAGE_SIZE, y, HEAD_DIM, at);
         }
     }
     for (int group = 0; group < GROUPS; ++group, source += HEAD_DIM) {
-        panel_t* values = layer.values + ((size_t)page * GROUPS + group) * PAGE_SIZE;
-        for (int i = 0; i < HEAD_DIM; ++i) set_as(values + pair_index(at, i, CHANNELS), source[i]);
+        panel_t narrow[HEAD_DIM], *values = layer.values + ((size_t)page * GROUPS + group) * PAGE_SIZE;
+        store_row(narrow, source, HEAD_DIM);
+        for (int i = 0; i < HEAD_DIM; ++i) values[pair_index(at, i, CHANNELS)] = narrow[i];
     }
 }
 
