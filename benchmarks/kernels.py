@@ -176,7 +176,7 @@ def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[
     def attend(qkv: torch.Tensor) -> torch.Tensor:
         if kernels := layer_kernels.best_kernels():
             rotary = angles.cos(), angles.sin()
-            return attention._Attention.apply(qkv, rotary, packed.lengths, a.kv_channels**-0.5, kernels)
+            return attention._Attention.apply(qkv, rotary, packed.sizes, a.kv_channels**-0.5, kernels)
         rotary = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
         query = attention._Rotation.apply(qkv[:, :, :-2].flatten(1, 2), *rotary)
         key = attention._Rotation.apply(qkv[:, :, -2], *rotary)

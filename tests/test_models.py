@@ -464,7 +464,7 @@ def test_a_layer_as_one_function_changes_no_bit(
 
 @pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p"])
 def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases, norms of queries and keys, other norms and activations; and with dropout, while training."""
+    """With biases, norms of queries and keys, other norms and activations; with dropout, while training; on GPUs."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("it has no room for that")
@@ -479,6 +479,9 @@ def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pyte
     layer = model.gpt.decoder.layers[0]
     assert whole_layer(layer.train(), hidden, angles, packed.sequences) is None
     assert whole_layer(layer.eval(), hidden, angles, packed.sequences) is not None
+    assert whole_layer(layer, hidden.bfloat16(), angles, packed.sequences) is None  # and the products say what is wrong
+    elsewhere: Any = SimpleNamespace(config=layer.config, training=False)  # Transformer Engine's has no norms to read
+    assert whole_layer(elsewhere, hidden.to("meta"), angles, packed.sequences) is None
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])

@@ -45,6 +45,8 @@ def whole_layer(
         packed: the sequences of the row.
     """
     config, kernels = layer.config, kernels_for(x)
+    if kernels is None or (layer.training and (config.hidden_dropout or config.attention_dropout)):
+        return None  # without kernels it may be a layer of Transformer Engine, which has other modules
     weights = _Weights(
         layer.input_layernorm.weight,
         layer.self_attention.linear_qkv.weight,
@@ -53,8 +55,7 @@ def whole_layer(
         layer.mlp.linear_fc1.weight,
         layer.mlp.linear_fc2.weight,
     )
-    drops_out = layer.training and (config.hidden_dropout or config.attention_dropout)
-    if kernels is None or drops_out or x.dtype != weights.qkv.dtype:
+    if x.dtype != weights.qkv.dtype:
         return None
     rotary = packed.rotate_by(angles, torch.float32)
     if rotary is not None:
