@@ -1,8 +1,8 @@
 """A whole transformer layer as one function, for packed rows on CPUs.
 
-A layer's parts are some ten modules and as many nodes of autograd's graph. What Python does between their products is
-hardly less than a tenth of a pass over a micro batch of a small model. Here it is one node, which computes the same
-numbers, bit for bit, and keeps the same tensors for the backward pass.
+A layer's parts are some ten modules and as many nodes of autograd's graph, and in a small model Python takes a share of
+a pass that shows (docs/decisions/0004-layer-kernels.md). Here a layer is one node, which computes the same numbers, bit
+for bit, and keeps the same tensors for the backward pass.
 
 Layers with biases, other norms or activations, dropout, recomputed activations or tensor parallelism are computed
 module by module (`layers.Layer`).

@@ -132,6 +132,7 @@ static INLINE void store_as(bf16* p, vf v) {
 }
 static INLINE void set_as(float* p, float x) { *p = x; }
 static INLINE void set_as(bf16* p, float x) { *p = narrow(x); }
+// Stores n numbers as T.
 template <class T> static INLINE void store_row(T* p, const float* x, int n) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store_as(p + i, load<vf>(x + i));
