@@ -69,8 +69,7 @@ def whole_layer(
             layer.mlp.linear_fc1.multiply,
             layer.mlp.linear_fc2.multiply,
         )
-        out, _ = _forward(row, x.flatten(0, 1), weights, products)
-        return out.view(x.shape)
+        return _forward(row, x, weights, products)[0]
     if not all(weight.requires_grad for weight in weights):
         return None
     computed: torch.Tensor = _WholeLayer.apply(row, x, *weights)
@@ -120,17 +119,17 @@ class _Row:
 class _Kept(NamedTuple):
     """What the backward pass needs: inputs and outputs of the products, what the norms divided by, log-sum-exps."""
 
-    x: torch.Tensor  # [t, h]
-    scale: torch.Tensor  # [t, 1]
-    normed: torch.Tensor  # [t, h]
+    x: torch.Tensor  # [t, 1, h]
+    scale: torch.Tensor  # [t, 1, 1]
+    normed: torch.Tensor  # [t, 1, h]
     qkv: torch.Tensor  # [t, groups, heads per group + 2, d]
     lse: torch.Tensor  # [t, heads]
-    attended: torch.Tensor  # [t, heads * d]
-    middle: torch.Tensor  # [t, h]
-    mlp_scale: torch.Tensor  # [t, 1]
-    mlp_normed: torch.Tensor  # [t, h]
-    gate_and_up: torch.Tensor  # [t, 2 f]
-    gated: torch.Tensor  # [t, f]
+    attended: torch.Tensor  # [t, 1, heads * d]
+    middle: torch.Tensor  # [t, 1, h]
+    mlp_scale: torch.Tensor  # [t, 1, 1]
+    mlp_normed: torch.Tensor  # [t, 1, h]
+    gate_and_up: torch.Tensor  # [t, 1, 2 f]
+    gated: torch.Tensor  # [t, 1, f]
 
 
 def _forward(row: _Row, x: torch.Tensor, weights: _Weights, products: _Products) -> tuple[torch.Tensor, _Kept]:
@@ -139,7 +138,7 @@ def _forward(row: _Row, x: torch.Tensor, weights: _Weights, products: _Products)
     normed, scale = kernels.rms_norm(x, weights.norm.float(), epsilon)
     qkv = products.qkv(normed, weights.qkv).view(len(x), row.groups, -1, row.channels)
     attended, lse = kernels.attention(qkv, *row.attention)
-    attended = attended.flatten(1)
+    attended = attended.view(*x.shape[:-1], -1)
     added = products.proj(attended, weights.proj)
     middle, mlp_normed, mlp_scale = kernels.add_and_rms_norm(x, added, weights.mlp_norm.float(), epsilon)
     gate_and_up = products.fc1(mlp_normed, weights.fc1)
@@ -154,18 +153,18 @@ class _WholeLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row: _Row, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        out, kept = _forward(row, x.flatten(0, 1), _Weights(*weights), _WITH_GRADIENT)
+        out, kept = _forward(row, x, _Weights(*weights), _WITH_GRADIENT)
         ctx.save_for_backward(*kept, *weights)
         ctx.row = row
         ctx.main_grads = [main_grad_of(weight) for weight in weights]
-        return out.view(x.shape)
+        return out  # not a view, or megatron-core could not free a pipeline stage's output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         kept, weights = _Kept(*saved[: len(_Kept._fields)]), _Weights(*saved[len(_Kept._fields) :])
         main, row, kernels = _Weights(*ctx.main_grads), ctx.row, ctx.row.kernels
-        shape, grad = grad.shape, grad.flatten(0, 1).contiguous()
+        grad = grad.contiguous()
 
         above = input_gradient(grad, weights.fc2)
         grad_fc2 = weight_gradient(grad, kept.gated, weights.fc2.dtype, main.fc2)
@@ -178,10 +177,10 @@ class _WholeLayer(torch.autograd.Function):
 
         above = input_gradient(grad, weights.proj)
         grad_proj = weight_gradient(grad, kept.attended, weights.proj.dtype, main.proj)
-        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention).flatten(1)
+        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention).view(*grad.shape[:-1], -1)
         grad_qkv = weight_gradient(above, kept.normed, weights.qkv.dtype, main.qkv)
         above = input_gradient(above, weights.qkv)
         grad, grad_norm = kernels.rms_norm_backward(kept.x, weights.norm.float(), kept.scale, above, added=grad)
 
         norms = grad_norm.to(weights.norm.dtype), grad_mlp_norm.to(weights.mlp_norm.dtype)
-        return None, grad.view(shape), norms[0], grad_qkv, grad_proj, norms[1], grad_fc1, grad_fc2
+        return None, grad, norms[0], grad_qkv, grad_proj, norms[1], grad_fc1, grad_fc2
