@@ -12,7 +12,7 @@ constexpr int TILE_ROWS = 12; // of the total, with two vectors of columns: as m
 constexpr int TILE_COLUMNS = 2 * LANES;
 constexpr int BLOCK_TILES = 8; // of a task: its left factor stays in the L2 cache
 constexpr int BLOCK_ROWS = TILE_ROWS * BLOCK_TILES;
-constexpr int AHEAD = 8; // how many pairs of tokens ahead are prefetched
+constexpr int AHEAD = 16; // how many pairs of tokens ahead are prefetched
 
 struct Product {
     float* total; // [n][k]
@@ -33,20 +33,24 @@ INLINE vu load_bits(const bf16* x, int count) {
 #endif
 }
 
-// Packs `width` columns of x[token][stride] by pairs of tokens: out[pair][WIDTH]. Vectors are written whole, so the
-// last pair needs room for one more.
-template <int WIDTH> void pack(const bf16* x, int tokens, int stride, int width, uint32_t* out) {
+// Packs `width` columns of x[token][stride] by pairs of tokens, in panels of WIDTH columns: out[panel][pair][WIDTH], with
+// `panel` words from one panel to the next. Vectors are written whole, so a panel's last pair needs room for one more.
+template <int WIDTH>
+void pack(const bf16* x, int tokens, int stride, int width, uint32_t* out, size_t panel) {
     constexpr int VECTORS = (WIDTH + LANES - 1) / LANES;
     for (int t = 0; t < tokens; t += 2, x += 2 * (size_t)stride, out += WIDTH) {
         const bool has_second = t + 1 < tokens;
-        __builtin_prefetch(x + 2 * AHEAD * (size_t)stride);
-        __builtin_prefetch(x + (2 * AHEAD + 1) * (size_t)stride);
+        for (int i = 0; i < width; i += 32)
+            for (int row = 0; row < 2; ++row) __builtin_prefetch(x + (2 * AHEAD + row) * (size_t)stride + i);
+        uint32_t* to = out;
+        for (int i = 0; i < width; i += WIDTH, to += panel)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) {
-            const vu first = load_bits(x + v * LANES, width - v * LANES);
-            const vu second = load_bits(x + stride + v * LANES, has_second ? width - v * LANES : 0);
-            store(out + v * LANES, first | second << 16);
-        }
+            for (int v = 0; v < VECTORS; ++v) {
+                const int left = width - i - v * LANES;
+                const vu first = load_bits(x + i + v * LANES, left);
+                const vu second = load_bits(x + stride + i + v * LANES, has_second ? left : 0);
+                store(to + v * LANES, first | second << 16);
+            }
     }
 }
 
@@ -78,8 +82,7 @@ INLINE void add_tile(const uint32_t* left, const uint32_t* right, int pairs, flo
 inline void add_block(const Product& p, int first, uint32_t* left, const uint32_t* right) {
     const int end = std::min(first + BLOCK_ROWS, p.n), pairs = p.pairs();
     const size_t panel = (size_t)pairs * TILE_ROWS + LANES;
-    for (int row = first, i = 0; row < end; row += TILE_ROWS, ++i)
-        pack<TILE_ROWS>(p.columns + row, p.tokens, p.n, std::min(TILE_ROWS, end - row), left + i * panel);
+    pack<TILE_ROWS>(p.columns + first, p.tokens, p.n, end - first, left, panel);
     for (int column = 0; column < p.k; column += TILE_COLUMNS)
         for (int row = first, i = 0; row < end; row += TILE_ROWS, ++i)
             with_constant<TILE_ROWS>(std::min(TILE_ROWS, end - row), [&](auto rows) {
@@ -91,12 +94,13 @@ inline void add_block(const Product& p, int first, uint32_t* left, const uint32_
 inline void add_product(const Product& p, int threads) {
     const int panels = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, pairs = p.pairs();
     static thread_local std::vector<uint32_t> memory; // the caller's, kept for its next call
-    const size_t needed = (size_t)panels * pairs * TILE_COLUMNS + LANES;
+    const size_t needed = (size_t)panels * pairs * TILE_COLUMNS + 2 * LANES;
     if (memory.size() < needed) memory.resize(needed);
-    uint32_t* const right = memory.data();
+    uint32_t* const right = (uint32_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     parallel(threads, panels, [&](int i) {
         const int column = i * TILE_COLUMNS;
-        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, p.k - column, right + (size_t)column * pairs);
+        pack<TILE_COLUMNS>(p.rows + column, p.tokens, p.k, std::min(TILE_COLUMNS, p.k - column),
+                           right + (size_t)column * pairs, 0);
     });
     parallel(threads, (p.n + BLOCK_ROWS - 1) / BLOCK_ROWS, [&](int i) {
         const size_t block = BLOCK_TILES * ((size_t)pairs * TILE_ROWS + LANES);
