@@ -177,6 +177,18 @@ static INLINE vf vexp(vf x) {
 #endif
 }
 
+// The natural logarithm of x, normal and at least 1; NaN of NaN. From a straight line between powers of two, 0.06 off at
+// most, two steps of Halley's method, each of which takes a twelfth of the error's cube.
+static INLINE vf vlog(vf x) {
+    vf y = __builtin_convertvector((vi)x - 0x3f800000, vf) * (0.69314718056f / 8388608);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const vf e = vexp(y);
+        y += 2.0f * (x - e) / (x + e);
+    }
+    return y;
+}
+
 // ---- products of pairs of bf16 --------------------------------------------------------------------------------------
 
 #if KERNEL != KERNEL_FMA
@@ -192,10 +204,12 @@ static INLINE vf add_dot(vf sum, uint32_t pair, vu pairs) {
 
 // LANES pairs of numbers, rounded to bf16: the first of each pair from `first`, the second from `second`.
 static INLINE vu pairs_of(vf first, vf second) {
-    bf16 low[LANES], high[LANES];
-    store_as(low, first);
-    store_as(high, second);
-    return widen_integers(low) | widen_integers(high) << 16;
+#if EMULATE
+    return narrowed((vu)first) | narrowed((vu)second) << 16;
+#else
+    const auto bits = [](vf x) { return (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); };
+    return bits(first) | bits(second) << 16;
+#endif
 }
 #endif
 

@@ -9,17 +9,18 @@ namespace {
 
 constexpr int TILE = LANES == 16 ? 12 : 6; // rows: at two vectors each, the sums leave registers for operands
 
-// Causal attention needs a query's row of scores only up to the query's own key. `multiply` leaves out the rest: which
+// Causal attention needs scores of queries with keys up to their own, not beyond. `multiply` leaves out the rest: which
 // numbers these are depends on which dimensions are queries, with positions from `first` on, and which are keys.
 enum Wanted {
-    COLUMNS_UP_TO_ROWS, // c: scores [query][key]. What is left out is not written
+    ROWS_UP_TO_COLUMNS, // c: scores [key][query]. What is left out is not written
     DEPTH_UP_TO_ROWS,   // a: weights [query][key], which are 0 beyond the query, or not read
-    DEPTH_FROM_ROWS,    // a: weights transposed, [key][query]
+    DEPTH_FROM_ROWS,    // a: weights [key][query]
 };
 
 // Factors come in words of 32 bits: a float or, if the numbers in memory (T) are bf16 and the processor has dot
 // products of them, two bf16 that are neighbours in depth.
 template <class T> constexpr int PER_WORD = sizeof(T) == 2 && KERNEL != KERNEL_FMA ? 2 : 1;
+template <class T> using Factor = std::conditional_t<PER_WORD<T> == 2, bf16, float>;
 constexpr int words(int numbers, int per_word) { return (numbers + per_word - 1) / per_word; }
 
 // LANES sums plus the products of one word with each of LANES words.
@@ -44,7 +45,7 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
         with_constant<2>(columns - n >= 2 * LANES ? 2 : 1, [&](auto vectors) {
             constexpr int V = decltype(vectors)::value;
             for (int m = 0; m < rows; m += TILE) {
-                if (WANTED == COLUMNS_UP_TO_ROWS && n >= first + m + TILE) continue;
+                if (WANTED == ROWS_UP_TO_COLUMNS && m >= first + n + V * LANES) break;
                 const int begin = WANTED == DEPTH_FROM_ROWS ? std::max(0, m - first) / P : 0;
                 const int end = WANTED == DEPTH_UP_TO_ROWS ? std::min(depth, words(first + m + TILE, P)) : depth;
                 with_constant<TILE>(rows - m < TILE ? rows - m : TILE, [&](auto count) {
@@ -75,42 +76,25 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
     }
 }
 
-// Converts the first `width` floats (a multiple of LANES) of each row to words in place, at the row's beginning.
-template <int P> void as_words(float* rows, int count, int width, int stride) {
-    if constexpr (P == 2)
-        for (int t = 0; t < count; ++t, rows += stride)
-            for (int i = 0; i < width; i += LANES) store_as((bf16*)rows + i, load<vf>(rows + i));
-}
-
-// Transposes words, [tokens][stride] -> [width / P][padded], with 0 beyond the tokens. `width` and `padded` are
-// multiples of LANES.
-template <int P> void transpose(const float* from, int tokens, int stride, int width, float* to, int padded) {
-    for (int j = 0; j < padded; j += 8)
-        for (int i = 0; i < width / P; i += 8) {
-            vu8 in[8], out[8];
-#pragma GCC unroll 8
-            for (int l = 0; l < 8; ++l) in[l] = j + l < tokens ? load<vu8>(from + (size_t)(j + l) * stride + i) : vu8{};
-            transpose8(in, out);
-#pragma GCC unroll 8
-            for (int l = 0; l < 8; ++l) store(to + (size_t)(i + l) * padded + j, out[l]);
-        }
-}
-
-// Joins floats that are neighbours in a column to words, [words(count)][stride]; an odd last row is joined with zeros.
-// Returns `to`, where they are written, or `rows` itself for words of one number.
-template <int P> const float* joined(const float* rows, int count, int width, int stride, float* to) {
+// A word of one or two numbers per lane.
+template <int P> INLINE vf word_of(vf first, vf second) {
 #if KERNEL != KERNEL_FMA
-    if constexpr (P == 2) {
-        for (int t = 0; t < count; t += 2)
-            for (int i = 0; i < width; i += LANES) {
-                const float* row = rows + (size_t)t * stride + i;
-                const vf second = t + 1 < count ? load<vf>(row + stride) : vf{};
-                store(to + (size_t)(t / 2) * stride + i, pairs_of(load<vf>(row), second));
-            }
-        return to;
-    }
+    if constexpr (P == 2) return (vf)pairs_of(first, second);
 #endif
-    return rows;
+    return first;
+}
+
+// Joins numbers that are neighbours in a column to words: rows [count][width] of factors -> [words(count)][width]; an
+// odd last row is joined with zeros. Returns `to`, where they are written, or `rows` itself for words of one number.
+template <int P> const float* joined(const float* rows, int count, int width, float* to) {
+    if constexpr (P == 1) return rows;
+    const bf16* row = (const bf16*)rows;
+    for (int t = 0; t < count; t += 2, row += 2 * width)
+        for (int i = 0; i < width; i += LANES) {
+            const vu second = t + 1 < count ? widen_integers(row + width + i) : vu{};
+            store(to + (size_t)(t / 2) * width + i, widen_integers(row + i) | second << 16);
+        }
+    return to;
 }
 
 } // namespace
@@ -128,26 +112,106 @@ extern "C" struct Attention {
 
 namespace {
 
-constexpr int BLOCK = 4 * TILE; // query tokens of a head that are computed together
-constexpr int AHEAD = 8;        // how many tokens ahead channels are prefetched
+constexpr int BLOCK = 4 * LANES; // query tokens of a head that are computed together
+constexpr int AHEAD = 8;         // how many tokens ahead channels are prefetched
 
 struct Task { // some query heads of a group, of one sequence
     int64_t first; // token
     int length, group, first_head, end_head; // heads in the group
 };
 
-// Replaces the scores of keys after the query at `place` by `hidden`, to the end of the vector that has the query's
-// own key. Returns the number of columns up to there.
-INLINE int hide_later(float* row, int place, float hidden) {
-    const int seen = round_up(place + 1, LANES);
-    float* last = row + seen - LANES;
-    store(last, lane_numbers() > place - (seen - LANES) ? splat(hidden) : load<vf>(last));
-    return seen;
+// Transposes words, [tokens][stride] -> [stride][BLOCK], with 0 beyond the tokens to the end of a vector.
+inline void transpose(const float* from, int tokens, int stride, float* to) {
+    for (int j = 0; j < round_up(tokens, LANES); j += 8)
+        for (int i = 0; i < stride; i += 8) {
+            vu8 in[8], out[8];
+#pragma GCC unroll 8
+            for (int l = 0; l < 8; ++l) in[l] = j + l < tokens ? load<vu8>(from + (size_t)(j + l) * stride + i) : vu8{};
+            transpose8(in, out);
+#pragma GCC unroll 8
+            for (int l = 0; l < 8; ++l) store(to + (size_t)(i + l) * BLOCK + j, out[l]);
+        }
 }
 
-template <class T> INLINE void clear(T* row, int begin, int end) {
-    if (begin < end) std::fill(row + begin, row + end, T(0));
+// ---- softmax --------------------------------------------------------------------------------------------------------
+
+// Scores and weights are [key][BLOCK queries], so that a vector has LANES queries of one key: sums over keys need no
+// sums across lanes. These are the keys that the vector of queries from `column` on can see, of a block of `count`
+// queries at positions from `begin` on.
+struct Seen {
+    int own;  // position of the first query
+    int keys; // up to here some query sees them; each sees those up to its own position
+    int last; // up to here weights may be read: 0 from `keys` on
+    Seen(int column, int begin, int count)
+        : own(begin + column), keys(std::min(own + LANES, begin + count)),
+          last(std::min(keys + TILE, begin + count)) {}
+    // Replaces what a query cannot see by `hidden`; x: its vector of the first key.
+    void hide(float* x, float hidden) const {
+        for (int key = own; key < keys; ++key) {
+            float* at = x + (size_t)key * BLOCK;
+            store(at, lane_numbers() >= key - own ? load<vf>(at) : splat(hidden));
+        }
+    }
+};
+
+// Replaces scores by their exponentials after subtracting each query's largest, in words of neighbouring keys:
+// [words(keys)][BLOCK]. sums: of a query's exponentials; lse: the log of what the sum would be otherwise.
+template <int P> void exponentiate(float* scores, int count, int begin, float* sums, float* lse) {
+    for (int column = 0; column < count; column += LANES) {
+        const Seen seen(column, begin, count);
+        float* x = scores + column;
+        seen.hide(x, -INFINITY);
+        vf most = splat(-INFINITY), sum = {};
+        for (int key = 0; key < seen.keys; ++key) most = vmax(most, load<vf>(x + (size_t)key * BLOCK));
+        for (int key = 0; key < seen.keys; key += P) {
+            vf e[2] = {};
+#pragma GCC unroll 2
+            for (int p = 0; p < P; ++p)
+                if (key + p < seen.keys) sum += e[p] = vexp(load<vf>(x + (size_t)(key + p) * BLOCK) - most);
+            store(x + (size_t)(key / P) * BLOCK, word_of<P>(e[0], e[1]));
+        }
+        for (int k = words(seen.keys, P); k < words(seen.last, P); ++k) store(x + (size_t)k * BLOCK, vf{});
+        store(sums + column, sum);
+        store(lse + column, most + vlog(sum));
+    }
 }
+
+// From scores and their `lse` to weights p, and from gradients g of weights to those of scores, p (g - sum of p g):
+// both are replaced, at the beginning of each row, by factors of type F. across: the latter in words of neighbouring
+// keys, [words(keys)][BLOCK]; it may be `grads` for words of one number.
+template <class F> void differentiate(float* scores, float* grads, float* across, int count, int begin, const float* lse) {
+    constexpr int P = sizeof(F) == 2 ? 2 : 1;
+    for (int column = 0; column < count; column += LANES) {
+        const Seen seen(column, begin, count);
+        float *x = scores + column, *g = grads + column;
+        seen.hide(x, -INFINITY);
+        seen.hide(g, 0);
+        const vf normalizer = load<vf>(lse + column);
+        vf sum = {};
+        for (int key = 0; key < seen.keys; ++key) {
+            const size_t at = (size_t)key * BLOCK;
+            const vf p = vexp(load<vf>(x + at) - normalizer);
+            sum += p * load<vf>(g + at);
+            store(x + at, p);
+        }
+        // Rows get shorter, so that what is written here has been read.
+        for (int key = 0; key < seen.last; key += P) {
+            vf slopes[2] = {};
+#pragma GCC unroll 2
+            for (int i = 0; i < P; ++i) {
+                const size_t at = (size_t)(key + i) * BLOCK;
+                if (key + i >= seen.last) break;
+                const vf p = key + i < seen.keys ? load<vf>(x + at) : vf{};
+                slopes[i] = key + i < seen.keys ? p * (load<vf>(g + at) - sum) : vf{};
+                store_as((F*)(scores + at) + column, p);
+                store_as((F*)(grads + at) + column, slopes[i]);
+            }
+            store(across + (size_t)(key / P) * BLOCK + column, word_of<P>(slopes[0], slopes[1]));
+        }
+    }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
 
 // Where tokens' heads are in memory, and how to read and write them. T: type of the numbers in memory.
 template <class T> struct Heads {
@@ -164,9 +228,9 @@ template <class T> struct Heads {
         return (token * heads + head_of(task, head)) * a.channels;
     }
 
-    // Reads a head's channels: widened, multiplied by `factor` and, if `turned`, rotated by the token's position
+    // Reads a head's channels as factors: multiplied by `factor` and, if `turned`, rotated by the token's position
     // (arXiv:2104.09864): channel i with channel i + rotary / 2, those from `rotary` on not at all.
-    void fetch(const T* x, int64_t token, bool turned, float factor, float* out) const {
+    template <class F> void fetch(const T* x, int64_t token, bool turned, float factor, F* out) const {
         const int half = turned ? a.rotary / 2 : 0;
         const float *cos = a.cos + token * a.rotary, *sin = a.sin + token * a.rotary;
         for (int i = 0; i < half; i += LANES) {
@@ -177,10 +241,10 @@ template <class T> struct Heads {
         }
         for (int i = 2 * half; i < a.channels; i += LANES)
             store_some(out + i, load_some(x + i, a.channels - i) * factor, a.channels - i);
-        std::fill(out + a.channels, out + width, 0.0f);
+        if (a.channels < width) std::fill(out + a.channels, out + width, F(0));
     }
     // `fetch` for every token of a sequence: [length][width].
-    void fetch_all(const Task& task, int part, bool turned, float* out) const {
+    template <class F> void fetch_all(const Task& task, int part, bool turned, F* out) const {
         for (int t = 0; t < task.length; ++t) {
             const T* x = (const T*)a.qkv + place(task.first + t, task.group, part);
             if (t + AHEAD < task.length) expect<0>(x + place(AHEAD, 0, 0));
@@ -232,62 +296,46 @@ template <class T> struct Heads {
 
 template <class T> void attention_forward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
-    typedef std::conditional_t<P == 2, bf16, float> Factor; // of values: attention weights
+    typedef Factor<T> F;
     const Heads<T> h{a};
     const auto tasks = h.tasks();
-    const int width = h.width;
+    const int width = h.width, stride = width / P; // of a row of channels, in numbers and in words
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const int padded = round_up(task.length, LANES);
-        const size_t matrix = (size_t)padded * width;
-        Scratch scratch(3 * matrix + (size_t)BLOCK * padded + (size_t)2 * BLOCK * width);
-        float *rows = scratch.take(matrix), *keys = scratch.take(matrix), *memory = scratch.take(matrix);
-        float* scores = scratch.take((size_t)BLOCK * padded);
-        float *query = scratch.take((size_t)BLOCK * width), *out = scratch.take((size_t)BLOCK * width);
-        h.fetch_all(task, a.per_group, true, rows);
-        as_words<P>(rows, task.length, width, width);
-        transpose<P>(rows, task.length, width, width, keys, padded);
-        h.fetch_all(task, a.per_group + 1, false, rows);
-        const float* values = joined<P>(rows, task.length, width, width, memory);
+        const size_t matrix = (size_t)round_up(task.length, LANES) * width, rows = (size_t)BLOCK * width;
+        Scratch scratch(3 * matrix + (size_t)BLOCK * task.length + 3 * rows + 2 * BLOCK);
+        float *keys = scratch.take(matrix), *fetched = scratch.take(matrix), *memory = scratch.take(matrix);
+        float *query = scratch.take(rows), *across = scratch.take(rows), *out = scratch.take(rows);
+        float *sums = scratch.take(BLOCK), *lse = scratch.take(BLOCK);
+        float* scores = scratch.take((size_t)BLOCK * task.length);
+        h.fetch_all(task, a.per_group, true, (F*)keys);
+        h.fetch_all(task, a.per_group + 1, false, (F*)fetched);
+        const float* values = joined<P>(fetched, task.length, width, memory);
         for (int head = task.first_head; head < task.end_head; ++head)
             for (int begin = 0; begin < task.length; begin += BLOCK) {
                 const int count = std::min(BLOCK, task.length - begin), end = begin + count;
                 const int64_t token = task.first + begin;
                 for (int i = 0; i < count; ++i)
                     h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
-                            query + i * width);
+                            (F*)query + i * width);
                 for (int i = 0; i < BLOCK; ++i) {
                     int next = head, place = begin + i;
                     if (h.next_query(task, next, place))
                         h.template expect<0>((const T*)a.qkv + h.place(task.first + place, task.group, next));
                     if (i < count) h.template expect<1>((const T*)a.out + h.place_out(token + i, task, head));
                 }
-                as_words<P>(query, count, width, width);
-                multiply<COLUMNS_UP_TO_ROWS, P>(query, width, 1, keys, padded, scores, padded, count,
-                                                round_up(end, LANES), words(a.channels, P), begin);
-                float factor[BLOCK];
-                for (int i = 0; i < count; ++i) {
-                    float* row = scores + (size_t)i * padded;
-                    Factor* weights = (Factor*)row; // written in place, never ahead of what is read
-                    const int seen = hide_later(row, begin + i, -INFINITY);
-                    vf most = splat(-INFINITY), sum = {};
-                    for (int j = 0; j < seen; j += LANES) most = vmax(most, load<vf>(row + j));
-                    const float peak = max_lanes(most);
-                    for (int j = 0; j < seen; j += LANES) {
-                        const vf e = vexp(load<vf>(row + j) - peak);
-                        sum += e;
-                        store_as(weights + j, e);
-                    }
-                    clear(weights, seen, P * words(end, P));
-                    factor[i] = 1 / sum_lanes(sum);
-                    a.lse[(token + i) * h.heads + h.head_of(task, head)] = peak - std::log(factor[i]);
-                }
-                multiply<DEPTH_UP_TO_ROWS, P>(scores, padded, 1, values, width, out, width, count, width, words(end, P),
+                transpose(query, count, stride, across);
+                multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, across, BLOCK, scores, BLOCK, end,
+                                                round_up(count, LANES), words(a.channels, P), begin);
+                exponentiate<P>(scores, count, begin, sums, lse);
+                multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values, width, out, width, count, width, words(end, P),
                                               begin);
                 for (int i = 0; i < count; ++i) {
+                    const float factor = 1 / sums[i];
                     T* row = (T*)a.out + h.place_out(token + i, task, head);
                     for (int c = 0; c < a.channels; c += LANES)
-                        store_some(row + c, load<vf>(out + i * width + c) * factor[i], a.channels - c);
+                        store_some(row + c, load<vf>(out + i * width + c) * factor, a.channels - c);
+                    a.lse[(token + i) * h.heads + h.head_of(task, head)] = lse[i];
                 }
             }
     });
@@ -297,47 +345,60 @@ template <class T> void attention_forward(const Attention& a) {
 // p * (g v' - the sum over keys of p * g v'), as in arXiv:2205.14135; p is computed again from s and its `lse`.
 template <class T> void attention_backward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
+    typedef Factor<T> F;
     const Heads<T> h{a};
     const auto tasks = h.tasks();
-    const int width = h.width;
+    const int width = h.width, stride = width / P;
+    // Gradients of keys, then of values, [token][width] each, are summed over a group's heads, always in the same order:
+    // at once or, where heads are tasks of their own, afterwards.
+    const bool is_split = (int64_t)tasks.size() > (int64_t)a.num_sequences * a.groups;
     int64_t tokens = 0;
     for (int i = 0; i < a.num_sequences; ++i) tokens += a.lengths[i];
-    // Gradients of keys, then of values, [query head][token][width] each: summed over a group's heads afterwards,
-    // always in the same order.
-    const size_t plane = (size_t)tokens * width;
-    const std::unique_ptr<float[]> sums(new float[2 * plane * h.heads]);
+    const std::unique_ptr<float[]> of_heads(is_split ? new float[2 * (size_t)tokens * width * h.heads] : nullptr);
+    const auto of_head = [&](const Task& task, int head) {
+        return of_heads.get() + 2 * ((size_t)h.head_of(task, head) * tokens + task.first) * width;
+    };
+    const auto add = [&](const Task& task, float* sum, const float* other) {
+        for (size_t i = 0; i < 2 * (size_t)task.length * width; i += LANES)
+            store(sum + i, load<vf>(sum + i) + load<vf>(other + i));
+    };
+    const auto put = [&](const Task& task, const float* sum) {
+        for (int part = 0; part < 2; ++part)
+            for (int t = 0; t < task.length; ++t, sum += width)
+                h.put(sum, task.first + t, part == 0, 1,
+                      (T*)a.grad_qkv + h.place(task.first + t, task.group, a.per_group + part));
+    };
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const int padded = round_up(task.length, LANES);
-        const size_t matrix = (size_t)padded * width, block = (size_t)BLOCK * padded, rows = (size_t)BLOCK * width;
-        Scratch scratch(4 * matrix + 3 * block + 5 * rows);
-        float *fetched = scratch.take(matrix), *memory = scratch.take(matrix);
-        float *keys_across = scratch.take(matrix), *values_across = scratch.take(matrix);
-        float *weights = scratch.take(block), *slopes = scratch.take(block), *across = scratch.take(block);
-        float *query = scratch.take(rows), *grad = scratch.take(rows), *result = scratch.take(rows);
-        float *query_memory = scratch.take(rows), *grad_memory = scratch.take(rows);
-        h.fetch_all(task, a.per_group + 1, false, fetched);
-        as_words<P>(fetched, task.length, width, width);
-        transpose<P>(fetched, task.length, width, width, values_across, padded);
-        h.fetch_all(task, a.per_group, true, fetched);
-        const float* keys = joined<P>(fetched, task.length, width, width, memory);
-        as_words<P>(fetched, task.length, width, width);
-        transpose<P>(fetched, task.length, width, width, keys_across, padded);
+        const size_t matrix = (size_t)round_up(task.length, LANES) * width, block = (size_t)BLOCK * task.length;
+        const size_t rows = (size_t)BLOCK * width;
+        Scratch scratch(7 * matrix + 3 * block + 7 * rows + BLOCK);
+        float *sum = scratch.take(2 * matrix), *own = scratch.take(2 * matrix);
+        float *keys = scratch.take(matrix), *values = scratch.take(matrix), *memory = scratch.take(matrix);
+        float *query = scratch.take(rows), *query_memory = scratch.take(rows), *query_across = scratch.take(rows);
+        float *grad = scratch.take(rows), *grad_memory = scratch.take(rows), *grad_across = scratch.take(rows);
+        float *result = scratch.take(rows), *lse = scratch.take(BLOCK);
+        float *weights = scratch.take(block), *slopes = scratch.take(block);
+        float* slopes_across = P == 1 ? slopes : scratch.take(block);
+        h.fetch_all(task, a.per_group, true, (F*)keys);
+        h.fetch_all(task, a.per_group + 1, false, (F*)values);
+        const float* keys_joined = joined<P>(keys, task.length, width, memory);
         for (int head = task.first_head; head < task.end_head; ++head) {
-            float* grad_keys = sums.get() + h.head_of(task, head) * plane + task.first * width;
-            float* grad_values = grad_keys + plane * h.heads;
-            std::fill(grad_keys, grad_keys + (size_t)task.length * width, 0.0f);
-            std::fill(grad_values, grad_values + (size_t)task.length * width, 0.0f);
+            float* grad_keys = is_split ? of_head(task, head) : head == task.first_head ? sum : own;
+            float* grad_values = grad_keys + (size_t)task.length * width;
+            std::fill(grad_keys, grad_values + (size_t)task.length * width, 0.0f);
             for (int begin = 0; begin < task.length; begin += BLOCK) {
                 const int count = std::min(BLOCK, task.length - begin), end = begin + count;
-                const int columns = round_up(end, LANES), depth = words(a.channels, P);
+                const int columns = round_up(count, LANES), depth = words(a.channels, P);
                 const int64_t token = task.first + begin;
                 for (int i = 0; i < count; ++i) {
                     h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
-                            query + i * width);
+                            (F*)query + i * width);
                     h.fetch((const T*)a.grad_out + h.place_out(token + i, task, head), token + i, false, 1,
-                            grad + i * width);
+                            (F*)grad + i * width);
+                    lse[i] = a.lse[(token + i) * h.heads + h.head_of(task, head)];
                 }
+                std::fill(lse + count, lse + BLOCK, 0.0f);
                 for (int i = 0; i < BLOCK; ++i) {
                     int next = head, place = begin + i;
                     if (h.next_query(task, next, place)) {
@@ -346,58 +407,34 @@ template <class T> void attention_backward(const Attention& a) {
                     }
                     if (i < count) h.template expect<1>((const T*)a.grad_qkv + h.place(token + i, task.group, head));
                 }
-                const float* queries = joined<P>(query, count, width, width, query_memory);
-                const float* grads = joined<P>(grad, count, width, width, grad_memory);
-                as_words<P>(query, count, width, width);
-                as_words<P>(grad, count, width, width);
-                multiply<COLUMNS_UP_TO_ROWS, P>(query, width, 1, keys_across, padded, weights, padded, count, columns,
+                transpose(query, count, stride, query_across);
+                transpose(grad, count, stride, grad_across);
+                multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, query_across, BLOCK, weights, BLOCK, end, columns,
                                                 depth, begin);
-                multiply<COLUMNS_UP_TO_ROWS, P>(grad, width, 1, values_across, padded, slopes, padded, count, columns,
+                multiply<ROWS_UP_TO_COLUMNS, P>(values, stride, 1, grad_across, BLOCK, slopes, BLOCK, end, columns,
                                                 depth, begin);
-                for (int i = 0; i < count; ++i) {
-                    float *weight = weights + (size_t)i * padded, *slope = slopes + (size_t)i * padded;
-                    const float lse = a.lse[(token + i) * h.heads + h.head_of(task, head)];
-                    const int seen = hide_later(weight, begin + i, -INFINITY);
-                    hide_later(slope, begin + i, 0);
-                    vf sum = {};
-                    for (int j = 0; j < seen; j += LANES) {
-                        const vf p = vexp(load<vf>(weight + j) - lse);
-                        sum += p * load<vf>(slope + j);
-                        store(weight + j, p);
-                    }
-                    const float mean = sum_lanes(sum);
-                    for (int j = 0; j < seen; j += LANES)
-                        store(slope + j, load<vf>(weight + j) * (load<vf>(slope + j) - mean));
-                    clear(weight, seen, columns);
-                    clear(slope, seen, columns);
-                }
-                multiply<DEPTH_FROM_ROWS, P>(joined<P>(weights, count, columns, padded, across), 1, padded, grads,
-                                             width, grad_values, width, end, width, words(count, P), begin);
-                multiply<DEPTH_FROM_ROWS, P>(joined<P>(slopes, count, columns, padded, across), 1, padded, queries,
-                                             width, grad_keys, width, end, width, words(count, P), begin);
-                as_words<P>(slopes, count, columns, padded);
-                multiply<DEPTH_UP_TO_ROWS, P>(slopes, padded, 1, keys, width, result, width, count, width, words(end, P),
-                                              begin);
+                differentiate<F>(weights, slopes, slopes_across, count, begin, lse);
+                multiply<DEPTH_FROM_ROWS, P>(weights, BLOCK, 1, joined<P>(grad, count, width, grad_memory), width,
+                                             grad_values, width, end, width, words(count, P), begin);
+                multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,
+                                             grad_keys, width, end, width, words(count, P), begin);
+                multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined, width, result, width, count, width,
+                                              words(end, P), begin);
                 for (int i = 0; i < count; ++i)
                     h.put(result + i * width, token + i, true, a.scale,
                           (T*)a.grad_qkv + h.place(token + i, task.group, head));
             }
+            if (grad_keys == own) add(task, sum, own);
         }
+        if (!is_split) put(task, sum);
     });
-    in_pieces(a.threads, (int)tokens, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t)
-            for (int group = 0; group < a.groups; ++group) {
-                float* key = sums.get() + group * a.per_group * plane + t * width;
-                float* value = key + plane * h.heads;
-                for (int head = 1; head < a.per_group; ++head)
-                    for (int c = 0; c < width; c += LANES) {
-                        store(key + c, load<vf>(key + c) + load<vf>(key + head * plane + c));
-                        store(value + c, load<vf>(value + c) + load<vf>(value + head * plane + c));
-                    }
-                h.put(key, t, true, 1, (T*)a.grad_qkv + h.place(t, group, a.per_group));
-                h.put(value, t, false, 1, (T*)a.grad_qkv + h.place(t, group, a.per_group + 1));
-            }
-    });
+    if (is_split)
+        parallel(a.threads, (int)tasks.size(), [&](int index) {
+            const Task& task = tasks[index];
+            if (task.first_head > 0) return;
+            for (int head = 1; head < a.per_group; ++head) add(task, of_head(task, 0), of_head(task, head));
+            put(task, of_head(task, 0));
+        });
 }
 
 } // namespace
