@@ -121,6 +121,11 @@ class Weighted:
     weights: torch.Tensor
 
 
+def weighted_sum(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a `Weighted` batch."""
+    return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
+
+
 # ---- precision and schedule ---------------------------------------------------------------------
 
 
@@ -294,9 +299,6 @@ def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | 
     for layer, seen in zip(model.gpt.decoder.layers, rows, strict=True):
         layer.register_forward_hook(lambda _, inputs, outputs, seen=seen: seen.append(len(outputs[0])))
 
-    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
-
     found = []
     for wanted in (torch.ones_like(asked), asked):
         wanted = wanted & (torch.arange(5) != 2)[:, None]
@@ -304,7 +306,7 @@ def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | 
             parameter.main_grad.zero_()
         for seen in rows:
             seen.clear()
-        train_step(model, Weighted(ids, weights), wanted, MicroBatching(4), loss, scoring=scoring)
+        train_step(model, Weighted(ids, weights), wanted, MicroBatching(4), weighted_sum, scoring=scoring)
         shape = (width, 1) if head else (width,)
         outputs = forward(model, Tokens(ids), wanted, MicroBatching(4), lambda x, _: x, shape, scoring)
         found.append([outputs.view(5, width) * asked, *(p.main_grad.clone() for p in model.gpt.parameters())])
@@ -312,7 +314,7 @@ def test_the_last_layer_goes_on_with_what_is_asked_for(head: RewardHeadConfig | 
     for whole, part in zip(*found, strict=True):
         assert (part - whole).norm() <= 1e-5 * whole.norm() > 0
     rows[-1].clear()
-    train_step(model, Weighted(ids, weights), torch.zeros_like(asked), MicroBatching(4), loss, scoring=scoring)
+    train_step(model, Weighted(ids, weights), torch.zeros_like(asked), MicroBatching(4), weighted_sum, scoring=scoring)
     assert set(rows[-1]) == {1}  # kernels of GPUs refuse matrices without rows
 
 
@@ -448,18 +450,26 @@ def test_a_layer_as_one_function_changes_no_bit(
         computed.append(out is not None and out._base is None)  # pipeline stages free their outputs: no views
         return out
 
-    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
-
     found = []
     for function in (as_one, lambda *_: None):
         monkeypatch.setattr(layers, "whole_layer", function)
         for parameter in model.gpt.parameters():
             parameter.main_grad.zero_()
-        train_step(model, Weighted(ids, weights), wanted, MicroBatching(2), loss, scoring=Scoring())
+        train_step(model, Weighted(ids, weights), wanted, MicroBatching(2), weighted_sum, scoring=Scoring())
         found.append([logprobs(model, ids), *(p.main_grad.clone() for p in model.gpt.parameters())])
     assert computed and all(computed)
     assert all(torch.equal(one, several) and one.norm() > 0 for one, several in zip(*found, strict=True))
+
+
+def test_a_layer_as_one_function_has_gradients_only_once() -> None:
+    """It keeps no second copy of what it overwrites, and says so."""
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    packed = pack_row(tokens(), torch.ones(5, 12, dtype=torch.bool), 1)
+    out = whole_layer(model.gpt.decoder.layers[0], torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8), packed.sequences)
+    assert out is not None
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p"])
@@ -519,16 +529,12 @@ def test_gradients_of_matrices_are_added_where_they_belong(
         expected = torch.autograd.grad((outputs.flatten() * weights.flatten()).sum(), list(plain.gpt.parameters()))
 
     width = 12 if head else 11
-
-    def loss(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        return (outputs.flatten(1) * batch.weights).sum(), torch.tensor(len(batch.weights)), {}
-
     arrived: list[torch.Tensor | None] = []
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "rm_head" not in parameter_name:
             parameter.register_hook(arrived.append)
     batch = Weighted(ids, weights[:, :width])
-    train_step(model, batch, torch.ones(5, width, dtype=torch.bool), MicroBatching(2), loss, scoring=scoring)
+    train_step(model, batch, torch.ones(5, width, dtype=torch.bool), MicroBatching(2), weighted_sum, scoring=scoring)
     assert not any(gradient is not None for gradient in arrived), "a gradient went through autograd"
     for (parameter_name, parameter), exact in zip(model.named_parameters(), expected, strict=True):
         error = 5 * parameter.main_grad - exact.float()

@@ -40,7 +40,8 @@ class LocalSelfAttention(SelfAttention):
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
-            query, key = _Rotation.apply(query, *rotary), _Rotation.apply(key, *rotary)
+            tables = [table[:, None] for table in rotary]
+            query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
 
     def _attend_compiled(
@@ -145,8 +146,6 @@ class _Attention(torch.autograd.Function):
         scale: float,
         kernels: LayerKernels,
     ) -> torch.Tensor:
-        if rotary is not None:
-            rotary = rotary[0].view(len(qkv), -1), rotary[1].view(len(qkv), -1)
         qkv = qkv.contiguous()
         out, lse = kernels.attention(qkv, rotary, lengths, scale)
         ctx.save_for_backward(qkv, lse)

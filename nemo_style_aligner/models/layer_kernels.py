@@ -115,9 +115,10 @@ class LayerKernels:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         lengths: torch.Tensor,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient with respect to ``qkv`` from that of the output."""
-        grad_qkv = torch.empty_like(qkv)
+        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv`` itself."""
+        grad_qkv = torch.empty_like(qkv) if out is None else out
         call = self._attention(qkv, rotary, lengths, scale)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention_backward(ctypes.byref(call)))
@@ -157,9 +158,9 @@ class LayerKernels:
         self._call("layer_swiglu", (x, out), _rows(out))
         return out
 
-    def swiglu_backward(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient with respect to x."""
-        grad_x = torch.empty_like(x)
+    def swiglu_backward(self, x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient with respect to x; ``out``, where it goes, may be x itself."""
+        grad_x = torch.empty_like(x) if out is None else out
         self._call("layer_swiglu_backward", (x, grad, grad_x), _rows(grad))
         return grad_x
 
@@ -172,11 +173,10 @@ class LayerKernels:
     def add_and_rms_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x + added, and `rms_norm` of it."""
-        total, out = torch.empty_like(x), torch.empty_like(x)
-        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        self._call("layer_rms_norm", (x, added, weight, total, out, scale), _rows(x), ctypes.c_float(eps))
-        return total, out, scale
+        """x + added, which replaces ``added``, and `rms_norm` of it."""
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        self._call("layer_rms_norm", (x, added, weight, added, out, scale), _rows(x), ctypes.c_float(eps))
+        return added, out, scale
 
     def rms_norm_backward(
         self,
@@ -185,9 +185,13 @@ class LayerKernels:
         scale: torch.Tensor,
         grad: torch.Tensor,
         added: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients with respect to x, plus ``added``, and, in fp32, to the weight."""
-        grad_x = torch.empty_like(x)
+        """The gradients with respect to x, plus ``added``, and, in fp32, to the weight.
+
+        ``out``, where the former goes, may be ``grad`` itself.
+        """
+        grad_x = torch.empty_like(x) if out is None else out
         grad_weight = torch.empty(torch.get_num_threads(), x.shape[-1], dtype=torch.float32)
         self._call("layer_rms_norm_backward", (x, weight, scale, grad, added, grad_x, grad_weight), _rows(x))
         return grad_x, grad_weight.sum(0)

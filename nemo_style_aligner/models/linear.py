@@ -63,16 +63,29 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product(widened(x), widened(weight).t()).to(x.dtype)
 
 
-def input_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The gradient of `multiplied` with respect to x, from that of its result."""
-    return product(widened(grad), widened(weight)).to(grad.dtype)
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+    """The gradient of `multiplied` with respect to x, in the weight's dtype.
+
+    Args:
+        grad: the gradient of its result, `widened`.
+        unused: a tensor like x, contiguous, whose memory the result takes where it can.
+    """
+    if unused is None or unused.dtype != grad.dtype:
+        return product(grad, widened(weight)).to(weight.dtype)
+    product(grad.flatten(0, -2), weight, out=unused.flatten(0, -2))
+    return unused
 
 
 def weight_gradient(
     grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The gradient with respect to the weight, of ``dtype``; added to ``main_grad`` instead, where there is one."""
-    columns, rows = widened(grad).flatten(0, -2), widened(x).flatten(0, -2)
+    """The gradient of `multiplied` with respect to the weight, or None, if it was added to ``main_grad`` instead.
+
+    Args:
+        grad: the gradient of its result, `widened`.
+        dtype: of the weight.
+    """
+    columns, rows = grad.flatten(0, -2), widened(x).flatten(0, -2)
     if main_grad is None:
         return product(columns.t(), rows).to(dtype)
     add_product(main_grad, columns, rows)
@@ -104,6 +117,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        grad = widened(grad)
         grad_x, grad_weight, exchange = None, None, None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(grad, weight)

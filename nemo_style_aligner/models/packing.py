@@ -46,7 +46,7 @@ class PackedSequences(PackedSeqParams):
         lengths: tokens of each sequence, in order; they add up to the row's length.
         positions: int64 [t], each token's place in its sequence.
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
-        rotary: cosines and sines of the row's positions [t, 1, r], stored by the first layer for the others.
+        rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
         blocks: what attention computes together, stored likewise (by our own layers, without compiled kernels).
     """
 
@@ -60,7 +60,7 @@ class PackedSequences(PackedSeqParams):
     def rotate_by(self, angles: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Compute ``rotary`` in ``dtype``, if no layer has yet, from the angles of all positions [s, 1, 1, r]."""
         if angles is not None and self.rotary is None:
-            angles = angles[self.positions, 0].float()
+            angles = angles[self.positions, 0, 0].float()
             self.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
         return self.rotary
 

@@ -11,6 +11,7 @@ module by module (`layers.Layer`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.linear import input_gradient, multiplied, weight_gradient
 from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.packing import PackedSequences
+from nemo_style_aligner.models.products import widened
 
 
 def is_one_function(config: TransformerConfig) -> bool:
@@ -58,8 +60,6 @@ def whole_layer(
     if x.dtype != weights.qkv.dtype:
         return None
     rotary = packed.rotate_by(angles, torch.float32)
-    if rotary is not None:
-        rotary = rotary[0].view(len(x), -1), rotary[1].view(len(x), -1)
     channels = layer.self_attention.hidden_size_per_attention_head
     row = _Row(kernels, rotary, packed.sizes, config.num_query_groups, channels, config.layernorm_epsilon)
     if not torch.is_grad_enabled():
@@ -90,10 +90,10 @@ class _Weights(NamedTuple):
 class _Products(NamedTuple):
     """How to multiply by each of the four matrices: f(x, weight)."""
 
-    qkv: Any
-    proj: Any
-    fc1: Any
-    fc2: Any
+    qkv: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    proj: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    fc1: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    fc2: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 _WITH_GRADIENT = _Products(*[multiplied] * 4)
@@ -161,26 +161,35 @@ class _WholeLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Overwrites what was kept: gradients take the memory of what is used for the last time."""
+        if ctx.row is None:
+            raise RuntimeError("a layer's gradients can be computed only once: its activations have been overwritten")
         saved = ctx.saved_tensors
         kept, weights = _Kept(*saved[: len(_Kept._fields)]), _Weights(*saved[len(_Kept._fields) :])
         main, row, kernels = _Weights(*ctx.main_grads), ctx.row, ctx.row.kernels
+        ctx.row = None
         grad = grad.contiguous()
 
-        above = input_gradient(grad, weights.fc2)
-        grad_fc2 = weight_gradient(grad, kept.gated, weights.fc2.dtype, main.fc2)
-        above = kernels.swiglu_backward(kept.gate_and_up, above)
+        above = widened(grad)
+        grad_fc2 = weight_gradient(above, kept.gated, weights.fc2.dtype, main.fc2)
+        above = input_gradient(above, weights.fc2, kept.gated)
+        above = widened(kernels.swiglu_backward(kept.gate_and_up, above, out=kept.gate_and_up))
         grad_fc1 = weight_gradient(above, kept.mlp_normed, weights.fc1.dtype, main.fc1)
-        above = input_gradient(above, weights.fc1)
+        above = input_gradient(above, weights.fc1, kept.mlp_normed)
         grad, grad_mlp_norm = kernels.rms_norm_backward(
-            kept.middle, weights.mlp_norm.float(), kept.mlp_scale, above, added=grad
+            kept.middle, weights.mlp_norm.float(), kept.mlp_scale, above, added=grad, out=above
         )
 
-        above = input_gradient(grad, weights.proj)
-        grad_proj = weight_gradient(grad, kept.attended, weights.proj.dtype, main.proj)
-        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention).view(*grad.shape[:-1], -1)
+        above = widened(grad)
+        grad_proj = weight_gradient(above, kept.attended, weights.proj.dtype, main.proj)
+        above = input_gradient(above, weights.proj, kept.attended)
+        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention, out=kept.qkv)
+        above = widened(above.view(*grad.shape[:-1], -1))
         grad_qkv = weight_gradient(above, kept.normed, weights.qkv.dtype, main.qkv)
-        above = input_gradient(above, weights.qkv)
-        grad, grad_norm = kernels.rms_norm_backward(kept.x, weights.norm.float(), kept.scale, above, added=grad)
+        above = input_gradient(above, weights.qkv, kept.normed)
+        grad, grad_norm = kernels.rms_norm_backward(
+            kept.x, weights.norm.float(), kept.scale, above, added=grad, out=above
+        )
 
         norms = grad_norm.to(weights.norm.dtype), grad_mlp_norm.to(weights.mlp_norm.dtype)
         return None, grad, norms[0], grad_qkv, grad_proj, norms[1], grad_fc1, grad_fc2

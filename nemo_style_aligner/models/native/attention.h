@@ -343,6 +343,8 @@ template <class T> void attention_forward(const Attention& a) {
 
 // With scores s, weights p = softmax(s), the result p v and its gradient g: the gradient of v is p' g, that of s is
 // p * (g v' - the sum over keys of p * g v'), as in arXiv:2205.14135; p is computed again from s and its `lse`.
+// a.grad_qkv may be a.qkv: a head's queries are read block by block before their gradients are written, and gradients of
+// keys and values are written when all of their group's heads have been computed.
 template <class T> void attention_backward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
     typedef Factor<T> F;

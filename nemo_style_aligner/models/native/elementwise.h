@@ -18,6 +18,7 @@ template <class T> void swiglu(const T* x, T* out, int rows, int width, int thre
     });
 }
 
+// grad_x may be x.
 template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, int rows, int width, int threads) {
     in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
@@ -25,9 +26,10 @@ template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, in
             T *grad_gate = grad_x + row * 2 * width, *grad_up = grad_gate + width;
             for (int i = 0; i < width; i += LANES) {
                 const int n = width - i;
-                const vf g = load_some(gate + i, n), slope = load_some(grad + row * width + i, n), s = sigmoid(g);
+                const vf g = load_some(gate + i, n), u = load_some(up + i, n), s = sigmoid(g);
+                const vf slope = load_some(grad + row * width + i, n);
                 store_some(grad_up + i, slope * g * s, n);
-                store_some(grad_gate + i, slope * load_some(up + i, n) * (s + g * s * (1.0f - s)), n);
+                store_some(grad_gate + i, slope * u * (s + g * s * (1.0f - s)), n);
             }
         }
     });
@@ -35,7 +37,7 @@ template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, in
 
 // ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
-// Of x or, where there is `added`, of x + added, which goes to `sum`.
+// Of x or, where there is `added`, of x + added, which goes to `sum` and may replace either.
 template <class T>
 void rms_norm(const T* x, const T* added, const float* weight, T* sum, T* out, float* scale, int rows, int width,
               float epsilon, int threads) {
@@ -61,7 +63,7 @@ void rms_norm(const T* x, const T* added, const float* weight, T* sum, T* out, f
 }
 
 // grad_weight [threads][width]: the sum over each thread's rows. Where there is `added`, it is added to grad_x, which is
-// rounded before and after.
+// rounded before and after. grad_x may be grad.
 template <class T>
 void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, const T* added, T* grad_x,
                        float* grad_weight, int rows, int width, int threads) {
