@@ -34,7 +34,15 @@ from nemo_style_aligner.native.compilation import (
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "native"
-_NAMES = ("layer_kernels.cpp", "attention.h", "elementwise.h", "logits.h", "rows.h", "weight_gradients.h")
+_NAMES = (
+    "layer_kernels.cpp",
+    "attention.h",
+    "attention_products.h",
+    "elementwise.h",
+    "logits.h",
+    "rows.h",
+    "weight_gradients.h",
+)
 _SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "vectors.h"))]
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest relative error in the check, by dtype: several times the rounding error."""
@@ -117,7 +125,7 @@ class LayerKernels:
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv`` itself."""
+        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``."""
         grad_qkv = torch.empty_like(qkv) if out is None else out
         call = self._attention(qkv, rotary, lengths, scale)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
