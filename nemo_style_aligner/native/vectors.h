@@ -178,7 +178,7 @@ static INLINE vf vexp(vf x) {
 }
 
 // The natural logarithm of x, normal and at least 1; NaN of NaN. From a straight line between powers of two, 0.06 off at
-// most, two steps of Halley's method, each of which takes a twelfth of the error's cube.
+// most, two steps of Halley's method, each of which leaves a twelfth of the error's cube.
 static INLINE vf vlog(vf x) {
     vf y = __builtin_convertvector((vi)x - 0x3f800000, vf) * (0.69314718056f / 8388608);
 #pragma GCC unroll 2

@@ -206,7 +206,7 @@ template <class T> void attention_forward(const Attention& a) {
     const int width = h.width, stride = width / P; // of a row of channels, in numbers and in words
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const size_t matrix = (size_t)round_up(task.length, LANES) * width, rows = (size_t)BLOCK * width;
+        const size_t matrix = (size_t)task.length * width, rows = (size_t)BLOCK * width;
         Scratch scratch(3 * matrix + (size_t)BLOCK * task.length + 3 * rows + 2 * BLOCK);
         float *keys = scratch.take(matrix), *fetched = scratch.take(matrix), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *across = scratch.take(rows), *out = scratch.take(rows);
@@ -276,7 +276,7 @@ template <class T> void attention_backward(const Attention& a) {
     };
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const size_t matrix = (size_t)round_up(task.length, LANES) * width, block = (size_t)BLOCK * task.length;
+        const size_t matrix = (size_t)task.length * width, block = (size_t)BLOCK * task.length;
         const size_t rows = (size_t)BLOCK * width;
         Scratch scratch(7 * matrix + 3 * block + 7 * rows + BLOCK);
         float *sum = scratch.take(2 * matrix), *own = scratch.take(2 * matrix);
@@ -291,8 +291,8 @@ template <class T> void attention_backward(const Attention& a) {
         const float* keys_joined = joined<P>(keys, task.length, width, memory);
         for (int head = task.first_head; head < task.end_head; ++head) {
             float* grad_keys = is_split ? of_head(task, head) : head == task.first_head ? sum : own;
-            float* grad_values = grad_keys + (size_t)task.length * width;
-            std::fill(grad_keys, grad_values + (size_t)task.length * width, 0.0f);
+            float* grad_values = grad_keys + matrix;
+            std::fill(grad_keys, grad_values + matrix, 0.0f);
             for (int begin = 0; begin < task.length; begin += BLOCK) {
                 const int count = std::min(BLOCK, task.length - begin), end = begin + count;
                 const int columns = round_up(count, LANES), depth = words(a.channels, P);
