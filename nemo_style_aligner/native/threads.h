@@ -126,15 +126,12 @@ class Counter {
             for (int i = begin; i < n && i < begin + chunk; ++i) f(i);
         }
     }
-    // The same in shrinking runs of neighbours: each 1 / `parts` of what is left, so that all threads finish together.
-    template <class F> void each_in_runs(int n, int parts, F&& f) {
-        for (;;) {
-            int begin = next.load(std::memory_order_relaxed), end;
-            do {
-                if (begin >= n) return;
-                end = begin + std::max(1, (n - begin) / parts);
-            } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-            for (int i = begin; i < end; ++i) f(i);
+    // f(i, the number that this thread gets next; n or more if none) for each of a thread's numbers. The first is
+    // `thread`, so that threads know beforehand what they begin with; they ask for those from `threads` on.
+    template <class F> void each_knowing_next(int n, int thread, int threads, F&& f) {
+        for (int i = thread, following; i < n; i = following) {
+            following = threads + next.fetch_add(1, std::memory_order_relaxed);
+            f(i, following);
         }
     }
     void reset() { next.store(0, std::memory_order_relaxed); }

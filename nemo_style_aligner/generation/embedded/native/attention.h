@@ -14,24 +14,42 @@ constexpr int PAGE_SIZE = PAGE * CHANNELS;       // elements
 constexpr int QUERY_TOKENS = PER_GROUP >= 24 ? 1 : 24 / PER_GROUP;
 constexpr int QUERY_ROWS = QUERY_TOKENS * PER_GROUP;
 
-// Prefetches the next page while one is computed with: pages lie anywhere, so the hardware cannot predict it.
-static INLINE void prefetch_page(const panel_t* page) {
-    for (size_t i = 0; i < PAGE_SIZE * sizeof(panel_t); i += 64) __builtin_prefetch((const char*)page + i);
+// The keys and values of a group's head in one layer, of one sequence up to some position.
+struct Cached {
+    const panel_t *keys, *values; // of page 0
+    const int32_t* table;         // the sequence's pages
+    int pages;
+
+    const panel_t* key_page(int i) const { return keys + (size_t)table[i] * GROUPS * PAGE_SIZE; }
+    const panel_t* value_page(int i) const { return values + (size_t)table[i] * GROUPS * PAGE_SIZE; }
+};
+
+// Prefetches the page that is read PAGES_AHEAD pages after page `at`: keys in order, then values, then the keys of what
+// is attended to next. Pages lie anywhere, so the hardware cannot predict them.
+constexpr int PAGES_AHEAD = 4;
+static INLINE void prefetch_ahead(const Cached& cached, const Cached& next, int at) {
+    int i = at + PAGES_AHEAD;
+    const panel_t* page;
+    if (i < cached.pages) page = cached.key_page(i);
+    else if ((i -= cached.pages) < cached.pages) page = cached.value_page(i);
+    else if ((i -= cached.pages) < next.pages) page = next.key_page(i);
+    else return;
+    for (size_t j = 0; j < PAGE_SIZE * sizeof(panel_t); j += 64) __builtin_prefetch((const char*)page + j);
 }
 
 // Scores [rows][stride] of `rows` queries against positions 0 .. 16 * pages - 1.
-static INLINE void score_pages(const act_t* const* query, int rows, const panel_t* keys, const int32_t* table,
-                               int pages, float* scores, int stride) {
+static INLINE void score_pages(const act_t* const* query, int rows, const Cached& cached, const Cached& next,
+                               float* scores, int stride) {
     constexpr int V = PAGE / LANES;
     for (int r = 0; r < rows; r += VECTOR_ROWS) {
         with_constant<VECTOR_ROWS>(rows - r < VECTOR_ROWS ? rows - r : VECTOR_ROWS, [&](auto count) {
             constexpr int N = decltype(count)::value;
             const act_t* q[N];
             for (int i = 0; i < N; ++i) q[i] = query[r + i];
-            for (int page = 0; page < pages; ++page) {
-                if (page + 1 < pages) prefetch_page(keys + (size_t)table[page + 1] * GROUPS * PAGE_SIZE);
+            for (int page = 0; page < cached.pages; ++page) {
+                if (r == 0) prefetch_ahead(cached, next, page);
                 vf acc[N][V] = {};
-                multiply_pairs<N, V>(q, CHANNELS / 2, keys + (size_t)table[page] * GROUPS * PAGE_SIZE, PAGE, acc);
+                multiply_pairs<N, V>(q, CHANNELS / 2, cached.key_page(page), PAGE, acc);
 #pragma GCC unroll 16
                 for (int i = 0; i < N; ++i)
 #pragma GCC unroll 4
@@ -68,17 +86,16 @@ constexpr int channel_vectors(int rows) {
 }
 
 // out[row][channel] = factor[row] * sum over positions of weight * value.
-static INLINE void weigh_pages(const act_t* const* weights, const float* factor, int rows, const panel_t* values,
-                               const int32_t* table, int pages, act_t* const* out) {
+static INLINE void weigh_pages(const act_t* const* weights, const float* factor, int rows, const Cached& cached,
+                               const Cached& next, act_t* const* out) {
     for (int r = 0; r < rows; r += VECTOR_ROWS) {
         with_constant<VECTOR_ROWS>(rows - r < VECTOR_ROWS ? rows - r : VECTOR_ROWS, [&](auto count) {
             constexpr int N = decltype(count)::value, V = channel_vectors(N), WIDTH = V * LANES;
             for (int channel = 0; channel < CHANNELS; channel += WIDTH) {
                 vf acc[N][V] = {};
-                for (int page = 0; page < pages; ++page) {
-                    const panel_t* value = values + (size_t)table[page] * GROUPS * PAGE_SIZE;
-                    if (channel == 0 && page + 1 < pages)
-                        prefetch_page(values + (size_t)table[page + 1] * GROUPS * PAGE_SIZE);
+                for (int page = 0; page < cached.pages; ++page) {
+                    const panel_t* value = cached.value_page(page);
+                    if (r == 0 && channel == 0) prefetch_ahead(cached, next, cached.pages + page);
                     const act_t* w[N];
                     for (int i = 0; i < N; ++i) w[i] = weights[r + i] + page * PAGE;
                     multiply_pairs<N, V>(w, PAGE / 2, value + channel * COLUMN_STEP<panel_t>, CHANNELS, acc);
@@ -96,12 +113,15 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
     }
 }
 
+// Pages of a sequence that has `length` positions.
+constexpr int pages_of(int length) { return (length - 1) / PAGE + 1; }
+
 // Attention of all query heads of key head `group`, for `tokens` tokens of one sequence, from `position` on.
-//   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], pages of this layer [page][GROUPS][PAGE_SIZE],
-//   scratch [QUERY_ROWS][positions rounded up to a page]
-static void attend(const act_t* queries, int tokens, int position, int group, const panel_t* keys,
-                   const panel_t* values, const int32_t* table, float* scratch, act_t* out, int out_stride) {
-    const int pages = (position + tokens - 1) / PAGE + 1, stride = pages * PAGE, rows = tokens * PER_GROUP;
+//   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], cached: up to the last of the tokens,
+//   next: what this thread attends to afterwards, scratch [QUERY_ROWS][positions rounded up to a page]
+static void attend(const act_t* queries, int tokens, int position, int group, const Cached& cached, const Cached& next,
+                   float* scratch, act_t* out, int out_stride) {
+    const int stride = cached.pages * PAGE, rows = tokens * PER_GROUP;
     const act_t* query[QUERY_ROWS];
     const act_t* weights[QUERY_ROWS];
     act_t* result[QUERY_ROWS];
@@ -112,8 +132,8 @@ static void attend(const act_t* queries, int tokens, int position, int group, co
         result[i] = out + (size_t)token * out_stride + head * HEAD_DIM;
         weights[i] = (const act_t*)(scratch + (size_t)i * stride);
     }
-    score_pages(query, rows, keys + group * PAGE_SIZE, table, pages, scratch, stride);
+    score_pages(query, rows, cached, next, scratch, stride);
     for (int i = 0; i < rows; ++i)
         factor[i] = softmax_row(scratch + (size_t)i * stride, position + i / PER_GROUP + 1, stride);
-    weigh_pages(weights, factor, rows, values + group * PAGE_SIZE, table, pages, result);
+    weigh_pages(weights, factor, rows, cached, next, result);
 }

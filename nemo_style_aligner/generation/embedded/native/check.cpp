@@ -17,15 +17,16 @@ static double product_error(int rows, int features, int half) {
     for (float& x : source) x = widen(narrow(number()));
     PackArguments pack{data.data(), scales.data(), source.data(), HIDDEN, 0, features, 1, features, HIDDEN, k, 0, half};
     for (int line = 0; line < num_lines(pack); ++line) pack_line(pack, line);
-    lines_end();
+    streams_end();
     std::vector<act_t> a((size_t)round_up(rows, 32) * k);
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < HIDDEN; ++j) set_as(&a[(size_t)i * k + j], number());
     std::vector<act_t> scratch((size_t)k * PANEL);
     double error = 0, size = 0;
     const Matrix matrix{data.data(), scales.data()};
+    const weight_t* next = data.data();
     for (int index = 0; index < count; ++index)
-        multiply_panel(a.data(), k, rows, matrix, index, scratch.data(), [&](int first, int n, const float* block) {
+        multiply_panel(a.data(), k, rows, matrix, index, next, scratch.data(), [&](int first, int n, const float* block) {
             for (int i = 0; i < n; ++i)
                 for (int feature = 0; feature < features; ++feature) {
                     const Place place = place_of(feature, half);
@@ -58,9 +59,12 @@ static double attention_error(int position, int tokens) {
     for (int t = 0; t < tokens; ++t)
         for (int i = 0; i < HEAD_DIM; ++i) set_as(&queries[(size_t)t * HEADS * CHANNELS + i], number());
     std::vector<float> scratch((size_t)QUERY_ROWS * pages * PAGE);
-    for (int t = 0; t < tokens; t += QUERY_TOKENS)
-        attend(&queries[(size_t)t * HEADS * CHANNELS], std::min(QUERY_TOKENS, tokens - t), position + t, 0, keys.data(),
-               values.data(), table.data(), scratch.data(), &out[(size_t)t * HEADS_K], HEADS_K);
+    for (int t = 0; t < tokens; t += QUERY_TOKENS) {
+        const int n = std::min(QUERY_TOKENS, tokens - t);
+        const Cached cached{keys.data(), values.data(), table.data(), pages_of(position + t + n)};
+        attend(&queries[(size_t)t * HEADS * CHANNELS], n, position + t, 0, cached, cached, scratch.data(),
+               &out[(size_t)t * HEADS_K], HEADS_K);
+    }
     double error = 0, size = 0;
     for (int t = 0; t < tokens; ++t) { // the first head
         std::vector<double> weights(position + t + 1);

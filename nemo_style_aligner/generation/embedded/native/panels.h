@@ -71,8 +71,9 @@ static void tiles_begin() { // eight tiles of 16 rows of 64 bytes
 static void tiles_end() { _tile_release(); }
 #endif
 
-// c[16 * TALL][32] = a[16 * TALL rows][k] * panel
-template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, float* c) {
+// c[16 * TALL][32] = a[16 * TALL rows][k] * panel. next: what is multiplied with after it.
+template <int TALL>
+static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, const void* next, float* c) {
 #if !EMULATE
     __asm__ volatile("" ::: "memory"); // GCC's tile loads do not declare that they read memory: keep earlier stores
 #endif
@@ -84,9 +85,10 @@ template <int TALL> static INLINE void multiply_tiles(const bf16* a, int lda, in
     }
     for (int i = 0; i < k; i += 32, panel += 32 * PANEL) {
 #if !EMULATE
+        // Three blocks of k ahead; the hardware's prefetcher is too late.
+        const char* ahead = i + 96 < k ? (const char*)(panel + 96 * PANEL) : (const char*)next + (i + 96 - k) * 64;
 #pragma GCC unroll 32
-        for (int line = 0; line < 32; ++line) // three blocks of k ahead; the hardware's prefetcher is too late
-            _mm_prefetch((const char*)panel + 3 * 2048 + 64 * line, _MM_HINT_T0);
+        for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
 #endif
         TILE_LOAD(6, panel, 128);
         TILE_LOAD(7, panel + 32, 128);
@@ -152,21 +154,22 @@ static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
 // `multiply_panel` for a panel that the kernels can read directly.
 template <class B, class Use>
 static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix& matrix, int index, const B* panel,
-                                   Use&& use) {
+                                   const weight_t* next, Use&& use) {
     alignas(64) float c[BLOCK_ROWS * PANEL];
 #if KERNEL != KERNEL_AMX
-    // The next panel is prefetched evenly over the products with this one, so that memory and arithmetic work at once.
-    // The hardware's prefetcher is too late when a panel is read at the speed of products.
+    // The next panel is prefetched evenly over the products with this one (of another matrix's longer one, a part), so
+    // that memory and arithmetic work at once. The hardware's prefetcher is too late when a panel is read at the speed
+    // of products.
     const int rest = rows % BLOCK_ROWS;
     const int all_readings = rows / BLOCK_ROWS * readings(BLOCK_ROWS) + (rest ? readings(rest) : 0);
-    Ahead ahead = {(const char*)(matrix.data + (size_t)(index + 1) * k * PANEL),
-                   2 * PANEL * (int)sizeof(weight_t) / all_readings};
+    Ahead ahead = {(const char*)next, 2 * PANEL * (int)sizeof(weight_t) / all_readings};
 #endif
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
         const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
 #if KERNEL == KERNEL_AMX
-        if (n > 16) multiply_tiles<2>(a + (size_t)r * k, k, k, panel, c);
-        else multiply_tiles<1>(a + (size_t)r * k, k, k, panel, c);
+        const void* then = r + BLOCK_ROWS < rows ? (const void*)panel : next;
+        if (n > 16) multiply_tiles<2>(a + (size_t)r * k, k, k, panel, then, c);
+        else multiply_tiles<1>(a + (size_t)r * k, k, k, panel, then, c);
 #else
         multiply_rows(a + (size_t)r * k, k, n, k, panel, c, ahead);
 #endif
@@ -180,23 +183,23 @@ static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix
 }
 
 // a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up
-// to a multiple of 32 must be readable. `scratch` has room for a panel.
+// to a multiple of 32 must be readable. next: the panel that this thread reads afterwards. `scratch` has room for one.
 template <class Use>
-static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index, act_t* scratch,
-                                  Use&& use) {
+static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index,
+                                  const weight_t* next, act_t* scratch, Use&& use) {
     const weight_t* panel = matrix.data + (size_t)index * k * PANEL;
 #if STORAGE_INT8
     if (rows > ROWS_WITHOUT_WIDENING) {
         widen_panel(panel, k, scratch);
-        multiply_blocks(a, k, rows, matrix, index, (const act_t*)scratch, use);
+        multiply_blocks(a, k, rows, matrix, index, (const act_t*)scratch, next, use);
         return;
     }
 #if KERNEL != KERNEL_AMX
-    multiply_blocks(a, k, rows, matrix, index, panel, use);
+    multiply_blocks(a, k, rows, matrix, index, panel, next, use);
 #endif
 #else
     (void)scratch;
-    multiply_blocks(a, k, rows, matrix, index, panel, use);
+    multiply_blocks(a, k, rows, matrix, index, panel, next, use);
 #endif
 }
 
@@ -226,29 +229,23 @@ struct PackArguments {
     int32_t half;
 };
 
-// Rows that fill a line: 16 lanes, 64 bytes of a panel for each k (bf16: for each pair of k).
-constexpr int LINE_ROWS = 16;
-
-// Stores both halves of a line past the caches: its old content need not be read, and nothing reads the new one soon.
-// Other threads see it after `lines_end`.
-static INLINE void store_line(panel_t* line, vu8 first, vu8 second) {
-    constexpr int HALF = 32 / sizeof(panel_t);
+// Stores 32 bytes past the caches, for a line whose other half follows at once: its old content need not be read, and
+// the new one takes no place in the caches. Other threads see it after `streams_end`.
+static INLINE void stream(void* to, vu8 words) {
 #ifdef __AVX__
     typedef long long vl4 __attribute__((vector_size(32)));
-    if ((uintptr_t)line % 32 == 0) {
-        __builtin_ia32_movntdq256((vl4*)line, (vl4)first);
-        __builtin_ia32_movntdq256((vl4*)(line + HALF), (vl4)second);
-        return;
-    }
+    if ((uintptr_t)to % 32 == 0) return __builtin_ia32_movntdq256((vl4*)to, (vl4)words);
 #endif
-    store(line, first);
-    store(line + HALF, second);
+    memcpy(to, &words, sizeof words);
 }
-static INLINE void lines_end() {
+static INLINE void streams_end() {
 #ifdef __AVX__
     __builtin_ia32_sfence();
 #endif
 }
+
+// Rows that fill a line: 16 lanes, 64 bytes of a panel for each k (bf16: for each pair of k).
+constexpr int LINE_ROWS = 16;
 
 // Eight words of a panel (of two bf16 or one float each, as the second argument's type says) from a source row.
 static INLINE vu8 words_of(const float* source, const float*) { return load<vu8>(source); }
@@ -303,8 +300,11 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
         for (int i = 0; i < 8; ++i) in[i] = words_of(rows[8 + i] + k, panel);
         transpose8(in, second);
 #pragma GCC unroll 8
-        for (int w = 0; w < 8; ++w)
-            store_line(panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD, first[w], second[w]);
+        for (int w = 0; w < 8; ++w) {
+            panel_t* line = panel + (size_t)(k + w * PER_WORD) * PANEL + place.lane * PER_WORD;
+            stream(line, first[w]);
+            stream(line + 8 * PER_WORD, second[w]);
+        }
     }
     for (; k < p.columns; ++k)
         for (int i = 0; i < n; ++i) set_as(panel + pair_index(k, place.lane + i, PANEL), value(i, k));

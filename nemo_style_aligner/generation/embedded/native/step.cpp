@@ -180,7 +180,7 @@ static void embed_row(const Model& m, int token, float* out) {
 class Worker {
   public:
     Worker(Context& context, const Pass& pass, int thread)
-        : c(context), m(context.model), pass(pass), scratch(context.panels[thread].data()),
+        : c(context), m(context.model), pass(pass), thread(thread), scratch(context.panels[thread].data()),
           scores(context.scores[thread].data()) {}
 
     // Stages: 0 embedding, 1 + 2l attention of layer l, 2 + 2l its MLP, 1 + 2 LAYERS the output layer.
@@ -215,27 +215,30 @@ class Worker {
     void attention(int l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.input_norm, layer.input_norm_bias);
-        product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), [&](int panel, int first, int n, const float* block) {
+        const weight_t* next = first_panel(layer.output, HEADS_K);
+        product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, QKV - panel * PANEL);
             for (int i = 0; i < n; ++i)
                 write_row<false>(m.qkv + (size_t)(first + i) * QKV + panel * PANEL, block + i * PANEL,
                                  panel_bias(layer.qkv_bias, panel), width);
         });
         each(pass.num_tokens, rows_chunk(), [&](int row) { file_row(m, layer, pass, row); });
-        each((int)c.items.size() * GROUPS, 1, [&](int i) {
+        const int num_items = (int)c.items.size() * GROUPS;
+        c.counters[phase++].each_knowing_next(num_items, thread, c.team.size, [&](int i, int following) {
             const AttentionItem& item = c.items[i / GROUPS];
-            const int32_t* table = pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence;
             attend(m.queries + (size_t)item.first * HEADS * CHANNELS, item.tokens, pass.positions[item.first],
-                   i % GROUPS, layer.keys, layer.values, table, scores, m.attended + (size_t)item.first * HEADS_K,
-                   HEADS_K);
+                   i % GROUPS, cached(layer, i), following < num_items ? cached(layer, following) : Cached{}, scores,
+                   m.attended + (size_t)item.first * HEADS_K, HEADS_K);
         });
-        residual_product(m.attended, HEADS_K, layer.output, layer.output_bias);
+        c.team.barrier();
+        residual_product(m.attended, HEADS_K, layer.output, layer.output_bias, first_panel(layer.fc1, HIDDEN_K));
     }
 
     void mlp(int l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.mlp_norm, layer.mlp_norm_bias);
-        product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, [&](int panel, int first, int n, float* block) {
+        const weight_t* next = first_panel(layer.fc2, FFN_K);
+        product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, next, [&](int panel, int first, int n, float* block) {
             constexpr int WIDTH = GATED ? 16 : PANEL;
             for (int i = 0; i < n; ++i) {
                 float* x = block + i * PANEL;
@@ -247,7 +250,8 @@ class Worker {
                 }
             }
         });
-        residual_product(m.inner, FFN_K, layer.fc2, layer.fc2_bias);
+        next = first_panel(l + 1 < LAYERS ? m.layers[l + 1].qkv : m.head, HIDDEN_K);
+        residual_product(m.inner, FFN_K, layer.fc2, layer.fc2_bias, next);
     }
 
     void output() {
@@ -258,20 +262,25 @@ class Worker {
                      m.normed + (size_t)i * HIDDEN_K);
         });
         rows = pass.num_outputs;
-        product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), [&](int panel, int first, int n, const float* block) {
-            for (int i = 0; i < n; ++i)
-                memcpy(m.logits + (size_t)(first + i) * STRIDE + panel * PANEL, block + i * PANEL,
-                       PANEL * sizeof(float));
+        const weight_t* next = first_panel(m.layers[0].qkv, HIDDEN_K); // of the next pass
+        product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), next, [&](int panel, int first, int n, float* block) {
+            for (int i = 0; i < n; ++i) {
+                float* logits = m.logits + (size_t)(first + i) * STRIDE + panel * PANEL;
+                for (int j = 0; j < PANEL; j += 8) stream(logits + j, load<vu8>(block + i * PANEL + j));
+            }
         });
     }
 
     // A row-parallel product: added to the residual stream or, if ranks must add theirs up, written to `partial`.
-    void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias) {
-        product(a, k, matrix, panels(HIDDEN), [&](int panel, int first, int n, const float* block) {
+    void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias, const weight_t* next) {
+        product(a, k, matrix, panels(HIDDEN), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, HIDDEN - panel * PANEL);
+            float* out = (SUM_RANKS ? m.partial : m.hidden) + panel * PANEL;
+            for (int i = first + n; i < std::min(first + 2 * n, rows); ++i) // the next block's rows
+                for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(out + (size_t)i * HIDDEN + j, 1);
             for (int i = 0; i < n; ++i)
-                write_row<!SUM_RANKS>((SUM_RANKS ? m.partial : m.hidden) + (size_t)(first + i) * HIDDEN + panel * PANEL,
-                                      block + i * PANEL, panel_bias(bias, panel), width);
+                write_row<!SUM_RANKS>(out + (size_t)(first + i) * HIDDEN, block + i * PANEL, panel_bias(bias, panel),
+                                      width);
         });
     }
 
@@ -286,13 +295,29 @@ class Worker {
         for (int i = 0; i < HIDDEN; ++i) m.hidden[(size_t)row * HIDDEN + i] += m.partial[(size_t)row * HIDDEN + i];
     }
 
-    template <class Use> void product(const act_t* a, int k, const Matrix& matrix, int count, Use&& use) {
+    // use(panel, first row, number of rows, block) for the blocks of a product; it may `stream`.
+    // next: where this thread reads weights afterwards.
+    template <class Use>
+    void product(const act_t* a, int k, const Matrix& matrix, int count, const weight_t* next, Use&& use) {
         if (rows == 0) return;
-        c.counters[phase++].each_in_runs(count, c.team.size * 2, [&](int panel) {
-            multiply_panel(a, k, rows, matrix, panel, scratch,
+        c.counters[phase++].each_knowing_next(count, thread, c.team.size, [&](int panel, int following) {
+            const weight_t* ahead = following < count ? matrix.data + (size_t)following * k * PANEL : next;
+            multiply_panel(a, k, rows, matrix, panel, ahead, scratch,
                            [&](int first, int n, float* block) { use(panel, first, n, block); });
         });
+        streams_end();
         c.team.barrier();
+    }
+    // The panel that this thread begins with when it comes to a matrix.
+    const weight_t* first_panel(const Matrix& matrix, int k) const { return matrix.data + (size_t)thread * k * PANEL; }
+
+    // What item i / GROUPS attends to in group i % GROUPS.
+    Cached cached(const Layer& layer, int i) const {
+        const AttentionItem& item = c.items[i / GROUPS];
+        const int offset = i % GROUPS * PAGE_SIZE;
+        return {layer.keys + offset, layer.values + offset,
+                pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence,
+                pages_of(pass.positions[item.first] + item.tokens)};
     }
 
     int rows_chunk() const { return std::max(1, pass.num_tokens / (c.team.size * 4)); }
@@ -306,6 +331,7 @@ class Worker {
     Context& c;
     const Model& m;
     const Pass& pass;
+    const int thread;
     act_t* const scratch;
     float* const scores;
     int phase = 0;
@@ -373,7 +399,7 @@ void step_pack(void* context, const PackArguments* tensors, int num_tensors) {
             while (line - first >= num_lines(*tensor)) first += num_lines(*tensor++);
             pack_line(*tensor, line - first);
         });
-        lines_end();
+        streams_end();
     });
 }
 
