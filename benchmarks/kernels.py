@@ -35,7 +35,7 @@ from training_pass import add_workload_arguments, make_workload
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.models import attention, fused, layer_kernels, logprobs, products
+from nemo_style_aligner.models import attention, fused, layer_kernels, logprobs, packed_weights, products
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.layer_kernels import LayerKernels
 from nemo_style_aligner.models.packing import PackedSequences
@@ -95,7 +95,8 @@ def main() -> None:
         name: measure_part(part, libraries, args.rounds)
         for name, part in make_parts(architecture, lengths, dtype, args.layers).items()
     }
-    found = measure_products(make_products(architecture, sum(lengths), dtype, args.layers), dtype, args.rounds)
+    with packed_weights.constant_weights(args.rounds):
+        found = measure_products(make_products(architecture, sum(lengths), dtype, args.layers), dtype, args.rounds)
     report(parts, found, lengths, precision, args.threads)
     write_json(
         args.json,
@@ -255,11 +256,8 @@ def make_products(a: ModelArchitecture, tokens: int, dtype: torch.dtype, layers:
         found[f"{where}: forward"] = Product(forward, factors, operations)
         if where == "layer":
             found["layer: forward, of frozen weights"] = Product(frozen_product(), factors, operations)
-        found[f"{where}: gradient of its input"] = Product(
-            lambda g, w: products.product(products.widened(g), products.widened(w)),
-            [(g, w) for _, g, w in sets],
-            operations,
-        )
+        backward = multiply_layer_backward if where == "layer" else multiply_chunk_backward
+        found[f"{where}: gradient of its input"] = Product(backward, [(g, w) for _, g, w in sets], operations)
         found[f"{where}: gradient of its weights, added in fp32"] = Product(
             lambda g, x, total: products.add_product(total, products.widened(g), products.widened(x)),
             [(g, x, torch.zeros(w.shape)) for x, g, w in sets],
@@ -270,7 +268,15 @@ def make_products(a: ModelArchitecture, tokens: int, dtype: torch.dtype, layers:
 
 def multiply_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply as linear layers do."""
-    return products.product(products.widened(x), products.widened(weight).t())
+    return packed_weights.weight_product(products.widened(x), products.widened(weight), transposed=True)
+
+
+def multiply_layer_backward(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return packed_weights.weight_product(products.widened(grad), products.widened(weight), transposed=False)
+
+
+def multiply_chunk_backward(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return products.product(products.widened(grad), products.widened(weight))
 
 
 def multiply_chunk(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -282,19 +288,21 @@ def multiply_chunk(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def frozen_product() -> Callable[..., torch.Tensor]:
     """A function that multiplies as linear layers do with weights that need no gradient."""
-    weights: dict[int, products.PackedWeight] = {}  # by address
+    weights: dict[int, packed_weights.PackedWeight] = {}  # by address
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        packed = weights.setdefault(weight.data_ptr(), products.PackedWeight()).of(weight)
-        if packed is None:
-            return products.product(products.widened(x), products.widened(weight).t())
-        return products.product_of_packed(x, packed)
+        if products.widened(x) is not x or x.dtype != torch.bfloat16:
+            return multiply_layer(x, weight)
+        return weights.setdefault(weight.data_ptr(), packed_weights.PackedWeight()).multiply(x, weight)
 
     return compute
 
 
 def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Share of the rate of square products, measured in each round: as `products` chooses, and by torch alone."""
+    """Share of the rate of square products, measured in each round: as layers choose, and by torch alone.
+
+    Weights stay packed from round to round, as from micro batch to micro batch of a pass.
+    """
     fractions: dict[str, dict[str, list[float]]] = {name: {OURS: [], TORCH: []} for name in todo}
     for round_ in range(rounds + 1):  # the first warms up
         rate = max(measure_gemm(CPU, kind) for kind in {dtype, torch.float32})
@@ -315,10 +323,11 @@ def measure_products(todo: dict[str, Product], dtype: torch.dtype, rounds: int) 
 
 @contextlib.contextmanager
 def only_torch() -> Iterator[None]:
-    """Have `products` leave everything to torch's library."""
+    """Leave everything to torch's library."""
     with (
-        unittest.mock.patch.object(products, "_kernels_that_add", lambda: None),
-        unittest.mock.patch.object(products, "_packs_weights", lambda: False),
+        unittest.mock.patch.object(products, "own_kernels", lambda: None),
+        unittest.mock.patch.object(packed_weights, "own_kernels", lambda: None),
+        unittest.mock.patch.object(packed_weights, "_can_pack", lambda: False),
         unittest.mock.patch.object(products, "_prefers_openblas", lambda: False),
     ):
         yield

@@ -160,6 +160,32 @@ def test_gradients_of_weights_are_added_in_fp32(kernels: LayerKernels, tokens: i
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kernels", [name for name in NAMES if KERNELS[name].number == DOT], indirect=True)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(301, 96, 200), (1, 2, 7), (45, 38, 64), (24, 14000, 33)])
+def test_products_with_packed_weights(
+    kernels: LayerKernels, rows: int, depth: int, columns: int, transposed: bool
+) -> None:
+    a, matrix = numbers(rows, depth).bfloat16(), numbers(depth, columns, seed=1).bfloat16()
+    weight = matrix.t().contiguous() if transposed else matrix
+    packed = kernels.packed(weight, transposed)
+    found = kernels.multiply_packed(a[:, None], packed, columns)
+    assert found.shape == (rows, 1, columns)
+    assert_near(found[:, 0], a.double() @ matrix.double())
+
+    torch.set_num_threads(1)
+    again = torch.full((rows, columns), torch.nan, dtype=torch.bfloat16)
+    assert kernels.multiply_packed(a, kernels.packed(weight, transposed), columns, again) is again
+    assert torch.equal(found[:, 0], again), "it depends on the number of threads"
+    some = kernels.multiply_packed(a[rows // 3 :], packed, columns)
+    assert torch.equal(some, again[rows // 3 :]), "it depends on the other rows"
+    with pytest.raises(ValueError, match=f"with a depth of {depth - 1}"):
+        kernels.packed(numbers(depth - 1, depth - 1).bfloat16(), transposed)
+    with pytest.raises(ValueError, match=f"times a matrix of {columns + 64} columns"):
+        kernels.multiply_packed(a, packed, columns + 64)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(37, 48), (1, 7), (5, 93)])
 def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -392,7 +418,7 @@ def test_what_the_compiler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(layer_kernels, "load", load_avx2)
     monkeypatch.setattr(layer_kernels, "usable_kernels", lambda _: ["amx", "avx512-bf16", "avx512", "avx2"])
     found = best_kernels.__wrapped__()
-    assert found is not None and found.kernel == "avx2" and not found.adds_products
+    assert found is not None and found.kernel == "avx2" and not found.multiplies
     assert tried == ["avx512-bf16", "avx512", "avx2"]
 
 

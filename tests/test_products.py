@@ -10,12 +10,8 @@ from collections.abc import Iterator
 import pytest
 import threadpoolctl
 import torch
-from packaging.version import Version
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import products
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import single_process
 
 LIBRARIES = pytest.mark.parametrize("openblas", [False, True], ids=["torch", "openblas"])
 
@@ -128,59 +124,3 @@ print(len(cores), len(products._helpers(1).submit(os.sched_getaffinity, 0).resul
         assert out.returncode == 0, out.stderr
         cores, of_helper = map(int, out.stdout.split()[-2:])
         assert of_helper == (cores if bound else 1)
-
-
-@pytest.fixture
-def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not products._packs_weights():
-        pytest.skip("torch packs no weights here: the processor has no bf16 arithmetic")
-    monkeypatch.setattr(products, "_room_for_packed", 2.0**30)
-
-
-@pytest.mark.usefixtures("unlimited")
-def test_packed_weights_change_no_bit(threads: int) -> None:
-    """Whatever the number of rows; also after the weight was changed in place, or replaced. Older torch, 2.9 at least,
-    sums many rows in another order, so that some results are rounded otherwise."""
-    tolerance = 0.0 if Version(torch.__version__) >= Version("2.13") else 2.0**-7
-    weight = random(96, 40).bfloat16()
-    packed = products.PackedWeight()
-    for rows in (1, 7, 300, 1025):
-        a = random(rows, 1, 40).bfloat16()
-        for change in (lambda: None, lambda: weight.mul_(-3), lambda: weight.set_(random(96, 40).bfloat16())):
-            change()
-            found = packed.of(weight)
-            assert found is not None
-            torch.testing.assert_close(
-                products.product_of_packed(a, found), a @ weight.t(), rtol=tolerance, atol=tolerance
-            )
-    assert packed.of(weight.float()) is None
-
-
-@pytest.mark.usefixtures("unlimited")
-def test_weights_are_packed_where_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, weight = products.PackedWeight(), products.PackedWeight(), random(8, 16).bfloat16()
-    monkeypatch.setattr(products, "_room_for_packed", 1.5 * weight.nbytes)
-    assert first.of(weight) is not None and second.of(weight) is None
-    weight.add_(1)
-    assert first.of(weight) is not None and second.of(weight) is None
-
-
-@pytest.mark.usefixtures("unlimited")
-def test_only_frozen_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that is trained, or through which gradients go, nothing is."""
-    packed = []
-    pack = products._packed
-    monkeypatch.setattr(products, "_packed", lambda weight: packed.append(weight.shape) or pack(weight))
-    shape = ModelArchitecture(2, 32, 64, 2, 2, vocab_size=50)
-    with single_process():
-        for trainable in (True, False):
-            model = build_model(shape, {}, torch.bfloat16, trainable=trainable)
-            tokens, places = torch.arange(10)[None], torch.arange(10)[None]
-            with torch.no_grad():
-                model.gpt(tokens, places, None)
-            assert len(packed) == (0 if trainable else 8), trainable
-        layer = model.gpt.decoder.layers[0].mlp.linear_fc1
-        x = torch.randn(3, 1, 32).bfloat16().requires_grad_()
-        layer(x)[0].sum().backward()
-        assert x.grad is not None and x.grad.abs().sum() > 0
-        assert layer(x.detach()[:0])[0].shape == (0, 1, 128)  # the library takes no empty matrices

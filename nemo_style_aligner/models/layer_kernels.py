@@ -1,5 +1,5 @@
 """Compiled kernels for training passes on CPUs: attention over packed rows, SwiGLU, RMSNorm, softmax of logits, and
-weight gradients in bf16.
+products of matrices in bf16.
 
 Each makes one pass over memory where torch makes several. They compute in fp32 whatever the dtype of their arguments,
 except for bf16 products on processors that have them. Where the kernels are not available (without a compiler, for
@@ -40,10 +40,12 @@ _NAMES = (
     "attention_products.h",
     "elementwise.h",
     "logits.h",
+    "packed_products.h",
     "rows.h",
     "weight_gradients.h",
 )
 _SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "vectors.h"))]
+_PANEL = 32  # columns of a panel of packed weights, as in ``packed_products.h``
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest relative error in the check, by dtype: several times the rounding error."""
 _Pointer = ctypes.c_void_p
@@ -72,9 +74,40 @@ class LayerKernels:
         self.kernel = kernel
 
     @property
-    def adds_products(self) -> bool:
-        """Whether `add_product` is available: it needs a processor with bf16 dot products."""
+    def multiplies(self) -> bool:
+        """Whether there are products of matrices (the next three methods): they need bf16 dot products."""
         return KERNELS[self.kernel].number == DOT
+
+    def packed(self, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """``weight`` (bf16 [n, k]) rearranged for `multiply_packed` by it or, ``transposed``, by its transpose.
+
+        The products' depth, n or k if transposed, must be even.
+        """
+        n, k = weight.shape
+        columns, depth = (n, k) if transposed else (k, n)
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or depth % 2:
+            raise ValueError(f"products by a {weight.dtype} {list(weight.shape)} with a depth of {depth}")
+        out = weight.new_empty(-(-columns // _PANEL), depth, _PANEL)
+        pointers = [_Pointer(x.data_ptr()) for x in (weight, out)]
+        self._library.layer_pack(*pointers, n, k, int(transposed), torch.get_num_threads())
+        return out
+
+    def multiply_packed(
+        self, a: torch.Tensor, packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """bf16 a [..., depth] times a matrix [depth, columns] that was `packed` -> [..., columns].
+
+        Sums are in fp32 and rounded once. A row's result does not depend on the rows it is computed with.
+        """
+        depth = packed.shape[1]
+        if a.dtype != torch.bfloat16 or a.shape[-1] != depth or -(-columns // _PANEL) != len(packed):
+            raise ValueError(f"{a.dtype} {list(a.shape)} times a matrix of {columns} columns in {list(packed.shape)}")
+        a = a.contiguous()
+        if out is None:
+            out = a.new_empty(*a.shape[:-1], columns)
+        pointers = [_Pointer(x.data_ptr()) for x in (a, packed, out)]
+        self._library.layer_multiply_packed(*pointers, a.numel() // depth, depth, columns, torch.get_num_threads())
+        return out
 
     def add_product(self, total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """total += columns.T @ rows: fp32 [v, h], bf16 [n, v] and [n, h]. The sums are in fp32 throughout."""
@@ -400,12 +433,16 @@ def _check_logits(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
 
 
 def _check_product(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    if not kernels.adds_products or numbers.dtype != torch.bfloat16:
+    if not kernels.multiplies or numbers.dtype != torch.bfloat16:
         return
     rows, columns, total = numbers(7, 45), numbers(7, 50), numbers(50, 45)
     expected = total + columns.t() @ rows
     kernels.add_product(total, *numbers.narrow(columns, rows))
     yield total, expected
+    a, weight, b = numbers(29, 46), numbers(70, 46), numbers(29, 70)
+    given_a, given, given_b = numbers.narrow(a, weight, b)
+    yield kernels.multiply_packed(given_a, kernels.packed(given, transposed=True), 70), a @ weight.t()
+    yield kernels.multiply_packed(given_b, kernels.packed(given, transposed=False), 46), b @ weight
 
 
 _CHECKS = (_check_attention, _check_swiglu, _check_norm, _check_logits, _check_product)

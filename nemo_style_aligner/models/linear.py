@@ -9,14 +9,15 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from nemo_style_aligner.models.main_grads import main_grad_of
-from nemo_style_aligner.models.products import PackedWeight, add_product, product, product_of_packed, widened
+from nemo_style_aligner.models.packed_weights import PackedWeight, weight_product
+from nemo_style_aligner.models.products import add_product, product, widened
 from nemo_style_aligner.models.recompute import not_keeping
 
 
 class _OnCPU:
     """Mixin for both kinds of layers: inputs that can be `computed_again` are not kept, and CPUs use `_Linear`.
 
-    On CPUs, frozen weights are multiplied as `PackedWeight`, where there is one.
+    On CPUs, frozen weights in bf16 are multiplied as `PackedWeight`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,9 +44,8 @@ class _OnCPU:
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [..., k] @ weight.T -> [..., n] on a CPU, with this layer's weight. Not differentiable."""
-        packs = not weight.requires_grad and x.dtype == weight.dtype and x.numel()
-        packed = self._packed_weight.of(weight) if packs else None
-        return multiplied(x, weight) if packed is None else product_of_packed(x, packed)
+        is_packed = not weight.requires_grad and x.dtype == weight.dtype == torch.bfloat16 and widened(x) is x
+        return self._packed_weight.multiply(x, weight) if is_packed else multiplied(x, weight)
 
 
 class ColumnLinear(_OnCPU, ColumnParallelLinear):
@@ -60,7 +60,7 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable: see the next two functions."""
     if x.dtype != weight.dtype:  # where both are widened, the mistake would go unnoticed
         raise TypeError(f"a linear layer of {weight.dtype} cannot take {x.dtype}")
-    return product(widened(x), widened(weight).t()).to(x.dtype)
+    return weight_product(widened(x), widened(weight), transposed=True).to(x.dtype)
 
 
 def input_gradient(grad: torch.Tensor, weight: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,8 +71,8 @@ def input_gradient(grad: torch.Tensor, weight: torch.Tensor, unused: torch.Tenso
         unused: a tensor like x, contiguous, whose memory the result takes where it can.
     """
     if unused is None or unused.dtype != grad.dtype:
-        return product(grad, widened(weight)).to(weight.dtype)
-    product(grad.flatten(0, -2), weight, out=unused.flatten(0, -2))
+        return weight_product(grad, widened(weight), transposed=False).to(weight.dtype)
+    weight_product(grad.flatten(0, -2), weight, transposed=False, out=unused.flatten(0, -2))
     return unused
 
 

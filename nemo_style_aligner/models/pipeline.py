@@ -20,6 +20,7 @@ from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import KeptMicroBatch, KeptPasses
 from nemo_style_aligner.models.logprobs import Prediction
+from nemo_style_aligner.models.packed_weights import constant_weights
 from nemo_style_aligner.models.packing import (
     MicroBatching,
     PackedRow,
@@ -168,15 +169,16 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     **options: Any,
 ) -> list[Any]:
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=micro_batches,
-        model=[model.module],
-        num_microbatches=count,
-        seq_length=1,  # rows differ in length: pipeline stages tell each other (variable_seq_lengths)
-        micro_batch_size=1,
-        **options,
-    )
+    with constant_weights(count):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=micro_batches,
+            model=[model.module],
+            num_microbatches=count,
+            seq_length=1,  # rows differ in length: pipeline stages tell each other (variable_seq_lengths)
+            micro_batch_size=1,
+            **options,
+        )
 
 
 def train_step(

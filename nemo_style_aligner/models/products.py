@@ -3,10 +3,9 @@
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
 - In fp32 on AMD's processors, numpy's OpenBLAS multiplies in place of torch's MKL, in a few threads of our own, which
   sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
-- In bf16 on processors with bf16 arithmetic, torch's library rearranges weights for each product. Frozen models'
-  weights stay rearranged, where memory has room for it: `PackedWeight`.
-- Gradients of bf16 weights are summed in fp32 by our own code where the processor has bf16 dot products, but no AMX
-  tiles: torch would first round each micro batch's gradient to bf16, which takes longer.
+- In bf16 on processors with bf16 dot products, but no AMX tiles, our own kernels compute linear layers: products with
+  weights (`packed_weights`) and the weights' gradients, which are summed in fp32. Torch would first round each micro
+  batch's gradient to bf16, which takes longer.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ from numpy.typing import NDArray
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels
 from nemo_style_aligner.native.compilation import usable_kernels
-from nemo_style_aligner.parallel.machine import (
-    available_memory,
-    computes_in_bf16,
-    processor_model,
-    ranks_on_this_machine,
-)
+from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
 _MOST_THREADS = 8
@@ -43,9 +37,6 @@ _SMALLEST_PART = 256
 """Rows or columns of a result, before a thread gets a second part: the other factor is packed anew for each part."""
 _ELEMENTS_ADDED = 2**20
 """Numbers of a product that are added to a sum at a time: few beside the sum, and they stay in the caches."""
-_PACKED_SHARE = 1 / 16
-"""Share of the memory free before the first weight is packed, for all packed weights of this machine's ranks."""
-_ROWS = 1024  # rows of the other factor that weights are packed for; other numbers work, too
 _ELEMENTS_ADDED_ON_GPU = 2**25
 """`_ELEMENTS_ADDED` on a GPU: 128 MiB, and enough for all of its cores."""
 
@@ -85,64 +76,13 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
     return out
 
 
-class PackedWeight:
-    """A copy of a frozen weight in the layout that torch's library multiplies with.
-
-    Results have the same bits, but for torch 2.9, which rounds some of many rows otherwise.
-    """
-
-    def __init__(self) -> None:
-        self._packed: torch.Tensor | None = None
-        self._packed_of: tuple[int, int] | None = None  # address and version of the weight that was packed
-
-    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """``weight`` [n, k] with its present values, packed for `product_of_packed`; None where it cannot be packed."""
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _packs_weights():
-            return None
-        now = (weight.data_ptr(), weight._version)
-        if self._packed_of != now:
-            self._packed_of, is_new = now, self._packed is None
-            self._packed = _packed(weight) if not is_new or _takes_memory(weight.nbytes) else None
-        return self._packed
-
-
-def product_of_packed(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """a [..., k] @ weight.T -> [..., n]; ``a`` has at least one row. Not differentiable."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
-    return out
-
-
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-    return packed
-
-
 @functools.cache
-def _packs_weights() -> bool:
-    """Whether torch has the functions its compiler packs frozen weights with, and they give the right results here."""
-    if not _has_bf16_arithmetic() or not torch.backends.mkldnn.is_available():
-        return False
-    draw = torch.Generator().manual_seed(1)
-    weight, *factors = (torch.randn(n, 4100, generator=draw).bfloat16() for n in (96, 1, 33, 300))
-    try:
-        packed = _packed(weight)
-        return all(torch.equal(product_of_packed(a, packed), a @ weight.t()) for a in factors)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-_room_for_packed: float | None = None
-
-
-def _takes_memory(size: int) -> bool:
-    """Whether there is room for ``size`` more bytes of packed weights; if so, reserve them."""
-    global _room_for_packed
-    if _room_for_packed is None:
-        _room_for_packed = _PACKED_SHARE * available_memory() / ranks_on_this_machine()
-    if size > _room_for_packed:
-        return False
-    _room_for_packed -= size
-    return True
+def own_kernels() -> LayerKernels | None:
+    """Our kernels for bf16, where they are faster than torch's library: not where it has AMX tiles, which they lack."""
+    kernels = best_kernels()
+    if kernels is None or not kernels.multiplies or "amx" in usable_kernels(torch.bfloat16):
+        return None
+    return kernels
 
 
 def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
@@ -169,7 +109,7 @@ def _add_to_wider(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor
     if total.is_cuda and _adds_in_one_call():
         torch.addmm(total, columns.t(), rows, out_dtype=total.dtype, out=total)
         return
-    if not total.is_cuda and (kernels := _kernels_that_add()) is not None:
+    if not total.is_cuda and (kernels := own_kernels()) is not None:
         kernels.add_product(total, columns, rows)
         return
     step = max(1, (_ELEMENTS_ADDED_ON_GPU if total.is_cuda else _ELEMENTS_ADDED) // total.shape[1])
@@ -226,15 +166,6 @@ def _share_out(size: int, operations: int, work: Callable[[int, int], None]) -> 
     take()
     for helper in helpers:
         helper.result()
-
-
-@functools.cache
-def _kernels_that_add() -> LayerKernels | None:
-    """Our kernels, where they are faster than torch's library: not where it has AMX tiles, which they do not use."""
-    kernels = best_kernels()
-    if kernels is None or not kernels.adds_products or "amx" in usable_kernels(torch.bfloat16):
-        return None
-    return kernels
 
 
 @functools.cache

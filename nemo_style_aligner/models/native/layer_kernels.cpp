@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "logits.h"
-#include "weight_gradients.h"
+#include "packed_products.h"
 
 // Calls f with a value of the type that numbers have in memory. Returns 0, or 1 if memory is short.
 template <class F> static int with_type(int is_bf16, F&& f) {
@@ -81,6 +81,14 @@ int layer_add_product(float* total, const void* columns, const void* rows, int t
     return with_type(1, [&](auto) {
         weight_gradients::add_product({total, (const bf16*)columns, (const bf16*)rows, tokens, n, k}, threads);
     });
+}
+
+void layer_pack(const void* weight, void* out, int n, int k, int is_transposed, int threads) {
+    packed_products::pack((const bf16*)weight, n, k, is_transposed, (uint32_t*)out, threads);
+}
+
+void layer_multiply_packed(const void* a, const void* packed, void* out, int rows, int depth, int columns, int threads) {
+    packed_products::multiply({(const bf16*)a, (const uint32_t*)packed, (bf16*)out, rows, depth, columns}, threads);
 }
 #endif
 }
