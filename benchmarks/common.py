@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.packed_weights import constant_weights, weight_product
 from nemo_style_aligner.models.products import product
 from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, processor_features
 
@@ -333,9 +334,10 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
         if rate and operations / rate > _TRY_SECONDS:
             break  # emulated bf16 can be a hundred times slower
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        # Torch's library, and the one that our training passes use on this processor.
-        for multiply in (torch.nn.functional.linear, product):
-            rate = max(rate, operations / best_seconds(functools.partial(multiply, a, b), device))
+        # Torch's library, and what our training passes use on this processor, with weights that are packed already.
+        with constant_weights(_TRIES):
+            for multiply in (torch.nn.functional.linear, product, functools.partial(weight_product, transposed=True)):
+                rate = max(rate, operations / best_seconds(functools.partial(multiply, a, b), device))
     return rate
 
 

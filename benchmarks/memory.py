@@ -43,6 +43,7 @@ from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.memory import peak_meter
@@ -73,6 +74,15 @@ class Model:
         if case == "full" or (case == "selective" and is_te):  # and one layer's
             per_token += activation_bytes(a, itemsize, **layers) // a.num_layers
         return tokens * per_token
+
+    def packed_weights(self, num_micro_batches: int, case: str, directions: int) -> int:
+        """Bytes of the layers' weights, rearranged for products in 1 or 2 directions."""
+        a = self.architecture
+        is_packed = self.dtype == torch.bfloat16 and device().type == "cpu" and own_kernels() is not None
+        if not is_packed or num_micro_batches < 2 or case in ("selective", "full"):
+            return 0
+        embeddings = a.vocab_size * a.hidden_size * (1 if a.tied_embeddings else 2)
+        return directions * self.dtype.itemsize * (a.num_parameters - embeddings)
 
     def output_layer(self, positions: int, is_padded: bool) -> int:
         """Bytes of logits, and of the weight's gradient where autograd makes a tensor of its own for it."""
@@ -186,8 +196,12 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     m = model_of_memory
     predicted = {
         "weights, gradients, Adam": m.static,
-        "log-probs": m.output_layer(positions, is_padded) - m.output_layer(0, is_padded),
-        "forward + backward": m.activations(tokens, case) + m.output_layer(positions, is_padded),
+        "log-probs": m.output_layer(positions, is_padded)
+        - m.output_layer(0, is_padded)
+        + m.packed_weights(len(parts), case, directions=1),
+        "forward + backward": m.activations(tokens, case)
+        + m.output_layer(positions, is_padded)
+        + m.packed_weights(len(parts), case, directions=2),
         "copy for a save": m.architecture.num_parameters * m.dtype.itemsize,
     }
     return {"tokens": tokens, "positions": positions, "measured": measured, "predicted": predicted}

@@ -178,3 +178,18 @@ def test_passes_may_be_nested_and_may_fail(library: str) -> None:
         raise RuntimeError("on purpose")
     weight.mul_(-1)
     assert torch.equal(weight_product(a, weight, transposed=True), before), library
+
+
+@pytest.mark.parametrize("library", [OURS], indirect=True)
+def test_a_pass_that_recomputes_keeps_no_weights_packed(packed: list[tuple[torch.Size, bool]]) -> None:
+    tokens = torch.randint(0, 50, (4, 40), generator=torch.Generator().manual_seed(1))
+    with single_process():
+        model = build_model(
+            ModelArchitecture(2, 32, 64, 2, 2, vocab_size=50),
+            {"activations_checkpoint_granularity": "selective"},
+            torch.bfloat16,
+        )
+        packed.clear()
+        wanted = torch.ones(4, 39, dtype=torch.bool)
+        train_step(model, Tokens(tokens), wanted, MicroBatching(1), negative_logprobs, scoring=Scoring())
+        assert len(packed) == 4 * 16, "four micro batches, two layers of four matrices, in both directions"

@@ -169,7 +169,8 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     **options: Any,
 ) -> list[Any]:
-    with constant_weights(count):
+    # Where activations are recomputed to save memory, none is spent on weights either.
+    with constant_weights(count if model.config.recompute_granularity is None else 1):
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=micro_batches,
