@@ -18,6 +18,7 @@ import torch
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels
 from nemo_style_aligner.models.products import own_kernels, product
+from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, computes_in_bf16, ranks_on_this_machine
 
 _PACKED_SHARE = 1 / 16
@@ -101,7 +102,7 @@ _pass: _Pass | None = None
 def constant_weights(num_micro_batches: int) -> Iterator[None]:
     """A pass that changes no weight: each one is rearranged once for all of its micro batches, if there are several."""
     global _pass
-    if _pass is not None or num_micro_batches < 2 or own_kernels() is None:
+    if _pass is not None or num_micro_batches < 2 or device().type != "cpu" or own_kernels() is None:
         yield
         return
     _pass = _Pass(_PACKED_SHARE * available_memory() / ranks_on_this_machine())
