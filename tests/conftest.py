@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, henc
 # The services of tests are on this machine, which a proxy cannot reach.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
+import torch
+
 from nemo_style_aligner.native import compilation
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
@@ -42,6 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first. Within a file the order stays."""
     places = {name: place for place, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many threads torch and the compiled kernels compute with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

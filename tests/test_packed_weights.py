@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,14 +54,6 @@ def packed(library: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Si
     monkeypatch.setattr(LayerKernels, "packed", note)
     monkeypatch.setattr(packed_weights, "_packed_for_torch", note_for_torch)
     return noted
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random(*shape: int) -> torch.Tensor:

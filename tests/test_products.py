@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import threadpoolctl
@@ -14,14 +13,6 @@ import torch
 from nemo_style_aligner.models import products
 
 LIBRARIES = pytest.mark.parametrize("openblas", [False, True], ids=["torch", "openblas"])
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, computes_in_bf16, ranks_on_this_machine
 
 _PACKED_SHARE = 1 / 16
-"""Share of the memory free before the first weight is packed, for all packed weights of this machine's ranks."""
+"""Share of the memory free before the first weight is packed, for packed weights of all ranks on this machine: those of
+frozen models together, and those of each pass."""
 _FEWEST_ROWS = 32
 """With fewer, torch's library multiplies: rearranging a weight would take longer than the product."""
 _ROWS = 1024  # rows of the other factor that torch's library packs weights for; other numbers work, too
@@ -105,7 +106,7 @@ def constant_weights(num_micro_batches: int) -> Iterator[None]:
     if _pass is not None or num_micro_batches < 2 or device().type != "cpu" or own_kernels() is None:
         yield
         return
-    _pass = _Pass(_PACKED_SHARE * available_memory() / ranks_on_this_machine())
+    _pass = _Pass(_room())
     try:
         yield
     finally:
@@ -153,6 +154,11 @@ def _product_by_torch(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _room() -> float:
+    """Bytes of the memory that is free now which a rank may fill with packed weights."""
+    return _PACKED_SHARE * available_memory() / ranks_on_this_machine()
+
+
 _room_for_packed: float | None = None
 
 
@@ -160,7 +166,7 @@ def _takes_memory(size: int) -> bool:
     """Whether there is room for ``size`` more bytes of packed frozen weights; if so, reserve them."""
     global _room_for_packed
     if _room_for_packed is None:
-        _room_for_packed = _PACKED_SHARE * available_memory() / ranks_on_this_machine()
+        _room_for_packed = _room()
     if size > _room_for_packed:
         return False
     _room_for_packed -= size

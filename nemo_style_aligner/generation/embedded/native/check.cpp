@@ -43,7 +43,7 @@ static double product_error(int rows, int features, int half) {
 
 // Relative error of the attention of `tokens` tokens that follow `position` earlier ones, against sums in double.
 static double attention_error(int position, int tokens) {
-    const int length = position + tokens, pages = (length - 1) / PAGE + 1;
+    const int length = position + tokens, pages = pages_of(length);
     std::vector<panel_t> keys((size_t)pages * GROUPS * PAGE_SIZE), values(keys.size());
     std::vector<act_t> queries((size_t)tokens * HEADS * CHANNELS), out((size_t)tokens * HEADS_K);
     std::vector<int32_t> table(pages);
