@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from generation_models import architecture
+from triton_without_gpu import check_machine_code, compiled_kernels
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import choose_operations
@@ -27,8 +27,6 @@ from nemo_style_aligner.generation.embedded.torch_operations import TorchOperati
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="NOT TESTED: kernels for GPUs need Triton (pip install triton)"
 )
-SHARED_MEMORY = 101_376
-"""Bytes that a block of threads may have on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
 CPU = torch.device("cpu")
 
 
@@ -60,19 +58,6 @@ BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
 
 
-def stack_bytes(cubin: bytes, directory: Path) -> int:
-    """Memory that a thread has in place of registers."""
-    from triton import knobs
-
-    path = directory / "kernel.cubin"
-    path.write_bytes(cubin)
-    usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    (found,) = re.findall(r"STACK:(\d+)", usage.stdout)
-    return int(found)
-
-
 def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> None:
     """Call all of ``operations``, as models do."""
     a = operations.architecture
@@ -96,46 +81,13 @@ def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code; once for a model and no more, whatever the sizes of passes and the places of inputs."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
     from nemo_style_aligner.generation.embedded import paged_attention, triton_operations
 
-    class Driver:
-        """Of a GPU that nothing is started on."""
-
-        def get_current_device(self) -> int:
-            return capability
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", capability, 32)
-
-    class Compiled:
-        """A kernel that is compiled where it would be started."""
-
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Any:
-            return functools.partial(self.kernel.run, grid=grid, warmup=True)
-
-        def variants(self) -> list[Any]:
-            return list(self.kernel.device_caches[capability][0].values())
-
-    monkeypatch.setattr(driver, "_active", Driver())
-    kernels = {}
-    for module, names in (
-        (paged_attention, ("attend", "add_parts")),
-        (triton_operations, ("add_and_norm", "activate", "rotate_and_store")),
-    ):
-        for name in names:
-            kernels[name] = Compiled(getattr(module, f"{name}_kernel"))
-            monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
-
+    names = {
+        paged_attention: ("attend", "add_parts"),
+        triton_operations: ("add_and_norm", "activate", "rotate_and_store"),
+    }
+    kernels = compiled_kernels(monkeypatch, capability, tmp_path, names)
     for a in architectures:
         shape = EngineShape(a, torch.bfloat16, num_slots=4, max_sequence_length=64, num_pages=8, max_step_tokens=8)
         operations = triton_operations.TritonOperations(shape, CPU, num_processors=108)
@@ -152,9 +104,7 @@ def test_kernels_compile(
 
     for name, kernel in kernels.items():
         for compiled in kernel.variants():
-            assert compiled.asm["cubin"]
-            assert compiled.metadata.shared <= SHARED_MEMORY
-            assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, (name, compiled.src.constants)
+            check_machine_code(compiled, tmp_path)
             if name == "attend":  # on tensor cores
                 assert re.search(r"\b(wg)?mma|tcgen05\.mma", compiled.asm["ptx"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.triton_kernels import TritonKernels
 
 
 class LocalSelfAttention(SelfAttention):
@@ -35,7 +39,8 @@ class LocalSelfAttention(SelfAttention):
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         drops_out = self.training and self.core_attention.dropout > 0
         kernels = None if drops_out else kernels_for(hidden_states)
-        rotary = packed_seq_params.rotate_by(rotary_pos_emb, torch.float32 if kernels else hidden_states.dtype)
+        in_fp32 = kernels or _rotating_kernels(hidden_states)
+        rotary = packed_seq_params.rotate_by(rotary_pos_emb, torch.float32 if in_fp32 else hidden_states.dtype)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
@@ -172,8 +177,15 @@ class _Rotation(torch.autograd.Function):
         return _rotated(grad, cos, sin, -1.0), None, None
 
 
+def _rotating_kernels(x: torch.Tensor) -> TritonKernels | None:
+    """Kernels that rotate tensors like ``x``, by cosines and sines in fp32; None: torch does, by those in its dtype."""
+    return gpu_kernels(x.dtype, x.device) if x.is_cuda else None
+
+
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
     """Rotate pairs of components i and i + r / 2, backwards for ``direction`` -1; copy components from r on."""
+    if kernels := _rotating_kernels(x):
+        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, direction)
     r = cos.shape[-1]
     half = r // 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_style_aligner.models.gpu_kernels import elementwise_kernels_for
 from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs
 
@@ -74,7 +75,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        if kernels := kernels_for(x):
+        if kernels := elementwise_kernels_for(x):
             return kernels.swiglu_backward(x.contiguous(), grad.contiguous())
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
@@ -85,7 +86,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    if kernels := kernels_for(x):
+    if kernels := elementwise_kernels_for(x):
         return kernels.swiglu(x.contiguous())
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

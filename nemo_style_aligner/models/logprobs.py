@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from nemo_style_aligner.models.layer_kernels import kernels_for
+from nemo_style_aligner.models.gpu_kernels import elementwise_kernels_for
 from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.products import add_product, product, widened
 
@@ -138,8 +138,9 @@ class _Predictions(torch.autograd.Function):
         for part, logits in chunks if vocabulary.size else ():
             targets = vocabulary.local(wanted.targets[part])
             of_entropy = None if grad_entropy is None else (entropy[part], grad_entropy[part])
-            grad_logits = _gradient(logits, targets, wanted, normalizer[part], grad_logprob[part], of_entropy)
-            grad_logits = grad_logits.to(rows.dtype)
+            grad_logits = _gradient(
+                logits, targets, wanted, normalizer[part], grad_logprob[part], of_entropy, rows.dtype
+            )
             product(grad_logits, vocabulary.weight, out=grad_rows[part])
             add_product(mine, grad_logits, rows[part])
         return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if ctx.main_grad is None else None, None, None
@@ -170,7 +171,7 @@ class _Slice:
         # GPUs accumulate in fp32 and can return that; CPUs round to the inputs' dtype.
         dtype = torch.float32 if rows.is_cuda else rows.dtype
         # Torch's functions make an fp32 copy. Kept logits (bf16) fill half a chunk, memory that the allocator reuses.
-        itemsize = dtype.itemsize if keep is None and kernels_for(rows) else 4
+        itemsize = dtype.itemsize if keep is None and elementwise_kernels_for(rows) else 4
         step = max(1, chunk_bytes(rows.device) // (itemsize * self.size))
         if rows.is_cuda or step > _ROWS:
             step = max(step // _ROWS * _ROWS, _ROWS)
@@ -193,7 +194,7 @@ def _measure(
     logits: torch.Tensor, targets: torch.Tensor, wanted: Prediction
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`LayerKernels.measure_logits`, or the same in torch, which overwrites fp32 logits unless they are kept."""
-    if kernels := kernels_for(logits):
+    if kernels := elementwise_kernels_for(logits):
         return kernels.measure_logits(logits, targets, 1 / wanted.temperature, wanted.entropy)
     logits = _scaled(logits, wanted)
     ids, here = targets.clamp(min=0)[:, None], targets >= 0
@@ -210,10 +211,15 @@ def _gradient(
     normalizer: torch.Tensor,
     grad: torch.Tensor,
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`LayerKernels.logits_gradient`, or the same in torch: [k, v]. May overwrite the logits unless they are kept."""
-    if kernels := kernels_for(logits):
-        out = _buffer(logits.shape, logits.dtype, logits.device) if wanted.keeps_logits else logits
+    """`LayerKernels.logits_gradient`, or the same in torch: [k, v], of ``dtype``, the one of the weights.
+
+    May overwrite the logits unless they are kept.
+    """
+    if kernels := elementwise_kernels_for(logits):
+        is_apart = wanted.keeps_logits or logits.dtype != dtype
+        out = _buffer(logits.shape, dtype, logits.device) if is_apart else logits
         kernels.logits_gradient(logits, targets, 1 / wanted.temperature, normalizer, grad, entropy, out)
         return out
     logprobs = _scaled(logits, wanted).sub_(normalizer[:, None])
@@ -224,7 +230,7 @@ def _gradient(
         out = logprobs.add_(entropy[0][:, None]).mul_(entropy[1][:, None])
         out.add_(grad[:, None]).mul_(probabilities).neg_()
     out.scatter_add_(1, targets.clamp(min=0)[:, None], (grad * (targets >= 0))[:, None])
-    return out
+    return out.to(dtype)
 
 
 def _scaled(logits: torch.Tensor, wanted: Prediction) -> torch.Tensor:
