@@ -1,4 +1,4 @@
-"""megatron-core's linear layers, computed on CPUs by `products`, with gradients added in place."""
+"""megatron-core's linear layers, computed on CPUs by `products`, with weights' gradients summed in place in fp32."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from nemo_style_aligner.models.products import add_product, product, widened
 from nemo_style_aligner.models.recompute import not_keeping
 
 
-class _OnCPU:
-    """Mixin for both kinds of layers: inputs that can be `computed_again` are not kept, and CPUs use `_Linear`.
+class _SummingInPlace:
+    """Mixin for both kinds of layers: inputs that can be `computed_again` are not kept, and `_Linear` computes.
 
-    On CPUs, frozen weights in bf16 are multiplied as `PackedWeight`.
+    On CPUs, frozen weights in bf16 are multiplied as `PackedWeight`. On GPUs megatron-core's functions compute what is
+    frozen, and under tensor parallelism everything: they overlap communication in ways that were not compared here.
     """
+
+    tp_group: dist.ProcessGroup
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,9 +35,9 @@ class _OnCPU:
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        if input.device.type != "cpu":
-            return super()._forward_impl(input, weight, bias, **options)  # type: ignore[misc]
         allreduce, is_shared, group = (options[name] for name in ("allreduce_dgrad", "sequence_parallel", "tp_group"))
+        if input.device.type != "cpu" and (self.tp_group.size() > 1 or main_grad_of(weight) is None):
+            return super()._forward_impl(input, weight, bias, **options)  # type: ignore[misc]
         out: torch.Tensor
         if not weight.requires_grad and not input.requires_grad:
             out = self.multiply(_gathered(input, group if is_shared else None), weight)
@@ -48,12 +51,12 @@ class _OnCPU:
         return self._packed_weight.multiply(x, weight) if is_packed else multiplied(x, weight)
 
 
-class ColumnLinear(_OnCPU, ColumnParallelLinear):
-    """megatron-core's `ColumnParallelLinear` with `_OnCPU`."""
+class ColumnLinear(_SummingInPlace, ColumnParallelLinear):
+    """megatron-core's `ColumnParallelLinear` with `_SummingInPlace`."""
 
 
-class RowLinear(_OnCPU, RowParallelLinear):
-    """megatron-core's `RowParallelLinear` with `_OnCPU`."""
+class RowLinear(_SummingInPlace, RowParallelLinear):
+    """megatron-core's `RowParallelLinear` with `_SummingInPlace`."""
 
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
