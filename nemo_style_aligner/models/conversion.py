@@ -149,7 +149,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     architecture = ModelArchitecture.from_nemo_config(config)
     hf_family(architecture)
     head = RewardHeadConfig.from_model_config(config) if "reward_model_type" in config else None
-    model = build_model(architecture, {}, dtype, head=head, trainable=False)
+    model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     load_nemo_weights(input_path, model)
     attributes = head.num_attributes if head else 0
     progress = _progress(architecture, attributes, "writing weights")
@@ -231,7 +231,7 @@ def checkpoint_to_nemo(
             f"give the {HYPERPARAMETERS_FILE} of the job that wrote it (--hyperparameters)"
         )
     head = RewardHeadConfig.from_model_config(config) if has_head else None
-    model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False)
+    model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     restore_model(checkpoint, model)
     save_nemo(output, model, portable_config(config, architecture, job.trainer), load_nemo_tokenizer(base))
     return architecture
@@ -306,7 +306,7 @@ def _import_and_save(
         config |= _reward_config(num_attributes)
         head = RewardHeadConfig.from_model_config(config)
     on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
-    model = build_model(architecture, {}, dtype, head=head, trainable=False)
+    model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:
         import_weights(model, source, progress.update)
     if head is not None:

@@ -201,6 +201,7 @@ def build_model(
     *,
     head: RewardHeadConfig | None = None,
     trainable: bool = True,
+    initialize: bool = True,
 ) -> MegatronModel:
     """Build this rank's part of a model, on its device.
 
@@ -210,9 +211,11 @@ def build_model(
         dtype: bfloat16 (fp32 main weights in the optimizer) or float32.
         head: build a reward model or critic with this head instead of a language model.
         trainable: wrap in megatron-core's DDP with gradient buffers; without it the model is for inference.
+        initialize: draw random weights; False: they will all be overwritten.
     """
     layout = current_layout()
     config = transformer_config(architecture, model_cfg, dtype, layout)
+    config.perform_initialization = initialize
     if device().type == "cpu":
         best_kernels()  # compiled here, if at all, and not in the middle of the first step
     options: dict[str, Any] = {
