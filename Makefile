@@ -6,6 +6,7 @@
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
+# make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
 # make clean          remove results of demos and benchmarks, and caches (.venv stays; remove it by hand)
@@ -32,7 +33,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench faults test test-lowest test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-smollm2 bench faults test test-lowest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -97,6 +98,9 @@ faults: $(STAMP)
 
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
+
+test-gpu: $(STAMP)
+	TEST_GPU=1 $(BIN)/python -m pytest -q -m gpu --durations=15 $(PYTEST_FLAGS)
 
 test-slurm: $(STAMP)
 	TEST_SLURM=1 $(BIN)/python -m pytest -q --durations=0 tests/slurm $(PYTEST_FLAGS)

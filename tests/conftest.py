@@ -15,6 +15,9 @@ import pytest
 
 # Several workers, and the jobs that tests start, share the cores: nobody's threads shall wait for each other's turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, hence before what follows
+# Most tests compare with numbers of a CPU, or start more ranks than a machine has GPUs.
+if not os.environ.get("TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # The services of tests are on this machine, which a proxy cannot reach.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
@@ -38,6 +41,16 @@ SLOWEST_FILES = (
     "test_watchdog.py",
     "test_launch.py",
 )
+
+
+def pytest_report_header() -> str | None:
+    """Which layers the tests on GPUs test."""
+    if not torch.cuda.is_available():
+        return None
+    from nemo_style_aligner.models.layers import uses_transformer_engine
+
+    layers = "Transformer Engine's" if uses_transformer_engine(torch.bfloat16) else "this project's own"
+    return f"{torch.cuda.get_device_name()}: layers in bf16 are {layers}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,7 @@
 
 Imports torch and megatron-core once and forks the ranks of every layout. The same rollouts go through the real
 parts: archives, log-probs, critic service, advantages, policy and critic updates. Each layout leaves
-``<folder>/<name>.safetensors`` and ``<name>.json``.
+``<folder>/<name>.safetensors`` and ``<name>.json``. Archives that are in the folder already are used as they are.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     # In two requests, of different widths.
     halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
     answer = {
-        "rewards": torch.cat([half["rewards"] for half in halves]),
-        "values": torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]),
+        "rewards": torch.cat([half["rewards"] for half in halves]).cpu(),
+        "values": torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]).cpu(),
     }
     scores = Scores(answer["rewards"][:, 0], answer["values"])
     logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask(), is_trained=layout.updates == 1)
@@ -280,7 +280,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
             metrics |= {f"{part}/{k}/{step}": v for k, points in curves.items() for step, v in points}
         metrics = {k: v for k, v in metrics.items() if "timers/" not in k and "memory/" not in k}
         metrics["critic_loss"] = critic_loss
-        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
+        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
         (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 
 
@@ -351,12 +351,14 @@ def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
     for layout in layouts:
         ppo_step(folder, layout)
         parallel_state.destroy_model_parallel()
-    assert "torch._dynamo" not in sys.modules, "training loads torch's compiler, which takes a second or two"
+    if not torch.cuda.is_available():
+        assert "torch._dynamo" not in sys.modules, "training loads torch's compiler, which takes a second or two"
 
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    fork_ranks(1, lambda: make_archives(folder))
+    if not (folder / _file("rm", tied=True)).exists():
+        fork_ranks(1, lambda: make_archives(folder))
     for world_size in (1, 2, 4):
         chosen = [c for c in LAYOUTS if c.world_size == world_size and (not names or c.name in names)]
         if chosen:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
+
 
 class RanksFailedError(RuntimeError):
     """Some ranks did not come to their end. ``exit_codes``: every rank's; None where it was still running."""
@@ -29,13 +31,22 @@ class RanksFailedError(RuntimeError):
 
 
 def fork_ranks(world_size: int, action: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """Run ``action`` on forked ranks of one gloo world; what it returns on rank 0. Raises as `fork_processes` does."""
+    """Run ``action`` on forked ranks of one world, each with a GPU of its own where there are GPUs.
+
+    Returns what it returns on rank 0. Raises as `fork_processes` does. Where there are GPUs, this process must not have
+    used them: set PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment, so that looking for them does not count.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder, 'store')}"
 
         def in_world(rank: int) -> Any:
             timeout = timedelta(seconds=60)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+            backend = "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(rank)
+                set_up_cuda_arithmetic()
+                backend = "nccl"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
             result = action()
             dist.barrier()  # who ends first takes the connections of the others along
             return result
