@@ -93,6 +93,17 @@ SHAPES = {
         rotary_base=1000000.0,
         family="qwen2",
     ),
+    "llama-0.5b": ModelArchitecture(
+        num_layers=16,
+        hidden_size=1536,
+        ffn_hidden_size=5376,
+        num_attention_heads=24,
+        num_query_groups=8,
+        vocab_size=32768,
+        max_position_embeddings=8192,
+        tied_embeddings=True,
+        rotary_base=500000.0,
+    ),
     "llama-1b": ModelArchitecture(
         num_layers=16,
         hidden_size=2048,
@@ -106,7 +117,8 @@ SHAPES = {
     ),
 }
 """Shapes by name. "smollm2-135m", "qwen2-0.5b" and "llama-1b" are those of SmolLM2, Qwen2 and Llama 3.2; "135m" and
-"360m" are SmolLM2's with an even number of heads, which tensor parallelism can split."""
+"360m" are SmolLM2's with an even number of heads, which tensor parallelism can split; "llama-0.5b" is a Llama between
+the last two."""
 
 
 # ---- what goes in -------------------------------------------------------------------------------
@@ -333,7 +345,8 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
         operations = 2 * size**3
         if rate and operations / rate > _TRY_SECONDS:
             break  # emulated bf16 can be a hundred times slower
-        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        # Random: a GPU multiplies ones with less power, hence faster than anything real.
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         # Torch's library, and what our training passes use on this processor, with weights that are packed already.
         with constant_weights(_TRIES):
             for multiply in (torch.nn.functional.linear, product, functools.partial(weight_product, transposed=True)):

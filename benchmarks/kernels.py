@@ -154,8 +154,8 @@ class LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         logits, normalizer = ctx.saved_tensors
-        out = logprobs._gradient(logits, ctx.wanted.targets, ctx.wanted, normalizer, grad.float(), None)
-        return out.to(logits.dtype), None
+        targets = ctx.wanted.targets
+        return logprobs._gradient(logits, targets, ctx.wanted, normalizer, grad.float(), None, logits.dtype), None
 
 
 def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,8 +2,9 @@
 
     python benchmarks/training_pass.py [--shape smollm2-135m] [--sequences 16] [--rounds 2] [--json FILE]
 
-Sequences in packed rows against rows padded to the longest, and log-probs in chunks against logits of all positions;
-each against what the machine's rate of matrix products allows. docs/performance.md explains the columns.
+Sequences in packed rows against rows padded to the longest, log-probs in chunks against logits of all positions, and
+with ``--hugging-face`` against Hugging Face's model of the same shape; each against what the machine's rate of matrix
+products allows. docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shar
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import device, single_process
+from nemo_style_aligner.weights.huggingface_config import hf_config
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
 
@@ -80,6 +82,11 @@ def main() -> None:
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
     parser.add_argument("--torch-layers", action="store_true", help="also packed rows without the compiled layers")
+    parser.add_argument(
+        "--hugging-face",
+        action="store_true",
+        help="also transformers' model, on rows padded to the longest of their micro batch, sorted by length",
+    )
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -111,6 +118,8 @@ def main() -> None:
         if not args.skip_padded:
             padded = MicroBatching(args.padded_rows)
             results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
+        if args.hugging_face:
+            results["hugging face"] = measure_hugging_face(architecture, workload, batching, args.rounds, dtype)
         memory = head_memory(actor, workload)
         balance = data_parallel_balance(workload.operations(model.architecture))
         seconds = {"optimizer": spread(optimizer_seconds(optimizer, args.rounds))}
@@ -166,7 +175,7 @@ def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> 
 def measure(
     actor: Actor, workload: Workload, batching: MicroBatching, is_padded: bool, rounds: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Training and log-prob passes, each followed by a measurement of the rate of matrix products.
+    """Our training and log-prob passes.
 
     ``is_padded``: every row is as long as the longest, with outputs at all positions, as without packing.
     """
@@ -183,10 +192,79 @@ def measure(
         width = wanted.shape[1]
         forward(model, Tokens(batch.tokens), wanted, batching, lambda logprobs, _: logprobs, (width,), scoring)
 
+    used = used_lengths(wanted)
+    return {
+        "micro_batches": len(micro_batches(used, batching)),
+        "computed_tokens": sum(used),
+        "padding_efficiency": sum(used_lengths(batch.mask != 0)) / sum(used),
+        **measure_passes(train, score, workload, model.architecture, rounds, dtype),
+    }
+
+
+def measure_hugging_face(
+    architecture: ModelArchitecture, workload: Workload, batching: MicroBatching, rounds: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The same passes by transformers' model with SDPA.
+
+    Micro batches are `MicroBatching.num_rows` sequences of about the same length, as its trainer makes them if asked
+    to; logits are of all positions from the first response on.
+    """
+    import transformers  # takes seconds
+
+    config = transformers.AutoConfig.for_model(**hf_config(architecture, dtype))
+    with device():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    batch = workload.batch
+    by_length = sorted(range(len(workload.lengths)), key=lambda row: int(workload.lengths[row]))
+    parts = []
+    for first in range(0, len(by_length), batching.num_rows):
+        rows = by_length[first : first + batching.num_rows]
+        width = int(workload.lengths[rows].max())
+        attended = torch.arange(width) < workload.lengths[rows, None]
+        mask = batch.mask[rows, : width - 1]
+        weights = (batch.advantages[rows, : width - 1] * mask)[:, int(mask.any(0).nonzero()[0]) :]
+        parts.append(tuple(x.to(device()) for x in (batch.tokens[rows, :width], attended, weights)))
+
+    def loss(tokens: torch.Tensor, attended: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum over the positions of ``weights`` [b, k], the last of each row."""
+        kept = weights.shape[1]
+        logits = model(tokens, attention_mask=attended, use_cache=False, logits_to_keep=kept + 1).logits
+        predictions, targets = logits[:, :-1].float().flatten(0, 1), tokens[:, -kept:].flatten()
+        return (F.cross_entropy(predictions, targets, reduction="none") * weights.flatten()).sum()
+
+    def train() -> None:
+        model.train()
+        model.zero_grad()
+        for part in parts:
+            loss(*part).backward()
+
+    @torch.inference_mode()
+    def score() -> None:
+        for part in parts:
+            loss(*part)
+
+    computed = sum(tokens.numel() for tokens, *_ in parts)
+    return {
+        "micro_batches": len(parts),
+        "computed_tokens": computed,
+        "padding_efficiency": workload.num_tokens / computed,
+        **measure_passes(train, score, workload, architecture, rounds, dtype),
+    }
+
+
+def measure_passes(
+    train: Callable[[], None],
+    score: Callable[[], None],
+    workload: Workload,
+    architecture: ModelArchitecture,
+    rounds: int,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Training and log-prob passes in turns, each followed by a measurement of the rate of matrix products."""
     seconds: dict[str, list[float]] = {"training": [], "logprobs": []}
     fractions: dict[str, list[float]] = {"training": [], "logprobs": []}
     passes = {"training": (train, 3.0), "logprobs": (score, 1.0)}
-    operations = sum(workload.operations(model.architecture))
+    operations = sum(workload.operations(architecture))
     for round_ in range(rounds + 1):  # the first warms up
         for name, (action, factor) in passes.items():
             taken = timed(action)
@@ -195,19 +273,13 @@ def measure(
                 rate = max(measure_gemm(device(), kind) for kind in {dtype, torch.float32})
                 seconds[name].append(taken)
                 fractions[name].append(factor * operations / taken / rate)
-    used = used_lengths(wanted)
     return {
-        "micro_batches": len(micro_batches(used, batching)),
-        "computed_tokens": sum(used),
-        "padding_efficiency": sum(used_lengths(batch.mask != 0)) / sum(used),
-        **{
-            name: {
-                "seconds": spread(seconds[name]),
-                "tokens_per_second": workload.num_tokens / spread(seconds[name])["median"],
-                "fraction_of_gemm_rate": spread(fractions[name]),
-            }
-            for name in passes
-        },
+        name: {
+            "seconds": spread(seconds[name]),
+            "tokens_per_second": workload.num_tokens / spread(seconds[name])["median"],
+            "fraction_of_gemm_rate": spread(fractions[name]),
+        }
+        for name in passes
     }
 
 
