@@ -31,6 +31,8 @@ from nemo_style_aligner.models.triton_kernels import TritonKernels
 cpu = torch.device("cpu")
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     check(TritonKernels(), dtype, cpu)
+with torch.inference_mode():
+    check(TritonKernels(), torch.float32, cpu)
 
 wrong = {
     "swiglu": lambda self, x: x[:, : x.shape[1] // 2],

@@ -17,8 +17,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
-from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.main_grads import add_in_place
@@ -216,8 +216,7 @@ def build_model(
     layout = current_layout()
     config = transformer_config(architecture, model_cfg, dtype, layout)
     config.perform_initialization = initialize
-    if device().type == "cpu":
-        best_kernels()  # compiled here, if at all, and not in the middle of the first step
+    prepare_kernels(dtype)  # compiled here, if at all, and not in the middle of the first step
     options: dict[str, Any] = {
         "config": config,
         "transformer_layer_spec": block_spec(config),

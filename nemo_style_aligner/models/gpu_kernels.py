@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
+from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels, kernels_for
+from nemo_style_aligner.parallel.groups import device
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.triton_kernels import TritonKernels
@@ -28,27 +29,36 @@ def elementwise_kernels_for(x: torch.Tensor) -> LayerKernels | TritonKernels | N
     return gpu_kernels(x.dtype, x.device)
 
 
+def prepare_kernels(dtype: torch.dtype) -> None:
+    """Compile what passes of a model of ``dtype`` compute with on this rank's device, if no process has done so yet."""
+    if device().type == "cpu":
+        best_kernels()
+        return
+    for each in {dtype, torch.float32}:  # logits are in fp32
+        gpu_kernels(each, device())
+
+
 @functools.cache
-def gpu_kernels(dtype: torch.dtype, device: torch.device) -> TritonKernels | None:
+def gpu_kernels(dtype: torch.dtype, gpu: torch.device) -> TritonKernels | None:
     """Triton's kernels, if they compile for this GPU and pass `check`; None otherwise, with a line in the log."""
     if dtype not in _TOLERANCES:
         return None
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("Triton is not installed")
-        with torch.cuda.device(device):
-            capability = torch.cuda.get_device_capability(device)
+        with torch.cuda.device(gpu):
+            capability = torch.cuda.get_device_capability(gpu)
             if capability < (8, 0):
                 raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} has no bf16 arithmetic")
             from nemo_style_aligner.models.triton_kernels import TritonKernels
 
             kernels = TritonKernels()
-            check(kernels, dtype, device)
+            check(kernels, dtype, gpu)
             return kernels
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # torch's functions would fail, too: no memory is left, or the GPU computes nothing any more
     except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
-        torch.cuda.synchronize(device)  # raises the error that an aborted kernel has left behind
+        torch.cuda.synchronize(gpu)  # raises the error that an aborted kernel has left behind
         _warn(f"{type(error).__name__}: {error}")
         return None
 
@@ -59,8 +69,9 @@ def _warn(reason: str) -> None:
     logger.warning("training passes run without Triton's kernels: %s", reason)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
-def check(kernels: TritonKernels, dtype: torch.dtype, device: torch.device) -> None:
+def check(kernels: TritonKernels, dtype: torch.dtype, target: torch.device) -> None:
     """Compile all kernels for ``dtype``, and compare their results with torch's in fp32.
 
     Raises:
@@ -69,7 +80,7 @@ def check(kernels: TritonKernels, dtype: torch.dtype, device: torch.device) -> N
     draw = torch.Generator().manual_seed(1)
 
     def random(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(size, generator=draw).to(device, of)
+        return torch.randn(size, generator=draw).to(target, of)
 
     def compare(name: str, computed: torch.Tensor, exact: torch.Tensor) -> None:
         error = ((computed.float() - exact).abs().max() / exact.abs().max()).item()
@@ -97,7 +108,7 @@ def check(kernels: TritonKernels, dtype: torch.dtype, device: torch.device) -> N
 
     for has_entropy in (False, True):
         logits, scale = 3 * random(4, 5000, of=torch.float32), 0.8
-        targets = torch.tensor([7, -1, 4999, 0], device=device)
+        targets = torch.tensor([7, -1, 4999, 0], device=target)
         probabilities = (logits * scale).softmax(-1)
         logprobs = (logits * scale).log_softmax(-1)
         entropy = -(probabilities * logprobs).sum(-1)
@@ -114,6 +125,6 @@ def check(kernels: TritonKernels, dtype: torch.dtype, device: torch.device) -> N
         if has_entropy:
             of_entropy = entropy, grad_entropy
             exact -= grad_entropy[:, None] * probabilities * (logprobs + entropy[:, None])
-        out = torch.empty(logits.shape, dtype=dtype, device=device)
+        out = torch.empty(logits.shape, dtype=dtype, device=target)
         kernels.logits_gradient(logits, targets, scale, normalizer, grad_logprob, of_entropy, out)
         compare("logits' gradient", out, exact)
