@@ -36,7 +36,7 @@ pytestmark = [
         reason="no GPU, or hidden from the tests (make test-gpu shows it): training and jobs are NOT tested on one",
     ),
 ]
-needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU: jobs of two ranks over NCCL are NOT tested")
+needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two GPUs: jobs of two ranks over NCCL are NOT tested")
 
 Result = tuple[dict[str, torch.Tensor], dict[str, float]]
 
