@@ -23,6 +23,7 @@ from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
+from nemo_style_aligner.native import with_triton
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="NOT TESTED: kernels for GPUs need Triton (pip install triton)"
@@ -131,6 +132,7 @@ def test_without_the_kernels_torch_computes(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
     monkeypatch.setattr(choose_operations, "TorchOperations", of_torch)
+    with_triton._warn.cache_clear()
     size = {"num_slots": 2, "max_sequence_length": 32, "num_pages": 4, "max_step_tokens": 8}
     with caplog.at_level(logging.WARNING):
         for dtype in (torch.float32, torch.bfloat16):

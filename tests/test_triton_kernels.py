@@ -18,6 +18,7 @@ import torch
 from triton_without_gpu import check_machine_code, compiled_kernels
 
 from nemo_style_aligner.models import gpu_kernels
+from nemo_style_aligner.native import with_triton
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="NOT TESTED: kernels for GPUs need Triton (pip install triton)"
@@ -115,6 +116,7 @@ def test_without_the_kernels_torch_computes(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
     gpu_kernels.gpu_kernels.cache_clear()
+    with_triton._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
             assert gpu_kernels.gpu_kernels(dtype, torch.device("cuda", 0)) is None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels, kernels_for
+from nemo_style_aligner.native.with_triton import with_triton
 from nemo_style_aligner.parallel.groups import device
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.triton_kernels import TritonKernels
-
-logger = logging.getLogger(__name__)
 
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
@@ -41,32 +38,15 @@ def prepare_kernels(dtype: torch.dtype) -> None:
 @functools.cache
 def gpu_kernels(dtype: torch.dtype, gpu: torch.device) -> TritonKernels | None:
     """Triton's kernels, if they compile for this GPU and pass `check`; None otherwise, with a line in the log."""
-    if dtype not in _TOLERANCES:
-        return None
-    try:
-        if importlib.util.find_spec("triton") is None:
-            raise ImportError("Triton is not installed")
-        with torch.cuda.device(gpu):
-            capability = torch.cuda.get_device_capability(gpu)
-            if capability < (8, 0):
-                raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} has no bf16 arithmetic")
-            from nemo_style_aligner.models.triton_kernels import TritonKernels
 
-            kernels = TritonKernels()
-            check(kernels, dtype, gpu)
-            return kernels
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # torch's functions would fail, too: no memory is left, or the GPU computes nothing any more
-    except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
-        torch.cuda.synchronize(gpu)  # raises the error that an aborted kernel has left behind
-        _warn(f"{type(error).__name__}: {error}")
-        return None
+    def make() -> TritonKernels:
+        from nemo_style_aligner.models.triton_kernels import TritonKernels
 
+        kernels = TritonKernels()
+        check(kernels, dtype, gpu)
+        return kernels
 
-@functools.cache
-def _warn(reason: str) -> None:
-    """Once for all dtypes."""
-    logger.warning("training passes run without Triton's kernels: %s", reason)
+    return with_triton(make, gpu, "training passes run") if dtype in _TOLERANCES else None
 
 
 @torch.inference_mode(False)

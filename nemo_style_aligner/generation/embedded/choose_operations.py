@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import logging
 
 import numpy as np
 import torch
@@ -12,8 +10,7 @@ import torch
 from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
-
-logger = logging.getLogger(__name__)
+from nemo_style_aligner.native.with_triton import with_triton
 
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
@@ -23,31 +20,19 @@ _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts,
 
 def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
     """Triton's kernels, if this is a GPU on which they compile and pass `check`; else torch's. A failure is logged."""
-    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores the kernels' attention is slow
-        return TorchOperations(shape, device)
-    try:
-        with torch.cuda.device(device):
-            return _triton_operations(shape, device)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # torch's functions would fail, too: no memory is left, or the GPU computes nothing any more
-    except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers and the driver come up with
-        torch.cuda.synchronize(device)  # raises the error that an aborted kernel has left behind
-        logger.warning("generation runs without Triton's kernels: %s: %s", type(error).__name__, error)
-        return TorchOperations(shape, device)
 
+    def make() -> TorchOperations:
+        from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
 
-def _triton_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
-    if importlib.util.find_spec("triton") is None:
-        raise ImportError("Triton is not installed")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} has no bf16 on tensor cores")
-    from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
+        tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
+        check(TritonOperations(tried, device, num_processors=_MANY_PROCESSORS), tried, device)
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return TritonOperations(shape, device, num_processors)
 
-    tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
-    check(TritonOperations(tried, device, num_processors=_MANY_PROCESSORS), tried, device)
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return TritonOperations(shape, device, num_processors)
+    made = None
+    if device.type == "cuda" and shape.dtype != torch.float32:  # without tensor cores the kernels' attention is slow
+        made = with_triton(make, device, "generation runs")
+    return made or TorchOperations(shape, device)
 
 
 @torch.inference_mode()
