@@ -48,10 +48,10 @@ pytestmark = [
 SFT_STEPS = 30  # over the four passes through 144 samples in batches of 16
 # The critic has a node and a rank, the actor two nodes with a rank each.
 PPO_OPTIONS = ("--nodes=1", "--ntasks-per-node=1", ":", "--nodes=2", "--ntasks-per-node=1")
-PPO_STEPS = 8
+PPO_STEPS = 27  # three passes through 148 prompts: seconds, so that Slurm can interrupt them in the middle
 # fp32, requests of one width and rows that divide evenly: no batch depends on timing, every run has the same numbers.
 PPO_OVERRIDES = (
-    f"trainer.ppo.max_steps={PPO_STEPS}",
+    *("trainer.ppo.max_epochs=3", f"trainer.ppo.max_steps={PPO_STEPS}"),
     "trainer.ppo.val_check_interval=0",
     "trainer.ppo.save_interval=3",
     "remote_critic_rm.timeouts.ready_seconds=600",
