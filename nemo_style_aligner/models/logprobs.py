@@ -1,14 +1,15 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks, with the vocabulary split over ranks.
 
 Only one chunk of positions has its logits in memory at a time, in the forward pass and in the backward pass, which
-computes them again. There is no tensor of all positions times the vocabulary, unless `Prediction.keeps_logits` is set.
+computes them again, but for the chunk that is still there. There is no tensor of all positions times the vocabulary,
+unless `Prediction.keeps_logits` is set.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,15 +98,22 @@ class _Predictions(torch.autograd.Function):
         # Of this rank's slice alone: the log-sum-exp, the target's logit, the entropy.
         normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
         kept: list[torch.Tensor] = []
+        ctx.last_logits = None
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
         else:
-            for part, logits in vocabulary.logits(widened(rows), keep=kept if wanted.keeps_logits else None):
+            wide = widened(rows)
+            for part in vocabulary.chunks(wide, wanted.keeps_logits):
+                logits = vocabulary.logits(wide[part], wanted.keeps_logits)
+                if wanted.keeps_logits:
+                    kept.append(logits)
                 targets = vocabulary.local(wanted.targets[part])
                 measured = _measure(logits, targets, wanted)
                 normalizer[part], target_logit[part] = measured[:2]
                 if wanted.entropy:
                     entropy[part] = measured[2]
+                if not wanted.keeps_logits and _stay_in_buffer(logits):
+                    ctx.last_logits = logits
         if vocabulary.is_split:
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
             # A slice with total probability q and entropy H contributes q (H - log q).
@@ -134,8 +142,13 @@ class _Predictions(torch.autograd.Function):
         if grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         mine = grad_weight[: vocabulary.size]
-        chunks = zip(_parts(map(len, kept)), kept, strict=True) if kept else vocabulary.logits(rows)
-        for part, logits in chunks if vocabulary.size else ():
+        for part in reversed(vocabulary.chunks(rows, wanted.keeps_logits)):
+            if wanted.keeps_logits:
+                logits = kept.pop()
+            elif part.stop == len(rows) and _is_in_buffer(ctx.last_logits):
+                logits, ctx.last_logits = ctx.last_logits, None  # soon overwritten
+            else:
+                logits = vocabulary.logits(rows[part])
             targets = vocabulary.local(wanted.targets[part])
             of_entropy = None if grad_entropy is None else (entropy[part], grad_entropy[part])
             grad_logits = _gradient(
@@ -160,34 +173,28 @@ class _Slice:
         ids = ids - self.first
         return ids.where((ids >= 0) & (ids < self.size), -1)
 
-    def logits(
-        self, rows: torch.Tensor, keep: list[torch.Tensor] | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Logits of chunks of rows (`widened`), each valid until the next. The slice must have at least one token.
-
-        Args:
-            keep: a list to append them to; these stay valid.
-        """
-        # GPUs accumulate in fp32 and can return that; CPUs round to the inputs' dtype.
-        dtype = torch.float32 if rows.is_cuda else rows.dtype
+    def chunks(self, rows: torch.Tensor, keeps_logits: bool) -> list[slice]:
+        """Rows (`widened`) whose logits are in memory together. All but the first chunk are of the same size."""
+        if self.size == 0:
+            return []
         # Torch's functions make an fp32 copy. Kept logits (bf16) fill half a chunk, memory that the allocator reuses.
-        itemsize = dtype.itemsize if keep is None and elementwise_kernels_for(rows) else 4
+        itemsize = 4 if keeps_logits or elementwise_kernels_for(rows) is None else _logits_dtype(rows).itemsize
         step = max(1, chunk_bytes(rows.device) // (itemsize * self.size))
         if rows.is_cuda or step > _ROWS:
             step = max(step // _ROWS * _ROWS, _ROWS)
-        for part in _parts(len(chunk) for chunk in rows.split(step)):
-            shape = (part.stop - part.start, self.size)
-            out = _buffer(shape, dtype, rows.device) if keep is None else rows.new_empty(shape, dtype=dtype)
-            logits = product(rows[part], self.weight.t(), out=out)
-            if keep is not None:
-                keep.append(logits)
-            yield part, logits
+        bounds = [0, *range(len(rows) % step or step, len(rows) + 1, step)]
+        return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+    def logits(self, rows: torch.Tensor, is_kept: bool = False) -> torch.Tensor:
+        """Logits of a chunk of rows (`widened`), valid until the next call unless they are kept."""
+        shape, dtype = (len(rows), self.size), _logits_dtype(rows)
+        out = rows.new_empty(shape, dtype=dtype) if is_kept else _buffer(shape, dtype, rows.device)
+        return product(rows, self.weight.t(), out=out)
 
 
-def _parts(sizes: Iterable[int]) -> Iterator[slice]:
-    """Consecutive slices of these sizes."""
-    for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
-        yield slice(begin, end)
+def _logits_dtype(rows: torch.Tensor) -> torch.dtype:
+    """GPUs accumulate in fp32 and can return that; CPUs round to the inputs' dtype."""
+    return torch.float32 if rows.is_cuda else rows.dtype
 
 
 def _measure(
@@ -241,6 +248,7 @@ def _scaled(logits: torch.Tensor, wanted: Prediction) -> torch.Tensor:
 
 
 _buffers: dict[torch.dtype, torch.Tensor] = {}
+_last_handed_out: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _buffer(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> torch.Tensor:
@@ -254,7 +262,18 @@ def _buffer(shape: Sequence[int], dtype: torch.dtype, target: torch.device) -> t
     kept = _buffers.get(dtype)
     if kept is None or kept.numel() < size:
         kept = _buffers[dtype] = torch.empty(size, dtype=dtype)
-    return kept[:size].view(*shape)
+    out = _last_handed_out[dtype] = kept[:size].view(*shape)
+    return out
+
+
+def _stay_in_buffer(logits: torch.Tensor) -> bool:
+    """Whether these logits, which lie in the buffer, are still there after `_measure`, and cost no memory."""
+    return logits.device.type == "cpu" and elementwise_kernels_for(logits) is not None
+
+
+def _is_in_buffer(logits: torch.Tensor | None) -> bool:
+    """Whether nothing else has been put into the buffer since."""
+    return logits is not None and logits is _last_handed_out.get(logits.dtype)
 
 
 def chunk_bytes(device: torch.device) -> int:
