@@ -374,6 +374,46 @@ def test_chunks_of_logits_equal_dense(
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
 
 
+@pytest.mark.parametrize("between", ["nothing", "another row", "the same gradients"])
+def test_logits_still_in_memory_are_not_computed_again(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk's, unless something else was computed meanwhile; the gradients have the same bits either way."""
+    from multirank_models import VOCAB as SPLIT_VOCAB
+    from multirank_models import inputs
+
+    if best_kernels() is None:
+        pytest.skip("without compiled kernels, torch overwrites the logits")
+    monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", 4 * SPLIT_VOCAB * 3)
+    computed: list[int] = []
+    compute = logprobs_module._Slice.logits
+
+    def counted(self: Any, rows: torch.Tensor, is_kept: bool = False) -> torch.Tensor:
+        computed.append(len(rows))
+        return compute(self, rows, is_kept)
+
+    monkeypatch.setattr(logprobs_module._Slice, "logits", counted)
+    hidden, weight, wanted, loss_weights = inputs()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss() -> torch.Tensor:
+        return (predict(hidden, weight, SPLIT_VOCAB, wanted, sequence_parallel=False) * loss_weights).sum()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logprobs_module, "_is_in_buffer", lambda logits: False)
+        expected = torch.autograd.grad(loss(), (hidden, weight))
+    chunks = len(computed) // 2
+    assert chunks > 1 and sum(computed) == 2 * len(wanted.targets)
+    value = loss()
+    if between == "another row":
+        predict(hidden.detach().flip(0), weight, SPLIT_VOCAB, wanted, sequence_parallel=False)
+    elif between == "the same gradients":
+        torch.autograd.grad(value, (hidden, weight), retain_graph=True)
+    computed.clear()
+    found = torch.autograd.grad(value, (hidden, weight))
+    assert len(computed) == (chunks - 1 if between == "nothing" else chunks)
+    for gradient, exact in zip(found, expected, strict=True):
+        assert torch.equal(gradient, exact)
+
+
 def multiply(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     """As on a processor with or without bf16 arithmetic, by torch, so that `FactorTypes` sees it."""
     best_kernels()  # checked before their first use, by products that `FactorTypes` must not see
