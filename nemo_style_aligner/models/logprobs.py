@@ -101,19 +101,17 @@ class _Predictions(torch.autograd.Function):
         ctx.last_logits = None
         if vocabulary.size == 0:
             normalizer.fill_(torch.finfo(torch.float32).min)
-        else:
-            wide = widened(rows)
-            for part in vocabulary.chunks(wide, wanted.keeps_logits):
-                logits = vocabulary.logits(wide[part], wanted.keeps_logits)
-                if wanted.keeps_logits:
-                    kept.append(logits)
-                targets = vocabulary.local(wanted.targets[part])
-                measured = _measure(logits, targets, wanted)
-                normalizer[part], target_logit[part] = measured[:2]
-                if wanted.entropy:
-                    entropy[part] = measured[2]
-                if not wanted.keeps_logits and _stay_in_buffer(logits):
-                    ctx.last_logits = logits
+        wide = widened(rows)
+        for part in vocabulary.chunks(wide, wanted.keeps_logits):
+            logits = vocabulary.logits(wide[part], wanted.keeps_logits)
+            measured = _measure(logits, vocabulary.local(wanted.targets[part]), wanted)
+            normalizer[part], target_logit[part] = measured[:2]
+            if wanted.entropy:
+                entropy[part] = measured[2]
+            if wanted.keeps_logits:
+                kept.append(logits)
+            elif _stay_in_buffer(logits):
+                ctx.last_logits = logits
         if vocabulary.is_split:
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
             # A slice with total probability q and entropy H contributes q (H - log q).
