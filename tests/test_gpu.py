@@ -17,7 +17,7 @@ from conftest import Artefacts
 from job_processes import ROOT, critic_service, run, script, stored_weights
 from multirank_ppo import LAYOUTS
 from safetensors.torch import load_file
-from test_jobs import actor_flags, check_actor_log
+from test_jobs import actor_flags, check_actor_log, check_exact_log, ppo_jobs
 
 from nemo_style_aligner.models.attention import CausalAttention
 from nemo_style_aligner.models.packing import PackedSequences, pack_row
@@ -162,29 +162,19 @@ SMALL = ("model.ppo.num_rollout_samples=16", "trainer.ppo.max_steps=2", "trainer
 
 def test_ppo_in_fp32(artefacts: Artefacts, tmp_path: Path) -> None:
     """Engine and training agree on log-probs; states offloaded, the engine unloaded, weights swapped, in both jobs."""
-    log_dir = tmp_path / "actor"
-    critic = ("model.offload_adam_states=True", "model.rm_placement=swap", "model.global_batch_size=8")
-    with critic_service(artefacts.rm, tmp_path / "critic", *critic) as (job, port):
-        output = run(
-            script(
-                "train_gpt_ppo_actor.py",
-                *actor_flags(artefacts, log_dir, port, devices=1),
-                "trainer.precision=32",
-                *SMALL,
-                "trainer.ppo.trt_llm.unload_engine_train=True",
-                "trainer.ppo.reference_policy_placement=swap",
-                "model.ppo.offload_adam_states=True",
-            ),
-            log_dir.with_suffix(".log"),
-            TIMEOUT,
-        )
-        assert "nccl" in job.output()
+    critic = ("model.offload_adam_states=True", "model.rm_placement=swap")
+    actor = (
+        "trainer.precision=32",
+        *SMALL,
+        "trainer.ppo.trt_llm.unload_engine_train=True",
+        "trainer.ppo.reference_policy_placement=swap",
+        "model.ppo.offload_adam_states=True",
+    )
+    output, critic_output = ppo_jobs(artefacts, tmp_path, actor, critic, devices=1, timeout=TIMEOUT)
+    assert "nccl" in critic_output
     assert "torch on cuda:0" in output and "decode graphs, torch's functions" in output
     assert "without Triton's kernels" not in output
-    curves = check_actor_log(log_dir, steps=2)
-    assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
-    first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
-    assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-6
+    check_exact_log(tmp_path / "actor")
 
 
 def test_ppo_in_bf16_with_defaults(artefacts: Artefacts, tmp_path: Path) -> None:
@@ -206,31 +196,21 @@ def test_ppo_in_bf16_with_defaults(artefacts: Artefacts, tmp_path: Path) -> None
 @needs_two
 def test_ppo_on_two_gpus(artefacts: Artefacts, tmp_path: Path) -> None:
     """PP 2 in training, TP 2 in generation."""
-    log_dir = tmp_path / "actor"
-    with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
-        run(
-            script(
-                "train_gpt_ppo_actor.py",
-                *actor_flags(artefacts, log_dir, port, devices=2),
-                "trainer.precision=32",
-                *SMALL,
-                "model.pipeline_model_parallel_size=2",
-                "trainer.ppo.trt_llm.reshard=True",
-                "trainer.ppo.generation.tensor_parallel_size=2",
-            ),
-            log_dir.with_suffix(".log"),
-            TIMEOUT,
-        )
-    curves = check_actor_log(log_dir, steps=2)
+    actor = (
+        "trainer.precision=32",
+        *SMALL,
+        "model.pipeline_model_parallel_size=2",
+        "trainer.ppo.trt_llm.reshard=True",
+        "trainer.ppo.generation.tensor_parallel_size=2",
+    )
+    ppo_jobs(artefacts, tmp_path, actor, timeout=TIMEOUT)
+    curves = check_actor_log(tmp_path / "actor", steps=2)
     assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
 
 
 @needs_two
 def test_rollouts_on_a_gpu_of_their_own(artefacts: Artefacts, tmp_path: Path) -> None:
     """Weights are pushed from one GPU to the other."""
-    log_dir = tmp_path / "actor"
     staleness = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
-    with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
-        flags = [*actor_flags(artefacts, log_dir, port, devices=2), *SMALL, *staleness]
-        run(script("train_gpt_ppo_actor.py", *flags), log_dir.with_suffix(".log"), TIMEOUT)
-    assert [step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]] == [0, 1]
+    ppo_jobs(artefacts, tmp_path, [*SMALL, *staleness], timeout=TIMEOUT)
+    assert [step for step, _ in read_metrics(tmp_path / "actor")["train_rollouts/rewards"]] == [0, 1]

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,6 +116,33 @@ def actor_flags(artefacts: Artefacts, log_dir: Path, port: int, devices: int = 2
         "remote_critic_rm.timeouts.ready_seconds=120",
         *SIZES,
     ]
+
+
+def ppo_jobs(
+    artefacts: Artefacts,
+    folder: Path,
+    actor: Sequence[str],
+    critic: Sequence[str] = (),
+    *,
+    devices: int = 2,
+    timeout: float,
+) -> tuple[str, str]:
+    """A critic service, and an actor job to the end, which must be a success; the outputs of actor and critic.
+
+    The actor's log directory is ``folder / "actor"``.
+    """
+    log_dir = folder / "actor"
+    with critic_service(artefacts.rm, folder / "critic", "model.global_batch_size=8", *critic) as (service, port):
+        command = script("train_gpt_ppo_actor.py", *actor_flags(artefacts, log_dir, port, devices), *actor)
+        return run(command, log_dir.with_suffix(".log"), timeout), service.output()
+
+
+def check_exact_log(log_dir: Path) -> None:
+    """Two steps in fp32: engine and training agree on log-probs, and the first leaves the initial policy."""
+    curves = check_actor_log(log_dir, steps=2)
+    assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
+    first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
+    assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-6
 
 
 def check_actor_log(log_dir: Path, steps: int) -> dict[str, list[tuple[int, float]]]:

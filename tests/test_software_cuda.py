@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Artefacts
-from job_processes import ROOT, critic_service, run, script
-from test_jobs import actor_flags, check_actor_log
+from job_processes import ROOT, run, script
+from test_jobs import check_exact_log, ppo_jobs
 
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
@@ -99,54 +99,31 @@ def test_sft(artefacts: Artefacts, tmp_path: Path) -> None:
 
 def test_ppo(artefacts: Artefacts, tmp_path: Path) -> None:
     """PP 2 in training, TP 2 in generation; states offloaded, the engine unloaded, weights swapped, in both jobs."""
-    log_dir = tmp_path / "actor"
     critic = (
         *("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"),
-        *("model.offload_adam_states=True", "model.rm_placement=swap", "model.global_batch_size=8"),
+        *("model.offload_adam_states=True", "model.rm_placement=swap"),
     )
-    with critic_service(artefacts.rm, tmp_path / "critic", *critic) as (job, port):
-        output = run(
-            script(
-                "train_gpt_ppo_actor.py",
-                *actor_flags(artefacts, log_dir, port),
-                "trainer.precision=32",
-                *SMALL,
-                "trainer.ppo.max_steps=2",
-                "model.pipeline_model_parallel_size=2",
-                "trainer.ppo.trt_llm.reshard=True",
-                "trainer.ppo.generation.tensor_parallel_size=2",
-                "trainer.ppo.trt_llm.unload_engine_train=True",
-                "trainer.ppo.reference_policy_placement=swap",
-                "model.ppo.offload_adam_states=True",
-            ),
-            log_dir.with_suffix(".log"),
-            TIMEOUT,
-        )
-        assert "nccl" in job.output()
+    actor = (
+        "trainer.precision=32",
+        *SMALL,
+        "trainer.ppo.max_steps=2",
+        "model.pipeline_model_parallel_size=2",
+        "trainer.ppo.trt_llm.reshard=True",
+        "trainer.ppo.generation.tensor_parallel_size=2",
+        "trainer.ppo.trt_llm.unload_engine_train=True",
+        "trainer.ppo.reference_policy_placement=swap",
+        "model.ppo.offload_adam_states=True",
+    )
+    output, critic_output = ppo_jobs(artefacts, tmp_path, actor, critic, timeout=TIMEOUT)
+    assert "nccl" in critic_output
     assert "nccl" in output and "torch on cuda:0" in output and "decode graphs" in output
-    curves = check_actor_log(log_dir, steps=2)
-    assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
-    first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
-    assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-6
+    check_exact_log(tmp_path / "actor")
 
 
 def test_rollouts_on_a_device_of_their_own(artefacts: Artefacts, tmp_path: Path) -> None:
     """bf16; weights pushed from one device to the other through a group made by hand."""
-    log_dir = tmp_path / "actor"
-    with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
-        output = run(
-            script(
-                "train_gpt_ppo_actor.py",
-                *actor_flags(artefacts, log_dir, port),
-                *SMALL,
-                "trainer.ppo.max_steps=2",
-                "trainer.ppo.rollout_devices=1",
-                "trainer.ppo.staleness=1",
-            ),
-            log_dir.with_suffix(".log"),
-            TIMEOUT,
-        )
+    apart = ("trainer.ppo.max_steps=2", "trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
+    output, _ = ppo_jobs(artefacts, tmp_path, [*SMALL, *apart], timeout=TIMEOUT)
     # Triton has no driver for these devices: what it cannot do, torch does.
     assert output.count("generation runs without Triton's kernels") == 1
-    curves = read_metrics(log_dir)
-    assert [step for step, _ in curves["train_rollouts/rewards"]] == [0, 1]
+    assert [step for step, _ in read_metrics(tmp_path / "actor")["train_rollouts/rewards"]] == [0, 1]
