@@ -103,7 +103,7 @@ class Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
-    add_batching_arguments(parser)
+    add_batching_arguments(parser, max_tokens=1024)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--json", type=json_path)

@@ -77,15 +77,18 @@ class Workload:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_workload_arguments(parser)
-    add_batching_arguments(parser)
+    add_batching_arguments(parser, max_tokens=4096)
     parser.add_argument("--rounds", type=positive_int, default=2)
     parser.add_argument("--threads", type=positive_int, default=available_cores())
     parser.add_argument("--skip-padded", action="store_true")
     parser.add_argument("--torch-layers", action="store_true", help="also packed rows without the compiled layers")
     parser.add_argument(
         "--hugging-face",
-        action="store_true",
-        help="also transformers' model, on rows padded to the longest of their micro batch, sorted by length",
+        nargs="*",
+        type=positive_int,
+        metavar="ROWS",
+        help="also transformers' model, on so many rows at a time (without a number: 2), sorted by length and padded "
+        "to the longest of them",
     )
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
@@ -118,8 +121,9 @@ def main() -> None:
         if not args.skip_padded:
             padded = MicroBatching(args.padded_rows)
             results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
-        if args.hugging_face:
-            results["hugging face"] = measure_hugging_face(architecture, workload, batching, args.rounds, dtype)
+        for rows in () if args.hugging_face is None else args.hugging_face or (2,):
+            name = f"hugging face, {rows} rows"
+            results[name] = measure_hugging_face(architecture, workload, rows, args.rounds, dtype)
         memory = head_memory(actor, workload)
         balance = data_parallel_balance(workload.operations(model.architecture))
         seconds = {"optimizer": spread(optimizer_seconds(optimizer, args.rounds))}
@@ -149,9 +153,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--responses", action=Bounds, default=(8, 256), metavar=("MIN", "MAX"), help="tokens")
 
 
-def add_batching_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the division into micro batches."""
-    parser.add_argument("--max-tokens", type=positive_int, default=1024, help="in a packed micro batch")
+def add_batching_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add the options of the division into micro batches, packed ones of ``max_tokens`` unless told."""
+    parser.add_argument("--max-tokens", type=positive_int, default=max_tokens, help="in a packed micro batch")
     parser.add_argument("--padded-rows", type=positive_int, default=4, help="in a padded micro batch")
 
 
@@ -202,12 +206,12 @@ def measure(
 
 
 def measure_hugging_face(
-    architecture: ModelArchitecture, workload: Workload, batching: MicroBatching, rounds: int, dtype: torch.dtype
+    architecture: ModelArchitecture, workload: Workload, num_rows: int, rounds: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The same passes by transformers' model with SDPA.
 
-    Micro batches are `MicroBatching.num_rows` sequences of about the same length, as its trainer makes them if asked
-    to; logits are of all positions from the first response on.
+    Micro batches are ``num_rows`` sequences of about the same length, as its trainer makes them if asked to; logits are
+    of all positions from the first response on.
     """
     import transformers  # takes seconds
 
@@ -217,8 +221,8 @@ def measure_hugging_face(
     batch = workload.batch
     by_length = sorted(range(len(workload.lengths)), key=lambda row: int(workload.lengths[row]))
     parts = []
-    for first in range(0, len(by_length), batching.num_rows):
-        rows = by_length[first : first + batching.num_rows]
+    for first in range(0, len(by_length), num_rows):
+        rows = by_length[first : first + num_rows]
         width = int(workload.lengths[rows].max())
         attended = torch.arange(width) < workload.lengths[rows, None]
         mask = batch.mask[rows, : width - 1]

@@ -51,7 +51,7 @@ ARGUMENTS = {
     ],
     "training_pass.py": [
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
-        *("--rounds", "1", "--threads", "1", "--torch-layers", "--hugging-face"),
+        *("--rounds", "1", "--threads", "1", "--torch-layers", "--hugging-face", "1", "4"),
     ],
     "kernels.py": [
         *("--shape", "tiny", "--sequences", "3", "--prompts", "2", "9", "--responses", "2", "40"),
@@ -358,9 +358,11 @@ def test_training_pass(reports: dict[str, Report]) -> None:
     assert report["data_parallel_balance"]["2"]["in_order"] <= report["data_parallel_balance"]["2"]["divided"] <= 1
     assert packed["padding_efficiency"] == 1 > padded["padding_efficiency"], output
     assert padded["computed_tokens"] > packed["computed_tokens"] == report["tokens"] - 6  # no last token is an input
-    peer = report["passes"]["hugging face"]
-    assert packed["computed_tokens"] < peer["computed_tokens"] < padded["computed_tokens"]  # sorted by length
-    for result in (packed, padded, peer, report["passes"]["packed, torch's layers"]):
+    peers = [report["passes"][f"hugging face, {rows} rows"] for rows in (1, 4)]
+    assert [peer["micro_batches"] for peer in peers] == [6, 2]
+    assert peers[0]["computed_tokens"] == report["tokens"]  # of single rows: no padding
+    assert report["tokens"] < peers[1]["computed_tokens"] < padded["computed_tokens"]  # sorted by length
+    for result in (packed, padded, *peers, report["passes"]["packed, torch's layers"]):
         for kind in ("training", "logprobs"):
             assert result[kind]["seconds"].keys() == result[kind]["fraction_of_gemm_rate"].keys() == SPREAD
             assert result[kind]["tokens_per_second"] == pytest.approx(
