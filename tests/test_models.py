@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -765,8 +766,8 @@ def test_attention_of_similar_sequences_takes_one_call(lengths: list[int], block
 
 def test_data_parallel_ranks_get_equal_work() -> None:
     generator = torch.Generator().manual_seed(1)
-    lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()
-    for num_ranks in (1, 2, 3, 8):
+    lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 200).tolist()
+    for num_ranks in (1, 2, 3, 8, 16):
         parts = shares(lengths, num_ranks)
         assert sorted(row for part in parts for row in part) == list(range(64))
         sums = [sum(lengths[row] for row in part) for part in parts]
@@ -774,6 +775,19 @@ def test_data_parallel_ranks_get_equal_work() -> None:
     in_order = [sum(lengths[start::8]) for start in range(8)]
     assert sum(in_order) / 8 / max(in_order) < 0.9  # it takes more than a round robin
     assert shares([5, 5], 4).count([]) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_sequences_are_divided_almost_as_evenly_as_they_can_be(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (50 * torch.randn(9, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()
+
+    def largest(ranks: Sequence[int]) -> int:
+        return max(sum(n for n, rank in zip(lengths, ranks, strict=True) if rank == r) for r in range(3))
+
+    best = min(largest(ranks) for ranks in itertools.product(range(3), repeat=9))
+    parts = shares(lengths, 3)
+    assert best <= max(sum(lengths[row] for row in part) for part in parts) <= 1.02 * best
 
 
 def test_operations_are_those_that_torch_counts() -> None:

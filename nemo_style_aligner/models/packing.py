@@ -196,11 +196,22 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
 # ---- who computes what --------------------------------------------------------------------------
 
 
-def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide items over parts so that the parts' sums of weights are close: Karmarkar and Karp's largest differencing.
+_EVEN = 1.005
+"""Largest sum over mean that is even enough: exchanges end there."""
 
+
+def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Divide items over parts so that the largest of the parts' sums of weights is small.
+
+    By Karmarkar and Karp's largest differencing. It leaves parts of few items apart, where exchanges bring them closer.
     Depends on nothing but its arguments. Returns each part's items, in order; parts may be empty.
     """
+    parts = _largest_differencing(weights, num_parts)
+    _exchange(weights, parts)
+    return [sorted(part) for part in parts]
+
+
+def _largest_differencing(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     # A state is (sums, largest first; their items). The two states whose sums differ most are merged, the large sums of
     # one with the small sums of the other, so that their differences cancel.
     empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
@@ -214,7 +225,34 @@ def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(tie, other_tie), merged))
-    return [sorted(items) for _, items in heap[0][2]]
+    return [items for _, items in heap[0][2]]
+
+
+def _exchange(weights: Sequence[int], parts: list[list[int]]) -> None:
+    """Give items of the part with the largest sum to others, against smaller ones or none, while its sum falls."""
+    weight = [*weights, 0]  # of no item: index -1
+    sums = [sum(weight[item] for item in part) for part in parts]
+    even = _EVEN * sum(sums) / len(sums)
+    for _ in range(2 * len(parts)):  # the first few change most
+        most = max(range(len(parts)), key=sums.__getitem__)
+        if sums[most] <= even:
+            return
+        options = (
+            (max(sums[most] - less, sums[other] + less), other, item, back)
+            for other, part in enumerate(parts)
+            for item in parts[most]
+            for back in (-1, *part)
+            if 0 < (less := weight[item] - weight[back]) < sums[most] - sums[other]
+        )
+        if (best := min(options, default=None)) is None:
+            return
+        _, other, item, back = best
+        for giver, taker, given in ((most, other, item), (other, most, back)):
+            if given >= 0:
+                parts[giver].remove(given)
+                parts[taker].append(given)
+                sums[giver] -= weight[given]
+                sums[taker] += weight[given]
 
 
 def shares(work: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
