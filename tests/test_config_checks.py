@@ -729,6 +729,15 @@ def test_a_checkpoint_to_go_back_to(model: Path, tmp_path: Path) -> None:
     assert problems(model, "gpt_sft", line) == []
 
 
+def test_a_checkpoint_that_must_be_there(model: Path, tmp_path: Path) -> None:
+    line = f"'exp_manager.explicit_log_dir={tmp_path}' exp_manager.resume_ignore_no_checkpoint=False"
+    (problem,) = problems(model, "gpt_sft", line)
+    assert problem.startswith(f"{tmp_path / 'checkpoints'} has no checkpoint to resume from")
+    assert problems(model, "gpt_sft", f"{line} exp_manager.resume_if_exists=False") == []
+    (tmp_path / "checkpoints" / "step=7.damaged").mkdir(parents=True)  # of which resuming has more to say
+    assert problems(model, "gpt_sft", line) == []
+
+
 def test_a_checkpoint_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = {"explicit_log_dir": str(tmp_path), "resume_from_checkpoint": str(tmp_path / "closed" / "step=3-last")}
     with monkeypatch.context() as patch:  # root may look everywhere

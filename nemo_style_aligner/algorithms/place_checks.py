@@ -14,7 +14,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_style_aligner.arguments import may_not_read, why_unwritable
-from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, origin_in, present_name
+from nemo_style_aligner.checkpoints.directory import (
+    DAMAGED,
+    had_resumed_from,
+    no_checkpoint,
+    origin_in,
+    present_name,
+)
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
@@ -81,9 +87,17 @@ def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
 
 
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it."""
+    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it.
+
+    Or if there must be one to resume from, and there is nothing at all. What there is is judged when it is loaded.
+    """
     named = exp_manager.get("resume_from_checkpoint")
     if not named:
+        if exp_manager.get("resume_if_exists") is not False and exp_manager.get("resume_ignore_no_checkpoint") is False:
+            with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
+                directory = log_directory(exp_manager).absolute() / "checkpoints"
+                if not os.path.isdir(directory) or not os.listdir(directory):
+                    yield no_checkpoint(directory)
         return
     path = Path(os.path.expanduser(str(named)))
     wanted = present_name(path) / MANIFEST

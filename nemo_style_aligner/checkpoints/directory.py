@@ -197,6 +197,14 @@ def present_name(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(LAST))
 
 
+def no_checkpoint(directory: Path) -> str:
+    """What to say where `CheckpointSettings.resume_ignore_no_checkpoint` is off and there is none."""
+    return (
+        f"{directory} has no checkpoint to resume from: set exp_manager.resume_ignore_no_checkpoint=True to start from "
+        "the beginning"
+    )
+
+
 def origin_in(directory: Path, named: Path) -> str:
     """How manifests in ``directory`` record a checkpoint: by its name if it is there, as the log directory may move."""
     path = named.resolve()

@@ -29,6 +29,7 @@ from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import (
     CheckpointDirectory,
+    no_checkpoint,
     origin_in,
     present_name,
     put_aside,
@@ -360,10 +361,7 @@ class CheckpointManager:
                 "exp_manager.resume_if_exists=False"
             )
         if not self.settings.resume_ignore_no_checkpoint:
-            raise NoCheckpointError(
-                f"{self.directory} has no checkpoint to resume from: set "
-                "exp_manager.resume_ignore_no_checkpoint=True to start from the beginning"
-            )
+            raise NoCheckpointError(no_checkpoint(self.directory))
         return None
 
     def latest(self) -> Path | None:
