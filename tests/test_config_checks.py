@@ -259,8 +259,8 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),
     ),
     "constant": (  # and no complaint of min_lr, which it does not read
-        "gpt_sft", 1, "model.optim.sched.name=constant model.optim.lr=1e-8 model.optim.eps=0",
-        ("model.optim.eps=0: must be",),
+        "gpt_sft", 1, "model.optim.sched.name=constant model.optim.lr=1e-8 model.optim.eps=1e-39",
+        ("model.optim.eps=1e-39: must be 1.1754943508222875e-38 or more",),
     ),
     "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
     "critic": (
@@ -674,6 +674,12 @@ def test_what_is_in_the_place_of_checkpoints(model: Path, tmp_path: Path) -> Non
     assert f"({checkpoints} is not a folder): make it" in problems(model, "gpt_sft", line)[0]
     (tmp_path / "disk").mkdir()
     assert problems(model, "gpt_sft", line) == []
+
+
+def test_what_is_in_the_place_of_the_watchdogs_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "watchdog").touch()
+    (line,) = problems(model, "gpt_sft", f"'exp_manager.explicit_log_dir={tmp_path}'")
+    assert line.startswith(f"the watchdog cannot write to {tmp_path / 'watchdog'} (")
 
 
 def test_a_log_directory_whose_name_is_not_utf8(tmp_path: Path) -> None:

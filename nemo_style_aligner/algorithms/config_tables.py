@@ -72,6 +72,7 @@ _MINUTES = Range(0, _LONGEST_SECONDS // 60, low_excluded=True)
 _COUNT = Range(1)
 _NOT_NEGATIVE = Range(0)
 _POSITIVE = Range(0, low_excluded=True)
+_NOT_0_IN_FP32 = Range(2.0**-126)
 _SHARE = Range(0, 1)
 _COUNT_OR_SHARE = Range(0, is_share=True)
 _SHARE_ABOVE_0 = Range(0, 1, low_excluded=True)
@@ -155,7 +156,7 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.ppo.sampling_params.repetition_penalty", _POSITIVE),
     ("model.optim.lr", _NOT_NEGATIVE),
     ("model.optim.weight_decay", _NOT_NEGATIVE),
-    ("model.optim.eps", _POSITIVE),
+    ("model.optim.eps", _NOT_0_IN_FP32),  # a divisor, beside moments that may be 0
     ("model.optim.betas", _SHARE_BELOW_1),
     ("model.optim.sched.max_steps", _COUNT),
     ("model.optim.sched.*_steps", _NOT_NEGATIVE),

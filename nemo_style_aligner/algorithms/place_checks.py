@@ -37,6 +37,7 @@ from nemo_style_aligner.servers.secret import (
     find_secret,
     user_secret_path,
 )
+from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER
 
 
 def data_prefix_problems(data_prefix: object) -> Iterator[str]:
@@ -60,7 +61,7 @@ def sft_data_problems(data: DictConfig) -> Iterator[str]:
 
 
 def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if the log directory is not a folder that can be written to, and cannot be made one."""
+    """Problems if the log directory, or the watchdog's in it, is no folder to write to, and cannot be made one."""
     keys = [name for name in ("explicit_log_dir", "exp_dir") if exp_manager.get(name)] or ["explicit_log_dir"]
     said = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
     try:
@@ -72,6 +73,9 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield (
             f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
+    watchdog = log_dir / WATCHDOG_FOLDER
+    if os.path.lexists(watchdog) and (reason := why_unwritable(watchdog)) is not None:
+        yield f"the watchdog cannot write to {watchdog} ({reason}): make it a folder that you may write to"
     try:
         str(log_dir).encode()
     except UnicodeEncodeError:

@@ -35,6 +35,9 @@ from nemo_style_aligner.telemetry.stacks import main_thread_location
 EXIT_STUCK = 124
 """Exit status of a job that the watchdog ended, as that of the command ``timeout``."""
 
+WATCHDOG_FOLDER = "watchdog"
+"""Folder in the log directory where ranks write what they do."""
+
 FAILED_FILE = "failed"
 """File in the log directory in which failing ranks leave a line: a SIGTERM to the others is then no request to stop.
 
@@ -54,14 +57,14 @@ _KEPT_RUNS = 10  # newest runs whose files are kept: ranks of the last ones may 
 
 def failed_file_of(log_dir: Path, run: str) -> Path:
     """File in which only the ranks of ``run`` say that they failed."""
-    return log_dir / "watchdog" / f"{FAILED_FILE}_{run}"
+    return log_dir / WATCHDOG_FOLDER / f"{FAILED_FILE}_{run}"
 
 
 def remove_old_runs(log_dir: Path) -> None:
     """Delete the failure and alarm files of earlier runs, but for the newest `_KEPT_RUNS` of each."""
     for pattern in (f"{FAILED_FILE}_*", "alarm_*.json"):
         with _tolerated():
-            by_age = sorted((log_dir / "watchdog").glob(pattern), key=lambda path: path.stat().st_mtime)
+            by_age = sorted((log_dir / WATCHDOG_FOLDER).glob(pattern), key=lambda path: path.stat().st_mtime)
             for path in by_age[:-_KEPT_RUNS]:
                 path.unlink(missing_ok=True)
 
@@ -119,7 +122,7 @@ class Watchdog:
     def __init__(
         self, log_dir: Path, rank: int, world_size: int, limit: float, job: str, end: Callable[[int], object]
     ) -> None:
-        self._folder = log_dir / "watchdog"
+        self._folder = log_dir / WATCHDOG_FOLDER
         self._rank, self._world_size = rank, world_size
         self._limit = limit
         self._job = job
