@@ -38,6 +38,7 @@ from nemo_style_aligner.algorithms.place_checks import (
     checkpoint_directory_problems,
     data_prefix_problems,
     log_directory_problems,
+    missing_checkpoint_problems,
     resume_problems,
     secret_problems,
     sft_data_problems,
@@ -244,6 +245,7 @@ def _what_is_there(view: JobView) -> Iterator[str]:
         return
     if view.name != "inference_rm":  # which has none of its own
         yield from checkpoint_directory_problems(view.cfg.exp_manager)
+        yield from missing_checkpoint_problems(view.cfg.exp_manager)
     yield from resume_problems(view.cfg.exp_manager)
     if view.name == "gpt_sft":
         yield from sft_data_problems(view.cfg.model.data)

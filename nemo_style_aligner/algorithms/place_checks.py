@@ -90,18 +90,21 @@ def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
             yield f"checkpoints cannot be written to {path} ({reason}): make it a folder that you may write to"
 
 
-def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it.
+def missing_checkpoint_problems(exp_manager: DictConfig) -> Iterator[str]:
+    """A problem if there must be a checkpoint and there is nothing. What there is is judged when it is loaded."""
+    resumes = exp_manager.get("resume_if_exists") is not False and not exp_manager.get("resume_from_checkpoint")
+    if not resumes or exp_manager.get("resume_ignore_no_checkpoint") is not False:
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
+        directory = log_directory(exp_manager).absolute() / "checkpoints"
+        if not os.path.isdir(directory) or not os.listdir(directory):
+            yield no_checkpoint(directory)
 
-    Or if there must be one to resume from, and there is nothing at all. What there is is judged when it is loaded.
-    """
+
+def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
+    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it."""
     named = exp_manager.get("resume_from_checkpoint")
     if not named:
-        if exp_manager.get("resume_if_exists") is not False and exp_manager.get("resume_ignore_no_checkpoint") is False:
-            with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
-                directory = log_directory(exp_manager).absolute() / "checkpoints"
-                if not os.path.isdir(directory) or not os.listdir(directory):
-                    yield no_checkpoint(directory)
         return
     path = Path(os.path.expanduser(str(named)))
     wanted = present_name(path) / MANIFEST
