@@ -259,8 +259,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 1, "model.optim.sched.name=Cosine", ("model.optim.sched.name='Cosine': choose CosineAnnealing",),
     ),
     "constant": (  # and no complaint of min_lr, which it does not read
-        "gpt_sft", 1, "model.optim.sched.name=constant model.optim.lr=1e-8 model.optim.eps=1e-39",
-        ("model.optim.eps=1e-39: must be 1.1754943508222875e-38 or more",),
+        "gpt_sft", 1, "model.optim.sched.name=constant model.optim.lr=1e-8 model.optim.eps=0",
+        ("model.optim.eps=0: must be",),
+    ),
+    "epsilon": (
+        "gpt_sft", 1, "model.optim.eps=1e-39", ("model.optim.eps=1e-39: must be 1.1754943508222875e-38 or more",),
     ),
     "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
     "critic": (

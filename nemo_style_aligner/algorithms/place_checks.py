@@ -73,9 +73,7 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield (
             f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
-    watchdog = log_dir / WATCHDOG_FOLDER
-    if os.path.lexists(watchdog) and (reason := why_unwritable(watchdog)) is not None:
-        yield f"the watchdog cannot write to {watchdog} ({reason}): make it a folder that you may write to"
+    yield from _problems_in_place_of(log_dir / WATCHDOG_FOLDER, "the watchdog cannot write")
     try:
         str(log_dir).encode()
     except UnicodeEncodeError:
@@ -85,9 +83,7 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
 def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
     """A problem if what is in the place of the directory of checkpoints is none that can be written to."""
     with contextlib.suppress(RuntimeError):  # `log_directory_problems` reports it
-        path = log_directory(exp_manager).absolute() / "checkpoints"
-        if os.path.lexists(path) and (reason := why_unwritable(path)) is not None:
-            yield f"checkpoints cannot be written to {path} ({reason}): make it a folder that you may write to"
+        yield from _problems_in_place_of(_checkpoint_directory(exp_manager), "checkpoints cannot be written")
 
 
 def missing_checkpoint_problems(exp_manager: DictConfig) -> Iterator[str]:
@@ -96,7 +92,7 @@ def missing_checkpoint_problems(exp_manager: DictConfig) -> Iterator[str]:
     if not resumes or exp_manager.get("resume_ignore_no_checkpoint") is not False:
         return
     with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
-        directory = log_directory(exp_manager).absolute() / "checkpoints"
+        directory = _checkpoint_directory(exp_manager)
         if not os.path.isdir(directory) or not os.listdir(directory):
             yield no_checkpoint(directory)
 
@@ -111,7 +107,7 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     if os.path.isfile(wanted):
         return
     with contextlib.suppress(OSError, RuntimeError):
-        directory = log_directory(exp_manager) / "checkpoints"
+        directory = _checkpoint_directory(exp_manager)
         own = filter(None, map(_manifest, directory.iterdir()))
         newest = max(own, key=lambda manifest: manifest.sequence, default=None)
         if newest is not None and had_resumed_from(newest, origin_in(directory, path), directory):
@@ -124,6 +120,16 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
         f"exp_manager.resume_from_checkpoint={named} is not a checkpoint: {reason}; give one of the folders in "
         "<log directory>/checkpoints"
     )
+
+
+def _checkpoint_directory(exp_manager: DictConfig) -> Path:
+    return log_directory(exp_manager).absolute() / "checkpoints"
+
+
+def _problems_in_place_of(folder: Path, problem: str) -> Iterator[str]:
+    """A problem if what is in the folder's place cannot be written to. The job makes one where there is nothing."""
+    if os.path.lexists(folder) and (reason := why_unwritable(folder)) is not None:
+        yield f"{problem} to {folder} ({reason}): make it a folder that you may write to"
 
 
 def _manifest(checkpoint: Path) -> Manifest | None:
