@@ -71,7 +71,7 @@ demo: $(STAMP)
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
 
-BENCHMARKS := generation refit training_pass kernels memory balance service work_queue ppo_step growth off_policy
+BENCHMARKS := generation refit training_pass cpu_kernels memory balance service work_queue ppo_step growth off_policy
 BENCH_FLAGS_growth := --plot results/benchmarks/growth.svg
 
 # Run all of them, even if one fails; the exit status is the worst.

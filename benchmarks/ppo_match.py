@@ -170,18 +170,20 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
 def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, list[dict[str, Any]]]:
     """TRL's fastest setting among a few, by one step of each, and what was tried.
 
-    One setting after the other changes, from the best so far. Nothing else runs meanwhile.
+    One setting after the other changes, from the best so far. Nothing else runs meanwhile. On a GPU a step before it
+    warms up, and wait policies, which are the CPU's threads', stay as they are.
     """
+    on_gpu = setting.device == "cuda"
     assert setting.trl is not None, "TRL takes no part"
     best, best_seconds = setting.trl, float("inf")
     tried: list[dict[str, Any]] = []
-    for number, make in enumerate(variants(len(workload.prompts))):
+    for number, make in enumerate(variants(len(workload.prompts), () if on_gpu else ("PASSIVE", "ACTIVE"))):
         candidate = make(best)
         if candidate is None or candidate.described() in [one["setting"] for one in tried]:
             continue
         where = folder / str(number)
         where.mkdir(parents=True)
-        side = Side(Trl, workload, dataclasses.replace(setting, trl=candidate), 0, where)
+        side = Side(Trl, workload, dataclasses.replace(setting, trl=candidate), int(on_gpu), where)
         side.may_halve = False  # smaller batches are settings of their own here
         try:
             side.start()
@@ -200,10 +202,10 @@ def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, l
     return dataclasses.replace(setting, trl=best), tried
 
 
-def variants(rollouts: int) -> Iterator[Callable[[TrlSetting], TrlSetting | None]]:
+def variants(rollouts: int, wait_policies: Sequence[str]) -> Iterator[Callable[[TrlSetting], TrlSetting | None]]:
     """What `tune` tries, each made of the best so far; None where there is no such setting."""
     yield lambda best: best
-    for policy in ("PASSIVE", "ACTIVE"):
+    for policy in wait_policies:
         yield lambda best, policy=policy: dataclasses.replace(best, wait_policy=policy)  # type: ignore[misc]
     yield lambda best: dataclasses.replace(best, rollout_batch=max(1, best.rollout_batch // 2))
     for factor in (0.5, 2.0):

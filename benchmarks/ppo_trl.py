@@ -200,6 +200,9 @@ def main() -> None:
         train_dataset=datasets.Dataset.from_dict({"input_ids": prompts}),
         callbacks=[TakeTurns(turns, phases, counts)],
     )
+    computes_on = trainer.accelerator.device.type
+    if computes_on != settings["device"]:
+        sys.exit(f"TRL would compute on {computes_on}, not on {settings['device']}")
 
     def forward_phase(model: Any, *_: Any) -> str:
         if model is reference:

@@ -53,7 +53,7 @@ ARGUMENTS = {
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
         *("--rounds", "1", "--threads", "1", "--torch-layers", "--hugging-face", "1", "4"),
     ],
-    "kernels.py": [
+    "cpu_kernels.py": [
         *("--shape", "tiny", "--sequences", "3", "--prompts", "2", "9", "--responses", "2", "40"),
         *("--layers", "2", "--rounds", "2", "--threads", "1"),
     ],
@@ -94,7 +94,7 @@ REFUSED = [  # an option with a bad value, after what makes it bad if it is not 
     "work_queue.py --batches 0",
     "balance.py --sleep nan",
     "learning.py --sft-errors 2",
-    "kernels.py --max-tokens 512",
+    "cpu_kernels.py --max-tokens 512",
 ]
 
 # They start jobs of their own, which takes minutes.
@@ -266,6 +266,20 @@ def test_ppo_step(reports: dict[str, Report]) -> None:
     assert engine["floor_seconds"] <= ours["floor_seconds"]  # which counts a pass that is kept for training once
 
 
+def test_no_module_hides_a_package_of_the_peers() -> None:
+    """A script's folder comes first where Python looks: peers would import ours for what they can do without."""
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import transformers.integrations.hub_kernels, transformers; "
+    script += "from transformers import GenerationMixin; print(*(m.__file__ for m in sys.modules.values() if "
+    script += "getattr(m, '__file__', None)), sep='\\n')"
+    folder = ROOT / "benchmarks"
+    loaded = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert str(folder) not in loaded.stdout and "hub_kernels" in loaded.stdout
+    import_utils = importlib.import_module("transformers.utils.import_utils")
+    optional = {name for name in dir(import_utils) if name.startswith("is_")}
+    assert "is_kernels_available" in optional
+    assert not [file for file in folder.glob("*.py") if f"is_{file.stem}_available" in optional]
+
+
 @with_jobs
 def test_ppo_step_against_trl(tmp_path: Path) -> None:
     """One at a time, on another seed's workload, with the engine's log-probs; TRL's settings tried out."""
@@ -337,7 +351,7 @@ def test_memory(reports: dict[str, Report]) -> None:
 
 
 def test_kernels(reports: dict[str, Report]) -> None:
-    output, report = reports["kernels.py"]
+    output, report = reports["cpu_kernels.py"]
     assert len(report["lengths"]) == 3 and "torch takes" in output
     assert report["parts"].keys() == {"attention", "SwiGLU", "RMSNorm", "softmax of logits"}
     for by_library in report["parts"].values():

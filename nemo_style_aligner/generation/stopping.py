@@ -74,14 +74,13 @@ class StopCondition:
     def check(self, token_ids: list[int], limit: int) -> FinishReason | None:
         """Why the response ``token_ids`` (1 to ``limit`` of them) ends at its last token; None: it goes on."""
         may_stop = len(token_ids) > self._min_new_tokens
-        if may_stop and (token_ids[-1] in self._stop_id_set or self._text_stops(token_ids)):
+        if may_stop and (token_ids[-1] in self._stop_id_set or (self._strings and self._text_stops(token_ids))):
             return "stop"
         return "length" if len(token_ids) >= limit else None
 
     def _text_stops(self, token_ids: list[int]) -> bool:
         """Whether the last token completes a stop string."""
-        if not self._strings or self._detokenize is None:
-            return False
+        assert self._detokenize is not None, "there are no stop strings without it"
         last = token_ids[-1]
         if last not in self._may_complete:
             self._may_complete[last] = self._may_end_a_string(self._detokenize([last]))

@@ -106,7 +106,7 @@ def build_embedded_engine(
         dtype=dtype,
         device=device(),
         kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
-        prefill_chunk_tokens=int(section.prefill_chunk_tokens),
+        prefill_chunk_tokens=None if section.prefill_chunk_tokens is None else int(section.prefill_chunk_tokens),
         prefill_share=float(section.prefill_share),
         weight_format=section.weight_format,
         tensor_parallel=ranks,

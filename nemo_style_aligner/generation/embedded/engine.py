@@ -33,6 +33,8 @@ from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
+# Prompt tokens in a pass that also decodes. Such a pass runs without a graph: on a GPU a few large ones cost less.
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 _IDLE_CHUNKS = 4  # a pass that decodes nothing may prefill this many chunks' worth of prompt tokens
 
 
@@ -51,7 +53,7 @@ class EmbeddedEngine(EngineLifecycle):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         kv_cache_tokens: int | None = None,
-        prefill_chunk_tokens: int = 512,
+        prefill_chunk_tokens: int | None = None,
         prefill_share: float = 1.0,
         weight_format: WeightFormat = "dtype",
         tensor_parallel: TensorParallel | None = None,
@@ -68,7 +70,8 @@ class EmbeddedEngine(EngineLifecycle):
             device: where to run.
             kv_cache_tokens: tokens that KV memory holds; if they are too few, sequences wait, or are preempted and
                 computed again. None: enough for num_slots sequences of max_sequence_length.
-            prefill_chunk_tokens: the most prompt tokens in a forward pass that also decodes.
+            prefill_chunk_tokens: the most prompt tokens in a forward pass that also decodes. None: 512 on a CPU, 4096
+                on a GPU, which passes of fewer tokens do not fill.
             prefill_share: of the passes that decode, at most this share also prefills, in (0, 1].
             weight_format: "dtype", or "int8": projections and output layer as int8 with a scale per output row.
             tensor_parallel: the ranks that share the model; None: this one alone.
@@ -85,6 +88,9 @@ class EmbeddedEngine(EngineLifecycle):
         super().__init__(architecture.vocab_size, **options)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the embedded engine runs in float32 or bfloat16, not {dtype}")
+        self._device = torch.device(device)
+        if prefill_chunk_tokens is None:
+            prefill_chunk_tokens = _CHUNK_TOKENS.get(self._device.type, _CHUNK_TOKENS["cpu"])
         if prefill_chunk_tokens < 1:
             raise ValueError(f"prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
         if not 0 < prefill_share <= 1:
@@ -100,7 +106,6 @@ class EmbeddedEngine(EngineLifecycle):
             tensor_parallel=tensor_parallel or TensorParallel(),
         )
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
-        self._device = torch.device(device)
         self._step_choice: StepChoice = step
         self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._packer = StepPacker(self._blocks)
@@ -193,9 +198,9 @@ class EmbeddedEngine(EngineLifecycle):
         if not sequences:  # only chunks in the middle of long prompts
             return sequences
         tokens, logprobs = sampler.sample(logits, slots)
-        for sequence, logprob in zip(sequences, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                raise self._diverged(sequence.request, len(sequence.token_ids))
+        if not all(map(math.isfinite, logprobs)):
+            first = next(row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob))
+            raise self._diverged(sequences[first].request, len(sequences[first].token_ids))
         scheduler.record(sequences, slots, tokens, logprobs)
         return sequences
 

@@ -1,6 +1,6 @@
 """The parts of a training pass on a CPU, one by one: compiled layers against torch's, and products of matrices.
 
-    python benchmarks/kernels.py [--shape smollm2-135m] [--precision bf16] [--sequences 8] [--threads 1] [--json FILE]
+    python benchmarks/cpu_kernels.py [--shape smollm2-135m] [--precision bf16] [--sequences 8] [--json FILE]
 
 Every part is computed for several layers in turn, as in a pass, so that the caches hold what other layers left there.
 docs/performance.md explains the columns.
