@@ -170,11 +170,11 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
 def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, list[dict[str, Any]]]:
     """TRL's fastest setting among a few, by one step of each, and what was tried.
 
-    One setting after the other changes, from the best so far. Nothing else runs meanwhile. On a GPU a step before it
-    warms up, and wait policies, which are the CPU's threads', stay as they are.
+    One setting after the other changes, from the best so far. Nothing else runs meanwhile. On a GPU each warms up for a
+    step, and the wait policy of the CPU's threads does not change.
     """
-    on_gpu = setting.device == "cuda"
     assert setting.trl is not None, "TRL takes no part"
+    on_gpu = setting.device == "cuda"
     best, best_seconds = setting.trl, float("inf")
     tried: list[dict[str, Any]] = []
     for number, make in enumerate(variants(len(workload.prompts), () if on_gpu else ("PASSIVE", "ACTIVE"))):

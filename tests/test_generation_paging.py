@@ -333,6 +333,30 @@ def test_prefill_share_bounds_the_passes_that_carry_chunks(remembering: Any, sha
     assert step.passes[0] == (0, min(4 * 8 + 4, sum(len(request.prompt_token_ids) for request in requests[:4])))
 
 
+def test_prompt_tokens_of_a_pass_by_default(remembering: Any) -> None:
+    """512 beside decoding on a CPU, 4096 on a GPU, and four times as many in a pass that decodes nothing."""
+    engine, step = remembering(num_slots=2, max_sequence_length=3000)
+    requests = [GenerationRequest(i, [i + 2] * length, i) for i, length in enumerate((5, 2800))]
+    assert len(list(engine.generate(requests, SamplingParams(max_new_tokens=8, min_new_tokens=8)))) == 2
+    assert step.passes[:3] == [(0, 2 + 4 * 512), (1, 512), (1, 2805 - 2050 - 512)]
+    assert remembering(num_slots=2, device="cuda")[0]._shape.max_step_tokens == 2 + 4 * 4096
+
+
+def test_memory_that_runs_out_in_a_pass_names_the_keys(remembering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, step = remembering(num_slots=2)
+
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(step, "forward", run_out)
+    requests = [GenerationRequest(i, [i + 2] * 40, i) for i in range(3)]
+    said = r"80 prompt tokens and 0 responses.*prefill_chunk_tokens, now 512"
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        list(engine.generate(requests, SamplingParams(max_new_tokens=8)))
+    monkeypatch.undo()
+    assert len(list(engine.generate(requests, SamplingParams(max_new_tokens=8)))) == 3
+
+
 def test_an_abandoned_generation_leaves_no_pages(remembering: Any) -> None:
     engine, _ = remembering(num_slots=3)
     results = engine.generate(related_requests(8, 0), SamplingParams(max_new_tokens=20))

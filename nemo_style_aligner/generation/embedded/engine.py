@@ -193,7 +193,15 @@ class EmbeddedEngine(EngineLifecycle):
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
         """Run one forward pass; returns the sequences that got a token from it."""
-        logits = self._step.forward(self._packer.pack(plan, scheduler))
+        try:
+            logits = self._step.forward(self._packer.pack(plan, scheduler))
+        except torch.OutOfMemoryError as error:
+            prompts = sum(chunk.length for chunk in plan.prefill)
+            raise torch.OutOfMemoryError(
+                f"memory ran out in a pass over {prompts} prompt tokens and {len(plan.decode)} responses: lower "
+                f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
+                f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
+            ) from error
         sequences, slots = plan.sampled()
         if not sequences:  # only chunks in the middle of long prompts
             return sequences
