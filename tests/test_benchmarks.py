@@ -350,7 +350,7 @@ def test_memory(reports: dict[str, Report]) -> None:
     assert packed < padded
 
 
-def test_kernels(reports: dict[str, Report]) -> None:
+def test_cpu_kernels(reports: dict[str, Report]) -> None:
     output, report = reports["cpu_kernels.py"]
     assert len(report["lengths"]) == 3 and "torch takes" in output
     assert report["parts"].keys() == {"attention", "SwiGLU", "RMSNorm", "softmax of logits"}

@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import packed_weights
+from nemo_style_aligner.models import packed_weights, products
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.layer_kernels import LayerKernels, load
 from nemo_style_aligner.models.packed_weights import PackedWeight, constant_weights, weight_product
@@ -31,6 +31,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if not usable_kernels(torch.float32):
             pytest.skip("compiled kernels need an x86-64 processor with AVX2 and FMA")
         own = load(EMULATED)
+        monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: True)  # else layers multiply in fp32
     monkeypatch.setattr(packed_weights, "own_kernels", lambda: own)
     if own is None and not packed_weights._can_pack():
         pytest.skip("torch packs no weights here: the processor has no bf16 arithmetic")
