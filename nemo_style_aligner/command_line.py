@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import hydra
 import yaml
@@ -36,7 +37,14 @@ Any key of the config can be set on the command line (trainer.devices=2). These 
 """What ``--help`` says."""
 
 
-def compose(name: str, description: str) -> DictConfig | None:
+class Composed(NamedTuple):
+    """A command line's config, and a line for the log on each argument that means something else than in hydra."""
+
+    cfg: DictConfig
+    notes: list[str]
+
+
+def compose(name: str, description: str) -> Composed | None:
     """The config of this command line; None if that only asked for information (``--help``, ``--cfg job``).
 
     Args:
@@ -45,7 +53,7 @@ def compose(name: str, description: str) -> DictConfig | None:
 
     Raises:
         ConfigError: the command line or a config file cannot be read; or the command line asks for several runs, or
-            deletes keys.
+            deletes keys without giving them anew.
     """
     composed: list[DictConfig] = []
 
@@ -59,9 +67,9 @@ def compose(name: str, description: str) -> DictConfig | None:
             print(_help(name, description))  # hydra's own has the bare values, without the comments
         return None
     _refuse_multirun(sys.argv[1:])
-    _refuse_deletions(sys.argv[1:])
+    arguments, notes = _without_removals(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
-    sys.argv[1:] = prepare_overrides(sys.argv[1:])
+    sys.argv[1:] = prepare_overrides(arguments)
     try:
         with _reader_may_leave():
             hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
@@ -85,7 +93,7 @@ def compose(name: str, description: str) -> DictConfig | None:
             f"{several[1]} gives several values: write a list as KEY=[A,B] and a text value in quotes, inside those of "
             "the shell: 'KEY=\"A,B\"'. To try one value after the other, start a run for each"
         ) from error
-    return complete_config(composed[0], name) if composed else None
+    return Composed(complete_config(composed[0], name), notes) if composed else None
 
 
 @contextlib.contextmanager
@@ -126,16 +134,36 @@ def _refuse_multirun(arguments: Sequence[str]) -> None:
             )
 
 
-def _refuse_deletions(arguments: Sequence[str]) -> None:
-    """Refuse hydra's deletions: the default of a key that is left out holds, so they would have no effect.
+def _without_removals(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line without what removes a section, and a line for the log on each of those.
+
+    NeMo's scripts write ``~model.optim '++model.optim={name: sgd}'`` to replace a section, and ``exp_manager=null``
+    to run without checkpoints.
 
     Raises:
-        ConfigError: the command line deletes a key.
+        ConfigError: a key is removed and not given anew.
     """
-    for argument in arguments:
-        if re.match(r"~(?!hydra[./])[A-Za-z_]", argument):
+    kept: list[str] = []
+    notes: list[str] = []
+    for place, argument in enumerate(arguments):
+        if re.fullmatch(r"\+{0,2}exp_manager=(null|None|~)?", argument):
+            kept += ("exp_manager.create_checkpoint_callback=False", "exp_manager.create_wandb_logger=False")
+            notes.append(f"{argument}: a job always has a log directory; exp_manager's other keys hold all the same")
+        elif re.match(r"~(?!hydra[./])[A-Za-z_]", argument):
             key = argument[1:].partition("=")[0]
-            raise ConfigError(
-                f"{argument}: a key that is left out has its default, so it cannot be deleted; to turn off what it "
-                f"sets, write {key}=null, where the key's comment in the config (--help) allows that"
-            )
+            if not any(_sets(later, key) for later in arguments[place + 1 :]):
+                raise ConfigError(
+                    f"{argument}: a key that is left out has its default, so it cannot be deleted; to turn off what "
+                    f"it sets, write {key}=null, where the key's comment in the config (--help) allows that"
+                )
+            kept = [other for other in kept if not _sets(other, key)]
+            notes.append(f"{argument}: what the command line does not give after it has its default")
+        else:
+            kept.append(argument)
+    return kept, notes
+
+
+def _sets(argument: str, key: str) -> bool:
+    """Whether an argument of the command line gives ``key`` or a key below it a value."""
+    name, sign, _ = argument.lstrip("+").partition("=")
+    return bool(sign) and f"{name}.".startswith(f"{key}.")

@@ -154,6 +154,8 @@ def required_keys(job: str) -> list[str]:
 def complete_config(cfg: DictConfig, job: str) -> DictConfig:
     """Lay ``cfg`` over the job's defaults: a config file of the user's own may leave keys out."""
     OmegaConf.set_struct(cfg, False)
+    if cfg.get("exp_manager", "") is None:  # in a file, what it means on the command line
+        cfg.exp_manager = {"create_checkpoint_callback": False, "create_wandb_logger": False}
     complete = OmegaConf.merge(load_defaults(job), cfg)
     assert isinstance(complete, DictConfig)
     return complete
@@ -278,16 +280,20 @@ def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: Legac
     target = legacy.moved_to.replace("*", key.rsplit(".", 1)[-1])
     target = target.replace("{section}", _job_section(defaults))
     default = OmegaConf.select(defaults, target, default=_ABSENT)
+    given, value = value, dict(legacy.means).get(value) if legacy.means else value
     if value is None:
         return ""
+    if default is _ABSENT and legacy.means:
+        return f"{key}={given} has no effect: this job does not have {target}"
     if default is _ABSENT:
         raise ConfigError(f"{key} is {target} here, which this job does not have: leave the key out")
     present = OmegaConf.select(cfg, target)
     if value != present:
         if present != default:
-            raise ConfigError(f"{key}={value} and {target}={present} name the same setting: give one of them")
+            raise ConfigError(f"{key}={given} and {target}={present} name the same setting: give one of them")
         OmegaConf.update(cfg, target, value)
-    return f"{key}={value} is taken as {target}={value}"
+    note = f"; {legacy.note}" if legacy.note else ""
+    return f"{key}={given} is taken as {target}={value}{note}"
 
 
 _ABSENT = object()

@@ -14,8 +14,11 @@ class LegacyKey:
 
     Attributes:
         pattern: dotted key, with ``*`` for any text.
-        note: what it means here, or why other values than those allowed are refused; none for keys that have moved.
+        note: what it means here, or why other values than those allowed are refused; of a key that has moved, what
+            else there is to know.
         moved_to: the key that takes its value; None if there is none.
+        means: pairs of a value and of the one that the key in `moved_to` takes for it; other values say what the job
+            does anyway. Empty: the same value.
         allowed: values that say what the job does anyway; any other is an error. Empty: all values are accepted.
         counts_are_others: no integer is among those allowed (for Lightning 1 is one batch, 1.0 all of them).
     """
@@ -23,6 +26,7 @@ class LegacyKey:
     pattern: str
     note: str = ""
     moved_to: str | None = None
+    means: tuple[tuple[Any, Any], ...] = ()
     allowed: tuple[Any, ...] = ()
     counts_are_others: bool = False
 
@@ -46,6 +50,9 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.max_time", moved_to="exp_manager.max_time_per_run"),
     LegacyKey("trainer.max_steps", moved_to="trainer.{section}.max_steps"),
     LegacyKey("trainer.max_epochs", moved_to="trainer.{section}.max_epochs"),
+    LegacyKey("model.forward_mbs", moved_to="model.forward_micro_batch_size"),
+    LegacyKey("model.offload_adam_states", moved_to="model.ppo.offload_adam_states"),
+    LegacyKey("inference.micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     LegacyKey("model.resume_from_checkpoint", moved_to="exp_manager.resume_from_checkpoint"),
     LegacyKey("model.save_nemo_on_validation_end", moved_to="exp_manager.checkpoint_callback_params.always_save_nemo"),
     # Lightning
@@ -54,8 +61,9 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("trainer.enable_checkpointing", "has no effect: save_interval of the job's own section decides"),
     LegacyKey(
         "exp_manager.create_checkpoint_callback",
-        "to save only at the end and when the run is stopped, set save_interval=0 in the job's own section",
-        allowed=(True,),
+        "the state at the end is saved all the same",
+        moved_to="trainer.{section}.save_interval",
+        means=((False, 0),),
     ),
     LegacyKey("trainer.use_distributed_sampler", "has no effect: samplers always divide the data among all ranks"),
     LegacyKey("trainer.ppo.model_?bs", "has no effect: model.micro_batch_size and model.global_batch_size are used"),
@@ -68,6 +76,9 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         "a service does not know which save is the last",
         allowed=(False, *_NONE),
     ),
+    LegacyKey(  # of a service that logs nothing; the other jobs have the key
+        "exp_manager.create_wandb_logger", "this job has nothing to log there", allowed=(False, *_NONE)
+    ),
     LegacyKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
     # The loops
     LegacyKey(
@@ -77,9 +88,11 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         counts_are_others=True,
     ),
     LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
+    LegacyKey("trainer.ppo.pad_sequence_length_to_multiple", "has no effect: sequences are packed without padding"),
     LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build
     LegacyKey("model.precision", "has no effect: see trainer.precision"),
+    LegacyKey("model.enable_nge", "has no effect: trainer.ppo.generation.engine chooses what generates"),
     LegacyKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     LegacyKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
     LegacyKey("model.transformer_engine", "has no effect: Transformer Engine is used where it can be"),
@@ -134,6 +147,16 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         "model.data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"
     ),
     LegacyKey("model.data.*num_workers", "has no effect: data are read by the job's own processes"),
+    LegacyKey(  # of a reward model's data; a fine-tuning job has the keys
+        "model.data.*_ds.shuffle",
+        "has no effect: trainer.rm.train_random_sampler and val_random_sampler decide",
+    ),
+    LegacyKey("model.data.shuffle_documents", "has no effect: lines are shuffled as the samplers' keys say"),
+    LegacyKey(
+        "model.data.*packed_sequence",
+        "files of packed sequences (.npy) cannot be read: give the JSONL files; their lines are packed in any case",
+        allowed=(False, *_NONE),
+    ),
     LegacyKey("model.data.skip_warmup", "has no effect"),
     LegacyKey("model.data.reset_position_ids", "not supported", allowed=(False,)),
     LegacyKey("model.data.reset_attention_mask", "not supported", allowed=(False,)),

@@ -79,6 +79,7 @@ class Job:
     dp: int = 1
     dtype: torch.dtype = torch.float32
     distributed: bool = True
+    sgd: bool = False
     reward: bool = False
     architecture: ModelArchitecture = UNTIED
     dropout: float = 0.0
@@ -91,7 +92,8 @@ class Job:
 
     def build(self) -> tuple[MegatronModel, Optimizer]:
         initialize_model_parallel(self.tp, self.pp, self.seed)
-        optim = {"name": "distributed_fused_adam" if self.distributed else "fused_adam", "weight_decay": 0.1}
+        name = "sgd" if self.sgd else "distributed_fused_adam" if self.distributed else "fused_adam"
+        optim = {"name": name, "weight_decay": 0.1}
         config = {
             "optim": optim,
             "sequence_parallel": self.tp > 1,
@@ -155,9 +157,10 @@ def fingerprint(model: MegatronModel, optimizer: Optimizer) -> str:
     tensors = [p.detach() for _, p in model.named_parameters()]
     inner = optimizer.megatron.chained_optimizers[0].optimizer
     for group in (group for group in inner.param_groups if group["params"]):  # a rank may have none of a group's
-        digest.update(f"{group['step']} {group['weight_decay']}".encode())
+        digest.update(f"{group.get('step', 0)} {group['weight_decay']}".encode())
         for p in group["params"]:
-            tensors += [p.detach(), inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"]]
+            # SGD has no state.
+            tensors += [p.detach(), *(inner.state[p][name] for name in ("exp_avg", "exp_avg_sq") if inner.state[p])]
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     digest.update(f"{optimizer.step_count} {random.random()} {np.random.rand()} {float(torch.rand(()))}".encode())
@@ -270,6 +273,7 @@ def exact_resume(folder: Path) -> dict[str, Any]:
         "bf16 distributed tp2": Job(tp=2, dtype=torch.bfloat16, dropout=0.1),
         "bf16 distributed pp2 tied": Job(pp=2, dtype=torch.bfloat16, architecture=TIED),
         "fp32 plain": Job(distributed=False, dropout=0.1),
+        "bf16 sgd dp2": Job(dp=2, dtype=torch.bfloat16, distributed=False, sgd=True),
         "bf16 plain reward": Job(distributed=False, dtype=torch.bfloat16, reward=True),
         "bf16 distributed reward dp2": Job(dp=2, dtype=torch.bfloat16, reward=True),
     }

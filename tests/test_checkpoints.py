@@ -434,6 +434,7 @@ EXACT = [
     "bf16 distributed tp2",
     "bf16 distributed pp2 tied",
     "fp32 plain",
+    "bf16 sgd dp2",
     "bf16 plain reward",
     "bf16 distributed reward dp2",
 ]

@@ -160,6 +160,72 @@ def test_commands_of_the_guides_work_as_typed(name: str) -> None:
     assert values == expected
 
 
+# Keys of NeMo-Aligner's guides and functional tests (commit af2b3bd9) that its YAML files do not have, with the values
+# that they have there. The keys of its YAML files: test_config_checks.py.
+GIVEN_ELSEWHERE = {
+    "gpt_sft": "model.dist_ckpt_load_strictness=log_all model.mcore_gpt=True",
+    "training_rm": """model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform
+        model.activations_checkpoint_num_layers=1 model.data.shuffle_documents=False model.data.train_ds.shuffle=False
+        model.data.validation_ds.shuffle=False model.dist_ckpt_load_strictness=log_all model.sequence_parallel=False
+        model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1 model.data.data_prefix={train:[/a]}""",
+    "gpt_ppo_critic": """model.activations_checkpoint_granularity=null model.forward_mbs=1 model.mcore_gpt=True
+        model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1
+        trainer.ppo.pad_sequence_length_to_multiple=32 exp_manager.create_checkpoint_callback=False""",
+    "gpt_ppo_actor": """model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform
+        model.activations_checkpoint_num_layers=1 model.enable_nge=True model.offload_adam_states=False
+        model.overwrite_base_config.optim=True model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1
+        model.ppo.combine_rm_and_critic_server=True trainer.ppo.flask_server.enable=True
+        exp_manager.create_checkpoint_callback=True""",
+    "inference_rm": """inference.micro_batch_size=2 model.dist_ckpt_load_strictness=log_all
+        model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1""",
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_keys_of_the_guides_and_functional_tests_are_honoured_or_reported(job: str) -> None:
+    needed = [f"{key}=x" for key in OmegaConf.missing_keys(load_defaults(job)) if key.startswith("model.")]
+    cfg = composed(job, *needed, *shlex.split(GIVEN_ELSEWHERE[job]))
+    notes = "\n".join(check_config(cfg, job))
+    for given in shlex.split(GIVEN_ELSEWHERE[job]):
+        key = given.partition("=")[0]
+        default = OmegaConf.select(load_defaults(job), key, default=sys)
+        assert default is not sys or f"{key}=" in notes or key == "exp_manager.create_checkpoint_callback", key
+
+
+def test_packed_files_of_nemos_are_refused() -> None:
+    cfg = composed("gpt_sft", "model.data.train_ds.packed_sequence=True", "model.restore_from_path=/b")
+    with pytest.raises(ConfigError, match=r"train_ds.packed_sequence=True: files of packed sequences \(.npy\) cannot"):
+        check_config(cfg, "gpt_sft")
+
+
+def test_a_run_without_checkpoints_of_nemos_saves_at_its_end() -> None:
+    cfg = composed("gpt_ppo_actor", "exp_manager.create_checkpoint_callback=False")
+    (note,) = check_config(cfg, "gpt_ppo_actor")
+    assert note.endswith("is taken as trainer.ppo.save_interval=0; the state at the end is saved all the same")
+    assert cfg.trainer.ppo.save_interval == 0
+    (note,) = check_config(composed("gpt_ppo_critic", "exp_manager.create_checkpoint_callback=False"), "gpt_ppo_critic")
+    assert note == (
+        "exp_manager.create_checkpoint_callback=False has no effect: this job does not have trainer.ppo.save_interval"
+    )
+
+
+def test_what_removes_a_section_in_nemos_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in hydra, what is given before a deletion goes with it; what is not given after it has its default."""
+    arguments = ["model.optim.lr=1e-3", "model.optim.sched.min_lr=0", "~model.optim", "++model.optim={name: sgd}"]
+    arguments += ["exp_manager.name=mine", "exp_manager.create_wandb_logger=True", "++exp_manager=null"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # which `compose` sets
+    cfg, notes = command_line.compose("gpt_ppo_actor", "") or pytest.fail("no config")
+    assert (cfg.model.optim.name, cfg.model.optim.lr, cfg.model.optim.sched.min_lr) == ("sgd", 9e-7, 9e-8)
+    assert cfg.exp_manager.name == "mine" and not cfg.exp_manager.create_wandb_logger
+    assert [note.partition(":")[0] for note in notes] == ["~model.optim", "++exp_manager=null"]
+    check_config(cfg, "gpt_ppo_actor")
+    assert cfg.trainer.ppo.save_interval == 0
+    file = complete_config(OmegaConf.create({"exp_manager": None}), "gpt_ppo_actor")
+    check_config(file, "gpt_ppo_actor")
+    assert file.exp_manager.explicit_log_dir == "/results" and file.trainer.ppo.save_interval == 0
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_the_defaults_pass_their_own_check(job: str) -> None:
     needed = [f"{key}=x" for key in OmegaConf.missing_keys(load_defaults(job)) if key.startswith("model.")]

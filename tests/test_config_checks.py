@@ -273,7 +273,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
             "model.ppo.forward_max_tokens_per_micro_batch=0: must be 1",
         ),
     ),
-    "optimizer": ("gpt_sft", 1, "model.optim.name=sgd", ("model.optim.name=sgd: choose distributed_fused_adam",)),
+    "optimizer": ("gpt_sft", 1, "model.optim.name=lion", ("model.optim.name=lion: choose distributed_fused_adam",)),
     "betas": ("gpt_sft", 1, "model.optim.betas=[0.9,1.0]", ("model.optim.betas=[0.9, 1.0]: must be in [0, 1)",)),
     "number of betas": ("gpt_sft", 1, "model.optim.betas=[0.9]", ("model.optim.betas=[0.9]: give two numbers",)),
     "sampling": (

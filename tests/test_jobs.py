@@ -35,6 +35,7 @@ from job_processes import (
     stored_weights,
     wait_until_ready,
 )
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.algorithms import evaluation
 from nemo_style_aligner.algorithms.evaluation import (
@@ -384,7 +385,10 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
 
 
 def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
-    """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs; int8 rollouts, corrected for."""
+    """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs; int8 rollouts, corrected for.
+
+    With the flags of NeMo-Aligner's tests/functional/ppo.sh that are nobody's but NeMo's, and the logs it looks into.
+    """
     rm_port, actor_log = free_port(), tmp_path / "actor"
     reward_model = Job(
         script(
@@ -401,11 +405,14 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     with contextlib.ExitStack() as stack:
         stack.callback(reward_model.kill)
         separate = ("trainer.ppo.combine_rm_and_critic_server=False", "model.global_batch_size=8")
-        _, port = stack.enter_context(critic_service(artefacts.rm, tmp_path / "critic", *separate))
+        nemo = ("++model.forward_mbs=1", "exp_manager.create_checkpoint_callback=False")
+        critic, port = stack.enter_context(critic_service(artefacts.rm, tmp_path / "critic", *separate, *nemo))
         wait_until_ready(reward_model, rm_port, TIMEOUT)
-        run(
+        output = run(
             script(
                 "train_gpt_ppo_actor.py",
+                f"--config-path={SCRIPTS}/conf/",
+                "--config-name=gpt_ppo_actor",
                 *actor_flags(artefacts, actor_log, port),
                 "remote_critic_rm.combine_rm_and_critic_server=False",
                 f"remote_critic_rm.reward_model.port={rm_port}",
@@ -420,12 +427,20 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
                 "trainer.ppo.kl_estimator=k3",
                 "trainer.ppo.reference_policy_placement=resident",
                 "model.activations_checkpoint_granularity=full",
-                "model.optim.name=fused_adam",
+                *("++model.optim.lr=1e-3", "~model.optim", "++model.optim={name:sgd}"),
+                *("++model.enable_nge=True", "++model.offload_adam_states=False", "++exp_manager=null"),
             ),
             actor_log.with_suffix(".log"),
             TIMEOUT,
         )
         assert reward_model.stop() == 0, reward_model.describe()
+        process = re.search(r"kill -SIGINT (\d+)", critic.output())
+        assert process is not None and "Cleaning up communicator" in output
+        os.kill(int(process[1]), signal.SIGINT)
+        assert critic.wait(TIMEOUT) == 0, critic.describe()
+    hyperparameters = OmegaConf.load(actor_log / HYPERPARAMETERS_FILE)
+    assert (hyperparameters.model.optim.name, hyperparameters.model.optim.lr) == ("sgd", 9e-7)
+    assert hyperparameters.trainer.ppo.save_interval == 0 and not hyperparameters.model.ppo.offload_adam_states
     curves = check_actor_log(actor_log, steps=2)
     assert [step for step, _ in curves["warm_up/train_critic/critic_loss"]] == [0]
     tables = [(table["key"], table["step"]) for table in read_tables(actor_log) if "train_rollouts" in table["key"]]

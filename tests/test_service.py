@@ -757,7 +757,7 @@ def test_the_log_says_when_the_service_listens_and_when_it_is_ready(caplog: pyte
         lines = [record.getMessage() for record in caplog.records if "ready" in record.message]
         assert lines == [
             f"listening on {server.url}, not ready yet: critic_infer, critic_train, critic_save, critic_restore",
-            "ready: requests are answered from now on",
+            f"ready: requests are answered from now on; to end, kill -SIGINT {os.getpid()}",
         ]
 
 

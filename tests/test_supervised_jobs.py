@@ -163,6 +163,9 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         "trainer.precision=32",
         f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
         f"model.data.data_prefix={{train: [{data}], validation: [{data}], test: [{data}]}}",
+        # as in NeMo-Aligner's tests/functional/rm.sh
+        *("++model.data.train_ds.shuffle=False", "++model.data.validation_ds.shuffle=False"),
+        *("++model.data.shuffle_documents=False", "++model.dist_ckpt_load_strictness=log_all"),
         f"exp_manager.explicit_log_dir={log_dir}",
         "model.tensor_model_parallel_size=2",
         "model.sequence_parallel=True",

@@ -184,7 +184,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("model.activations_checkpoint_method", ("uniform", "block")),
     (
         "model.optim.name",
-        ("distributed_fused_adam", "mcore_distributed_optim", "fused_adam", "adam", "adamw"),
+        ("distributed_fused_adam", "mcore_distributed_optim", "fused_adam", "adam", "adamw", "sgd"),
     ),
     ("model.data.*.truncation_method", get_args(TruncationMethod)),
 )

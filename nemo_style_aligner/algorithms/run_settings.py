@@ -63,10 +63,10 @@ def digests_of_data(data: DictConfig) -> dict[str, str]:
     Args:
         data: the section ``model.data``.
     """
-    if "train_ds" in data:
-        source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
-    else:
+    if "data_prefix" in data:
         source = load_data_prefix(data.data_prefix).train
+    else:
+        source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
     return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 

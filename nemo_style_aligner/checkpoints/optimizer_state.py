@@ -104,12 +104,13 @@ def load_optimizer(
 
 
 def _make_ready(optimizer: MegatronOptimizer) -> None:
-    """Create the moments, which are not there before the first update, and correct megatron-core's indices of them.
+    """Create Adam's moments, which are not there before the first update, and correct megatron-core's indices of them.
 
     A distributed optimizer puts a group's fp32 parameters before its bf16 ones, but records their positions in the
     order of the model: a bf16 model's fp32 reward head would get another parameter's moments.
     """
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if optimizer.init_state_fn is not None:  # SGD has no state
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if not isinstance(optimizer, DistributedOptimizer):
         return
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
@@ -124,7 +125,7 @@ def _is_sharded(optimizer: MegatronOptimizer) -> bool:
 
 
 def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The live main weight and moments of a parameter: whole, or a distributed optimizer's flat shards."""
+    """The live main weight and Adam's moments of a parameter: whole, or a distributed optimizer's flat shards."""
     if isinstance(optimizer, DistributedOptimizer):
         group, order = optimizer.model_param_group_index_map[parameter]
         main = optimizer.optimizer.param_groups[group]["params"][order]
@@ -132,7 +133,7 @@ def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch
         # bf16 parameters have an fp32 main copy; fp32 parameters are their own.
         main = getattr(parameter, "main_param", parameter)
     moments = optimizer.optimizer.state[main]
-    return [main.detach(), *(moments[key] for key in _MOMENTS)]
+    return [main.detach(), *(moments[key] for key in _MOMENTS if key in moments)]
 
 
 def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel) -> ShardedTensors:
@@ -143,7 +144,7 @@ def _whole_tensors(optimizer: MegatronOptimizer, model: MegatronModel) -> Sharde
     """
     named: ShardedTensors = {}
     for name, sharded in _parameters(model):
-        for key, value in zip(_KEYS, _states(optimizer, sharded.data), strict=True):
+        for key, value in zip(_KEYS, _states(optimizer, sharded.data), strict=False):  # of SGD the weight alone
             named[f"{key}.{name}"] = _like(sharded, key, value.view(sharded.data.shape))
     return named
 

@@ -96,7 +96,7 @@ class Schedule:
 
 
 class Optimizer:
-    """megatron-core's (distributed) Adam with gradient clipping and the schedule.
+    """megatron-core's (distributed) Adam, or plain SGD, with gradient clipping and the schedule.
 
     Weights of one dimension (norms and biases) do not decay.
 
@@ -123,7 +123,8 @@ class Optimizer:
         betas = optim.get("betas") or (0.9, 0.98)
         weight_decay = float(optim.get("weight_decay") or 0.0)
         config = OptimizerConfig(
-            optimizer="adam",
+            optimizer="sgd" if optim.get("name") == "sgd" else "adam",
+            sgd_momentum=0.0,  # as NeMo's
             lr=schedule.lr,
             min_lr=0.0,
             weight_decay=weight_decay,

@@ -23,7 +23,7 @@ from typing import NoReturn
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.command_line import compose
+from nemo_style_aligner.command_line import Composed, compose
 from nemo_style_aligner.config import ConfigError, check_config, log_directory
 from nemo_style_aligner.errors import comes_from
 from nemo_style_aligner.parallel import stop_signals
@@ -107,8 +107,8 @@ def job(
             install_excepthook()
             end_with_supervisor()
             try:
-                cfg = compose(name, sys.modules[main.__module__].__doc__ or "")
-                status = _run_job(name, check, main, cfg, is_service) if cfg is not None else 0
+                composed = compose(name, sys.modules[main.__module__].__doc__ or "")
+                status = _run_job(name, check, main, composed, is_service) if composed is not None else 0
             except SystemExit as end:
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
@@ -138,11 +138,12 @@ def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool) -> NoReturn:
 
 
 def _run_job(
-    name: str, check: str | None, main: Callable[[DictConfig], int | None], cfg: DictConfig, is_service: bool
+    name: str, check: str | None, main: Callable[[DictConfig], int | None], composed: Composed, is_service: bool
 ) -> int:
+    cfg = composed.cfg
     info = detect_launch(os.environ)
     configure_logging(info.rank)
-    notes = check_config(cfg, name)
+    notes = [*composed.notes, *check_config(cfg, name)]
     _use_one_queue(cfg)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:

@@ -249,6 +249,8 @@ class CriticClient:
             self._watch.stop()
         for http in (self._critic, self._reward):
             if http is not None:
+                # NeMo-Aligner's words, which scripts look for.
+                logger.info("Cleaning up communicator: %s", http.base_url)
                 http.close()
         self._closed.set()
         for pool in (self._inference, self._rewards, self._command_thread):

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection
@@ -129,7 +130,7 @@ class JobQueue:
     def set_state(self, state: QueueState) -> None:
         """Change `state`, and wake the dispatcher, which may be waiting for a job."""
         if state is QueueState.SERVING:
-            logger.info("ready: requests are answered from now on")
+            logger.info("ready: requests are answered from now on; to end, kill -SIGINT %d", os.getpid())
         with self._changed:
             self._state = state
             self._changed.notify_all()
