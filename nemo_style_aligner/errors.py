@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from typing import ClassVar
@@ -42,6 +43,13 @@ class NonFiniteError(UserError, FloatingPointError):
 
 class OtherRankError(OSError):
     """Something failed on another rank; the message says on which, and why."""
+
+
+def refuse_lfs_pointer(path: str | os.PathLike[str], error: type[UserError]) -> None:
+    """Raise ``error`` if a file is the note that Git LFS leaves in a clone in place of the file itself."""
+    with open(path, "rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
+            raise error(f"{path}: Git LFS's pointer to the file, not the file itself: run `git lfs pull` in its folder")
 
 
 def comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:

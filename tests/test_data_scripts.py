@@ -27,6 +27,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+SFT_FORMAT = SFTFormat(
+    max_seq_length=600, min_seq_length=1, prompt_template="{input} {output}", label_key="output",
+    truncation_field="input", truncation_method="right", add_bos=False, add_eos=True, add_sep=False,
+    answer_only_loss=True, chats_only=False,
+)  # fmt: skip
+
 
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
@@ -50,16 +56,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def check_datasets_can_read(folder: Path, tokenizer: Tokenizer) -> None:
-    options = SFTFormat(
-        max_seq_length=600, min_seq_length=1, prompt_template="{input} {output}", label_key="output",
-        truncation_field="input", truncation_method="right", add_bos=False, add_eos=True, add_sep=False,
-        answer_only_loss=True, chats_only=False,
-    )  # fmt: skip
     for split in ("train", "test"):
         assert len(PromptDataset([folder / f"{split}_prompts.jsonl"], tokenizer, 500)) > 0
         assert ComparisonDataset([folder / f"{split}_comparisons.jsonl"], tokenizer, 600).num_dropped == 0
         if (folder / f"{split}_sft.jsonl").exists():
-            assert SFTDataset([folder / f"{split}_sft.jsonl"], tokenizer, options).num_dropped == 0
+            assert SFTDataset([folder / f"{split}_sft.jsonl"], tokenizer, SFT_FORMAT).num_dropped == 0
 
 
 # ---- make_arithmetic --------------------------------------------------------------------------
@@ -249,15 +250,51 @@ def test_anthropic_hh_from_a_folder(tmp_path: Path, tokenizer: Tokenizer, capsys
     assert comparisons[:2] == [f"{talk} 60", f"{talk} 90"]
     assert rows(out / "train_prompts.jsonl") == [{"text": talk}, {"text": user}]
     assert rows(out / "test_prompts.jsonl") == [{"text": talk}]
+    demonstrations = [{"input": talk, "output": "60"}]
+    assert rows(out / "test_sft.jsonl") == demonstrations
+    demonstrations += [{"input": user, "output": "In 2000"}, {"input": user, "output": "31 August"}]
+    assert rows(out / "train_sft.jsonl") == demonstrations
     check_datasets_can_read(out, tokenizer)
     said = capsys.readouterr().out
-    assert "train: 3 comparisons, 2 prompts" in said
+    assert "train_comparisons.jsonl: 6 lines" in said and "train_prompts.jsonl: 2 lines" in said
     assert "'turns out of order or empty': 2, 'different prompts': 1, 'equal answers': 1" in said
+    assert "test: pairs left out: none" in said
+
+
+def test_anthropic_hh_in_a_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """One split alone, unzipped; only the chosen answer of a dialogue is learnt."""
+    two = "\n\nHuman: When?\n\nAssistant: In 2000.\n\nHuman: And 6*10?"
+    folder, out = tmp_path / "harmless-base", tmp_path / "out"
+    write_jsonl(folder / "train.jsonl", [pair(two, "60", "90")])
+    write_gzip(folder / "train.jsonl.gz", pair(two, "60", "90"))  # the same once more, as downloaded
+    tokenizer.save(tmp_path / "tokenizer")
+    style = ["--tokenizer", str(tmp_path / "tokenizer")]
+    script("download_and_process").main(["--source", str(tmp_path), "--output", str(out), *style])
+    talk = "user: When?<|endoftext|>\nassistant: In 2000.<|endoftext|>\nuser: And 6*10?<|endoftext|>\nassistant: "
+    assert rows(out / "train_prompts.jsonl") == [{"text": talk}]
+    texts = [row["text"] for row in rows(out / "train_comparisons.jsonl")]
+    assert texts == [f"{talk}60<|endoftext|>", f"{talk}90<|endoftext|>"]
+    (example,) = SFTDataset([out / "train_sft.jsonl"], tokenizer, SFT_FORMAT)
+    learnt = [token for token, target in zip(example.token_ids, example.targets, strict=True) if target]
+    assert tokenizer.ids_to_text(learnt, keep_special=True).startswith("60<|endoftext|>")
+    assert not list(out.glob("test_*"))
+
+
+def test_a_pointer_of_git_lfs_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 13\n"
+    write_gzip(tmp_path / "a" / "train.jsonl.gz", pair("\n\nHuman: x", "a", "b"))
+    (tmp_path / "a" / "test.jsonl.gz").write_text(pointer)
+    with pytest.raises(DataError, match=r"test\.jsonl\.gz: Git LFS's pointer to the file, .*git lfs pull"):
+        script("download_and_process").main(["--source", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert not list((tmp_path / "out").glob("*"))
+    (tmp_path / "train.jsonl").write_text(pointer)
+    with pytest.raises(DataError, match=r"train\.jsonl: Git LFS's pointer"):
+        script("process_gsm8k").main(["--source", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 def test_anthropic_hh_complaints(tmp_path: Path) -> None:
     module = script("download_and_process")
-    with pytest.raises(DataError, match=r"no train\.jsonl\.gz"):
+    with pytest.raises(DataError, match=r"no train\.jsonl\.gz, test\.jsonl\.gz, train\.jsonl or test"):
         module.main(["--source", str(tmp_path)])
     file = tmp_path / "a" / "train.jsonl.gz"
     write_gzip(file, pair("\n\nHuman: x", "a", "b"), "{oops")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import UserError, refuse_lfs_pointer
 
 
 class DataError(UserError, ValueError):
@@ -63,21 +65,25 @@ def _excerpt(value: Any) -> str:
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
-    """All records of a file, in order. Blank lines are skipped.
+    """All records of a file, in order; one whose name ends with ``.gz`` is decompressed. Blank lines are skipped.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not a JSON object in UTF-8.
+        DataError: the file is missing, empty, damaged or a pointer of Git LFS, or a line is not a JSON object in UTF-8.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    refuse_lfs_pointer(path, DataError)
     records = []
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:  # a byte order mark, which some editors put before the first line, is not data
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if raw.strip():
-                records.append(_parse(path, number, raw))
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:  # a byte order mark, which some editors put before the first line, is not data
+                    raw = raw.removeprefix(codecs.BOM_UTF8)
+                if raw.strip():
+                    records.append(_parse(path, number, raw))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path}: damaged after line {len(records)}: {error}") from error
     if not records:
         raise DataError(f"{path}: the file holds no records")
     return records

@@ -23,51 +23,16 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
+from nemo_style_aligner.data.dialogues import DialogueStyle, dialogue_style
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, tokenizer_argument
+from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # "3+4 = <<3+4=7>>7"
 FINAL_ANSWER = re.compile(r"\n(?:####|A:) *([^\n]*)\s*$")
-
-
-@dataclass(frozen=True)
-class Style:
-    """How questions and answers become text."""
-
-    prompt: Callable[[str], str]
-    text: Callable[[str, str], str]  # question and answer
-    demonstration: Callable[[str, str], dict]
-
-
-def plain_style() -> Style:
-    def prompt(question: str) -> str:
-        return f"User: {question}\nAssistant:"
-
-    return Style(
-        prompt,
-        lambda question, answer: f"{prompt(question)} {answer}",
-        lambda question, answer: {"input": prompt(question), "output": answer},
-    )
-
-
-def chat_style(tokenizer: Tokenizer) -> Style:
-    def user(question: str) -> list[dict]:
-        return [{"role": "user", "content": question}]
-
-    def both(question: str, answer: str) -> list[dict]:
-        return [*user(question), {"role": "assistant", "content": answer}]
-
-    return Style(
-        lambda question: tokenizer.apply_chat_template(user(question)),
-        # Without the template's line break after the end token, which responses in PPO do not have.
-        lambda question, answer: tokenizer.apply_chat_template(both(question, answer), False).rstrip("\n"),
-        lambda question, answer: {"messages": both(question, answer)},
-    )
 
 
 def tidy(answer: str, keep_calculator: bool) -> str:
@@ -113,20 +78,20 @@ def find(source: Path, name: str) -> list[Record]:
     )
 
 
-def comparison_lines(style: Style, pairs: Sequence[tuple[str, str, str]]) -> Iterator[dict]:
+def comparison_lines(style: DialogueStyle, pairs: Sequence[tuple[str, str, str]]) -> Iterator[dict]:
     for question, good, bad in pairs:
-        yield {"text": style.text(question, good)}
-        yield {"text": style.text(question, bad)}
+        yield {"text": style.text([question], good)}
+        yield {"text": style.text([question], bad)}
 
 
-def sft_lines(style: Style, records: Sequence[Record], keep_calculator: bool) -> Iterator[dict]:
+def sft_lines(style: DialogueStyle, records: Sequence[Record], keep_calculator: bool) -> Iterator[dict]:
     for record in records:
-        yield style.demonstration(record.text("question"), tidy(record.text("answer"), keep_calculator))
+        yield style.demonstration([record.text("question")], tidy(record.text("answer"), keep_calculator))
 
 
-def prompt_lines(style: Style, records: Sequence[Record]) -> Iterator[dict]:
+def prompt_lines(style: DialogueStyle, records: Sequence[Record]) -> Iterator[dict]:
     for record in records:
-        yield {"text": style.prompt(record.text("question")), "answer": final_answer(record)}
+        yield {"text": style.prompt([record.text("question")]), "answer": final_answer(record)}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -155,7 +120,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     rng = random.Random(options.seed)
-    style = plain_style() if options.tokenizer is None else chat_style(options.tokenizer)
+    style = dialogue_style(options.tokenizer, separator="\n")
     train, test = find(options.source, "train.jsonl"), find(options.source, "test.jsonl")
 
     by_question: dict[str, list[tuple[str, str, str]]] = {}
