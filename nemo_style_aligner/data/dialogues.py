@@ -64,7 +64,7 @@ class ChatStyle:
 
     def demonstration(self, turns: Sequence[str], answer: str) -> dict[str, Any]:
         """See `DialogueStyle.demonstration`."""
-        context = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in _messages(turns)]
+        context = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in _messages(turns)]
         return {"messages": [*context, {"role": "assistant", "content": answer}]}
 
 
