@@ -62,7 +62,7 @@ def open_path(path: str | os.PathLike[str], *, strict: bool = False, make: int |
             if is_link:
                 names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
             else:  # the last may be a file
-                folder, is_shared = entry, _is_shared(entry, strict)
+                folder, is_shared = entry, _is_shared(entry, strict, " or +t" if names else "")
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
@@ -73,7 +73,7 @@ def own_folder(path: str | os.PathLike[str], *, strict: bool = False, make: int 
         if not stat.S_ISDIR(os.fstat(folder).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), _place(folder))
         _require_owner(folder, is_shared=False)
-        _require_not_writable(folder, 0o022 if strict else 0o002, "")
+        _require_not_writable(folder, 0o022 if strict else 0o002)
     except BaseException:
         os.close(folder)
         raise
@@ -92,7 +92,7 @@ def private_folder(path: str | os.PathLike[str], *, strict: bool = False) -> Non
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
             raise UntrustedPathError(f"{_place(folder)} belongs to {_user(status.st_uid)}")
-        _require_not_writable(folder, 0o022, "")
+        _require_not_writable(folder, 0o022)
         if status.st_mode & 0o077:
             os.chmod(f"/proc/self/fd/{folder}", 0o700)
     finally:
@@ -111,15 +111,23 @@ def why_untrusted(folder: Path) -> str | None:
     return None
 
 
-def without_links(path: str, flags: int) -> int:
-    """Open a file that is no link and has no other name: for ``open(..., opener=without_links)``.
+def unless_planted(path: str, flags: int) -> int:
+    """Open a file whose name others can foresee: for ``open(..., opener=unless_planted)``.
 
-    For names that others can foresee. What such a link leads to is neither truncated nor written to.
+    Whatever others' links, or second names of a file, lead to is neither truncated nor written to. This user's and
+    root's own links are followed, except with ``O_NOFOLLOW``.
 
     Raises:
-        OSError: there is a link, something other than a file, or a file with several names.
+        OSError: there is a link or something else in the file's place.
     """
-    descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if flags & os.O_NOFOLLOW or os.lstat(path).st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "there is a link in its place: remove it", path) from error
+        return os.open(path, flags, 0o666)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -161,11 +169,11 @@ def _enter(folder: int, name: str, make: int | None) -> int:
     return os.open(name, flags, dir_fd=folder)
 
 
-def _is_shared(folder: int, strict: bool) -> bool:
+def _is_shared(folder: int, strict: bool, remedy: str) -> bool:
     """Whether everybody can put something beside what lies in the folder, but in its place nobody can."""
     status = os.fstat(folder)
     if not status.st_mode & stat.S_ISVTX:
-        _require_not_writable(folder, 0o022 if strict else 0o002, " (or +t)")
+        _require_not_writable(folder, 0o022 if strict else 0o002, remedy)
     return bool(status.st_mode & 0o002)
 
 
@@ -176,14 +184,13 @@ def _require_owner(entry: int, is_shared: bool) -> None:
         raise UntrustedPathError(f"{_place(entry)} belongs to {_user(owner)}, who can put something else there")
 
 
-def _require_not_writable(folder: int, mask: int, remedy: str) -> None:
+def _require_not_writable(folder: int, mask: int, remedy: str = "") -> None:
     status = os.fstat(folder)
     if status.st_mode & mask & 0o002:
-        raise UntrustedPathError(f"everybody may write to {_place(folder)}: chmod o-w{remedy} it")
+        raise UntrustedPathError(f"{_place(folder)} is writable by others: chmod o-w{remedy} it")
     if status.st_mode & mask & 0o020 and not _is_group_of_one(folder):
-        raise UntrustedPathError(
-            f"the group with number {status.st_gid} may write to {_place(folder)}: chmod g-w{remedy} it"
-        )
+        group = status.st_gid
+        raise UntrustedPathError(f"{_place(folder)} is writable by others of group {group}: chmod g-w{remedy} it")
 
 
 def _is_group_of_one(folder: int) -> bool:

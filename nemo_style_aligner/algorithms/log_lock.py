@@ -15,7 +15,7 @@ from pathlib import Path
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError
 from nemo_style_aligner.parallel.stop_signals import remove_requeue_file
-from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, without_links
+from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def untrusted_log_directory(log_dir: Path, reason: str) -> str:
 
 def _open_lock(path: Path) -> int:
     """Open the lock for those who may write in its directory, and close it to all others, who could lock it as well."""
-    descriptor = without_links(str(path), os.O_RDWR | os.O_CREAT)
+    descriptor = unless_planted(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     mode = 0o660 if path.parent.stat().st_mode & 0o020 else 0o600
     if os.fstat(descriptor).st_mode & 0o777 != mode:
         with contextlib.suppress(PermissionError):  # it is a colleague's, who has seen to that

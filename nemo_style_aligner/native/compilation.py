@@ -23,7 +23,7 @@ from typing import TextIO
 import torch
 
 from nemo_style_aligner.parallel.machine import processor_features, processor_model
-from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, private_folder, without_links
+from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, private_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
     library = _open(path)
     if library is not None:
         return library
-    with open(path.with_suffix(".lock"), "w", opener=without_links) as lock:
+    with open(path.with_suffix(".lock"), "w", opener=unless_planted) as lock:
         _wait_for(lock)  # of several ranks one compiles
         library = _open(path)
         if library is not None:
@@ -189,7 +189,7 @@ _loaded: dict[tuple[int, int], int] = {}
 
 def _load(path: Path) -> ctypes.CDLL:
     """Load the file that was looked at, whatever has its name by then. Raises OSError."""
-    descriptor = without_links(str(path), os.O_RDONLY)
+    descriptor = unless_planted(str(path), os.O_RDONLY | os.O_NOFOLLOW)
     status = os.fstat(descriptor)
     kept = _loaded.setdefault((status.st_dev, status.st_ino), descriptor)
     try:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from nemo_style_aligner.trusted_paths import without_links
+from nemo_style_aligner.trusted_paths import unless_planted
 
 _logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def write_requeue_file(log_dir: Path, reason: str) -> None:
     """Leave `REQUEUE_FILE` with the reason in it. If that fails (a full disk), the exit status says the same."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        with open(log_dir / REQUEUE_FILE, "w", encoding="utf-8", opener=without_links) as file:
+        with open(log_dir / REQUEUE_FILE, "w", encoding="utf-8", opener=unless_planted) as file:
             file.write(f"{reason}\n")
     except OSError as error:
         _logger.warning("%s cannot be written: %s", log_dir / REQUEUE_FILE, error)

@@ -24,7 +24,7 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
-from nemo_style_aligner.trusted_paths import UntrustedPathError, private_folder, without_links
+from nemo_style_aligner.trusted_paths import UntrustedPathError, private_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class CriticJournal:
         staging = path.with_name(path.name + UNFINISHED)
         try:
             private_folder(self.directory)  # nobody else may read the samples
-            with open(staging, "wb", opener=without_links) as file:
+            with open(staging, "wb", opener=unless_planted) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

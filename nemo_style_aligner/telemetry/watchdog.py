@@ -31,7 +31,7 @@ from typing import TextIO
 
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.stacks import main_thread_location
-from nemo_style_aligner.trusted_paths import without_links
+from nemo_style_aligner.trusted_paths import unless_planted
 
 EXIT_STUCK = 124
 """Exit status of a job that the watchdog ended, as that of the command ``timeout``."""
@@ -254,7 +254,7 @@ class Watchdog:
         self._end(EXIT_STUCK)
 
     def _open(self, name: str) -> TextIO:
-        return open(self._folder / name, "w", encoding="utf-8", opener=without_links)
+        return open(self._folder / name, "w", encoding="utf-8", opener=unless_planted)
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks_rank_{rank}.txt"
