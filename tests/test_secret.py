@@ -1,6 +1,6 @@
 """The shared secret: where it comes from, who can read it, and that it stays out of logs.
 
-What another user of the machine can do without it: `test_second_user.py`.
+What another user of the machine can do without it: `attack/test_second_user.py`.
 """
 
 from __future__ import annotations

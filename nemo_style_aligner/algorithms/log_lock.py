@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError
 from nemo_style_aligner.parallel.stop_signals import remove_requeue_file
+from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +32,29 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
 
     This is a POSIX record lock: the kernel releases it when the process ends, child processes do not inherit it, and
     network file systems support it. Closing any descriptor of the file releases it as well, so nothing else in this
-    process may open the file.
+    process may open the file. Only who may write in the directory may open it: a reader's lock would keep jobs out.
 
     Args:
         name: the job's, for the error message of the next one.
         wait_seconds: how long to wait for a predecessor that is still exiting.
 
     Raises:
-        ConfigError: another job holds the lock, or nothing may be written there.
+        ConfigError: another job holds the lock, nothing may be written there, or a neighbour could replace what is.
         NotWrittenError: there is no room.
     """
     path = log_dir / LOCK_FILE
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open; Python's descriptors close on exec
+        make_log_directory(log_dir)
+        descriptor = _open_lock(path)  # stays open; Python's descriptors close on exec
     except OSError as error:
         problem = f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror})"
         if error.errno in NO_ROOM:
             raise NotWrittenError(f"{problem}: make room and start the job again") from error
         raise ConfigError(f"{problem}: set exp_manager.explicit_log_dir to a folder that you may write to") from error
     deadline = time.monotonic() + wait_seconds
-    while not _is_taken(descriptor, path):
+    while not (_is_taken(descriptor, path) and _is_at(descriptor, path)):
+        if not _is_at(descriptor, path) or _has_reader(descriptor):
+            descriptor = _open_another(descriptor, path)
         if time.monotonic() >= deadline:
             holder = os.read(descriptor, 1000).decode("utf-8", "replace").strip() or "unknown"
             os.close(descriptor)
@@ -65,6 +70,60 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
     except OSError as error:  # a full disk: the lock counts all the same
         logger.warning("could not write to %s which job holds the lock: %s", path, error)
+
+
+def make_log_directory(log_dir: Path) -> None:
+    """Make the directory, unless it is there; never one that everybody may write to.
+
+    Raises:
+        ConfigError: a neighbour may have put something in it, or could.
+        OSError: it cannot be made.
+    """
+    try:
+        os.close(own_folder(log_dir, make=0o775))
+    except UntrustedPathError as error:
+        raise ConfigError(untrusted_log_directory(log_dir, str(error))) from error
+
+
+def untrusted_log_directory(log_dir: Path, reason: str) -> str:
+    """The error message for a log directory in which others can plant or replace files (docs/jobs.md)."""
+    return (
+        f"what lies in the log directory {log_dir} would not be safe from others: {reason}; or set "
+        "exp_manager.explicit_log_dir to a folder of your own, which the job makes. To go on from another user's run, "
+        "name its checkpoint in exp_manager.resume_from_checkpoint"
+    )
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock for those who may write in its directory, and close it to all others, who could lock it as well."""
+    descriptor = unless_planted(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    mode = 0o660 if path.parent.stat().st_mode & 0o020 else 0o600
+    if os.fstat(descriptor).st_mode & 0o777 != mode:
+        with contextlib.suppress(PermissionError):  # it is a colleague's, who has seen to that
+            os.fchmod(descriptor, mode)
+    return descriptor
+
+
+def _open_another(descriptor: int, path: Path) -> int:
+    """Open the lock anew: another job has put this file in the other's place, or this one does it now."""
+    if _is_at(descriptor, path):
+        logger.warning("%s is locked by a process that is no job: putting a new one in its place", path)
+        path.unlink()
+    os.close(descriptor)
+    return _open_lock(path)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file still has its name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    return False
+
+
+def _has_reader(descriptor: int) -> bool:
+    """Whether what keeps this process from locking is a lock for reading. Jobs have none of that kind."""
+    asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return bool(struct.unpack("hhlli", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0] == fcntl.F_RDLCK)
 
 
 def _is_taken(descriptor: int, path: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.algorithms.log_lock import untrusted_log_directory
 from nemo_style_aligner.arguments import may_not_read, why_unwritable
 from nemo_style_aligner.checkpoints.directory import (
     DAMAGED,
@@ -38,6 +39,7 @@ from nemo_style_aligner.servers.secret import (
     user_secret_path,
 )
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER
+from nemo_style_aligner.trusted_paths import why_untrusted
 
 
 def data_prefix_problems(data_prefix: object) -> Iterator[str]:
@@ -73,6 +75,8 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield (
             f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
+    elif (reason := why_untrusted(log_dir)) is not None:
+        yield f"{said}: {untrusted_log_directory(log_dir, reason)}"
     yield from _problems_in_place_of(log_dir / WATCHDOG_FOLDER, "the watchdog cannot write")
     try:
         str(log_dir).encode()
@@ -128,8 +132,8 @@ def _checkpoint_directory(exp_manager: DictConfig) -> Path:
 
 def _problems_in_place_of(folder: Path, problem: str) -> Iterator[str]:
     """A problem if what is in the folder's place cannot be written to. The job makes one where there is nothing."""
-    if os.path.lexists(folder) and (reason := why_unwritable(folder)) is not None:
-        yield f"{problem} to {folder} ({reason}): make it a folder that you may write to"
+    if os.path.lexists(folder) and (reason := why_unwritable(folder) or why_untrusted(folder)) is not None:
+        yield f"{problem} to {folder} ({reason}): make it a folder of your own, or remove it"
 
 
 def _manifest(checkpoint: Path) -> Manifest | None:

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
+from nemo_style_aligner.trusted_paths import UntrustedPathError, open_path
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ def load_reward_function(named: str) -> RewardFunction:
         raise RewardFunctionError(f"{named}: give a file and a function in it, FILE.py:NAME")
     if not file.is_file():
         raise RewardFunctionError(f"{file}: no such file")
+    _require_closed(file)
     sys.path.insert(0, str(file.parent.resolve()))
     spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
     assert spec is not None and spec.loader is not None  # by its suffix it is Python
@@ -77,6 +80,19 @@ def load_reward_function(named: str) -> RewardFunction:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardFunctionError(f"{file} has no function {name}; it has {some_of(there) or 'none'}")
     return function
+
+
+def _require_closed(file: Path) -> None:
+    """Make sure that not everybody can change the file, or what it imports from its folder."""
+    try:
+        for path in (file, file.parent):
+            entry = open_path(path)
+            mode = os.fstat(entry).st_mode
+            os.close(entry)
+            if mode & 0o002:
+                raise UntrustedPathError(f"everybody may write to {path}")
+    except UntrustedPathError as error:
+        raise RewardFunctionError(f"{file} would be executed, but {error}: move it to a folder of its own") from error
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

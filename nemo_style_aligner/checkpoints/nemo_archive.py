@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.trusted_paths import temporary_folder
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -392,7 +392,7 @@ def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
         NotWrittenError: there is no temporary folder with room for it.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
+        folder = temporary_folder("nemo_tokenizer_")
     except OSError as error:  # Python says which folders it has tried
         raise NotWrittenError(
             f"the tokenizer of {path} cannot be unpacked ({error.strerror}): name a folder for temporary files, with "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_style_aligner.errors import UserError, refuse_lfs_pointer
+from nemo_style_aligner.trusted_paths import unless_planted
 
 
 class DataError(UserError, ValueError):
@@ -110,7 +111,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count = 0
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
+        with open(unfinished, "w", encoding="utf-8", opener=unless_planted) as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.trusted_paths import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
@@ -109,7 +109,7 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
     """
     architecture = read_architecture(input_dir)
     source = HuggingFaceCheckpoint(input_dir)
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+    with temporary_folder("tokenizer_") as folder:
         copy_tokenizer_files(input_dir, folder)
         try:
             _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
@@ -127,7 +127,7 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
         ValueError: a model or feature that is not supported.
     """
     source = GGUFCheckpoint(input_file)
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+    with temporary_folder("tokenizer_") as folder:
         source.save_tokenizer(folder)
         load_tokenizer(folder)
         _import_and_save(source.architecture, source, output, dtype, Path(folder))
@@ -161,7 +161,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
                 progress.update()
 
     if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+        with temporary_folder("tokenizer_") as folder:
             # Saved rather than copied: transformers cannot load a sentencepiece model alone.
             load_nemo_tokenizer(input_path).save(Path(folder))
             write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -22,6 +23,7 @@ from typing import TextIO
 import torch
 
 from nemo_style_aligner.parallel.machine import processor_features, processor_model
+from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, private_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +146,8 @@ def find_or_compile(
         return _find_or_compile(command, sources[0], path, check)
     except OSError as error:
         raise NothingCompiles(
-            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder on a local "
-            "disk, or CXX to a compiler no newer than this Python's C++ library"
+            f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder of your own on a "
+            "local disk, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
 
 
@@ -154,7 +156,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
     library = _open(path)
     if library is not None:
         return library
-    with open(path.with_suffix(".lock"), "w") as lock:
+    with open(path.with_suffix(".lock"), "w", opener=unless_planted) as lock:
         _wait_for(lock)  # of several ranks one compiles
         library = _open(path)
         if library is not None:
@@ -170,15 +172,39 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
             with contextlib.suppress(NativeUnavailable):
                 compile_to([*command, "-static-libstdc++", "-static-libgcc"], source, path)
         logger.info("compiled %s in %.1f s: %s", source.name, time.monotonic() - started, path)
-    return ctypes.CDLL(str(path))
+    return _load(path)
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Load ``path``; None if there is no file or the system cannot load it."""
+    """Load ``path``; None if there is no file, it is somebody else's, or the system cannot load it."""
     try:
-        return ctypes.CDLL(str(path)) if path.exists() else None
+        return _load(path)
     except OSError:
         return None
+
+
+_loaded: dict[tuple[int, int], int] = {}
+"""Descriptors of loaded files, by their device and number: open for ever, as the loader knows files by their names."""
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Load the file that was looked at, whatever has its name by then. Raises OSError."""
+    descriptor = unless_planted(str(path), os.O_RDONLY | os.O_NOFOLLOW)
+    status = os.fstat(descriptor)
+    kept = _loaded.setdefault((status.st_dev, status.st_ino), descriptor)
+    try:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "it is somebody else's, or others may write to it", str(path))
+        library = ctypes.CDLL(f"/proc/self/fd/{kept}")
+    except OSError:
+        if kept == descriptor:
+            del _loaded[status.st_dev, status.st_ino]
+        raise
+    finally:
+        if descriptor not in _loaded.values():
+            os.close(descriptor)
+    library._name = str(path)
+    return library
 
 
 def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
@@ -202,27 +228,17 @@ def compilation_key(command: list[str], sources: Sequence[Path]) -> str:
 
 
 def _cache_folder() -> Path:
-    """This user's folder for compiled code, writable by nobody else: what lies in it is executed."""
-    root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    """This user's folder for compiled code, where nobody else can have put any: what lies in it is executed."""
+    advice = "set NEMO_STYLE_ALIGNER_CACHE to a folder that only you and root can change, as those above it"
     try:
-        folder = Path(root or "~/.cache").expanduser() / "nemo_style_aligner" / "native"
+        folder = cache_folder("native")
+        private_folder(folder, strict=True)
     except RuntimeError as error:  # no HOME, and the user is not in the password database
-        raise NothingCompiles(
-            "there is no home folder for compiled code: set NEMO_STYLE_ALIGNER_CACHE to a writable folder"
-        ) from error
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        status = folder.stat()
+        raise NothingCompiles(f"there is no home folder for compiled code: {advice}") from error
+    except UntrustedPathError as error:
+        raise NothingCompiles(f"code in {folder} would be executed, but {error}; or {advice}") from error
     except OSError as error:
-        raise NothingCompiles(
-            f"cannot create {folder} ({error}): set NEMO_STYLE_ALIGNER_CACHE to a writable folder"
-        ) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise NothingCompiles(
-            f"{folder} belongs to another user or is writable by others, and the code in it is executed: "
-            "chmod it to 700, or set NEMO_STYLE_ALIGNER_CACHE to a folder of your own"
-        )
+        raise NothingCompiles(f"cannot create {folder} ({error}): {advice}") from error
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:  # else each rank in turn would compile what none can load
         raise NothingCompiles(
             f"{folder} is mounted noexec, and the code in it is executed: "

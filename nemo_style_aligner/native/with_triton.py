@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
+from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ def with_triton(make: Callable[[], T], gpu: torch.device, what: str) -> T | None
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("Triton is not installed")
+        _require_own_cache()
         with torch.cuda.device(gpu):
             capability = torch.cuda.get_device_capability(gpu)
             if capability < (8, 0):
@@ -40,6 +44,24 @@ def with_triton(make: Callable[[], T], gpu: torch.device, what: str) -> T | None
         torch.cuda.synchronize(gpu)  # raises the error that an aborted kernel has left behind
         _warn(f"{what} without Triton's kernels: {type(error).__name__}: {error}")
         return None
+
+
+@functools.cache
+def _require_own_cache() -> None:
+    """Make sure that the compiled code that Triton finds on disk, and executes, is this user's or root's.
+
+    Raises:
+        UntrustedPathError: others could have put it there.
+    """
+    from triton import knobs
+
+    try:
+        os.close(own_folder(knobs.cache.dir, strict=True, make=0o700))
+    except UntrustedPathError as error:
+        raise UntrustedPathError(
+            f"code in {knobs.cache.dir} would be executed, but {error}; or set TRITON_CACHE_DIR to a folder that only "
+            "you and root can change, as those above it"
+        ) from error
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, is_importing_at_start
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
+from nemo_style_aligner.trusted_paths import unless_planted
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a job that Ctrl-C has ended."""
@@ -267,7 +268,8 @@ def _leave_failure(line: str) -> bool:
     for path in [_log_dir / FAILED_FILE, *([] if _run is None else [failed_file_of(_log_dir, _run)])]:
         with contextlib.suppress(OSError):  # a full disk: the others learn it from the launcher
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # paths may hold any bytes
+            # Paths may hold any bytes.
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=unless_planted) as file:
                 is_first = file.tell() == 0 or path.name == FAILED_FILE  # that may be another run's
                 file.write(line)
     return is_first

@@ -32,6 +32,7 @@ from nemo_style_aligner.parallel.machine import (
     own_address,
     raise_limit_of_open_files,
 )
+from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, own_folder, temporary_folder
 from nemo_style_aligner.wording import counted
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
         backend = "nccl"
         _use_trees_for_sums_only()
         set_up_cuda_arithmetic()
+        _keep_torchs_compiled_code()
     else:
         backend = "gloo"
         keep_freed_memory()
@@ -109,6 +111,24 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
         backend,
         counted(torch.get_num_threads(), "threads"),
     )
+
+
+_own_folders: list[object] = []  # removed when this process ends
+
+
+def _keep_torchs_compiled_code() -> None:
+    """Choose where torch's compiler, which functions of Megatron and Transformer Engine may call, keeps what it runs.
+
+    Anybody can make its default, ``/tmp/torchinductor_<user>``, beforehand.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    try:
+        folder = os.environ.setdefault(variable, str(cache_folder("torch")))
+        os.close(own_folder(folder, strict=True, make=0o700))
+    except (UntrustedPathError, RuntimeError, OSError) as error:
+        _logger.warning("torch's compiled code is kept for this start only: %s (%s)", error, variable)
+        _own_folders.append(own := temporary_folder("torch_"))
+        os.environ[variable] = own.name
 
 
 def bind_address(host: str | None) -> str:

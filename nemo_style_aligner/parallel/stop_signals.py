@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from nemo_style_aligner.trusted_paths import unless_planted
+
 _logger = logging.getLogger(__name__)
 
 EXIT_REQUEUE = os.EX_TEMPFAIL
@@ -211,7 +213,8 @@ def write_requeue_file(log_dir: Path, reason: str) -> None:
     """Leave `REQUEUE_FILE` with the reason in it. If that fails (a full disk), the exit status says the same."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        (log_dir / REQUEUE_FILE).write_text(f"{reason}\n", encoding="utf-8")
+        with open(log_dir / REQUEUE_FILE, "w", encoding="utf-8", opener=unless_planted) as file:
+            file.write(f"{reason}\n")
     except OSError as error:
         _logger.warning("%s cannot be written: %s", log_dir / REQUEUE_FILE, error)
 

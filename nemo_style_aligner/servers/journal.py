@@ -24,6 +24,7 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
 from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
+from nemo_style_aligner.trusted_paths import UntrustedPathError, private_folder, unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -199,12 +200,14 @@ class CriticJournal:
     def _write_file(self, path: Path, content: bytes) -> None:
         staging = path.with_name(path.name + UNFINISHED)
         try:
-            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # nobody else may read the samples
-            with staging.open("wb") as file:
+            private_folder(self.directory)  # nobody else may read the samples
+            with open(staging, "wb", opener=unless_planted) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             publish(staging, path)
+        except UntrustedPathError as error:
+            raise JournalError(f"the critic journal would not be safe from others: {error}; or remove it") from error
         except OSError as error:
             with contextlib.suppress(OSError):
                 staging.unlink()  # give a full disk its room back

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.config import without_secrets
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError, excepthook_kept
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.trusted_paths import unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -338,9 +339,9 @@ def _open_for_append(path: Path) -> TextIO:
     """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
     with _explained(str(path)):
         if path.exists():
-            with path.open("r+b") as file:
+            with open(path, "r+b", opener=unless_planted) as file:
                 _cut_to_whole_lines(file)
-        return path.open("a", encoding="utf-8", buffering=1)
+        return open(path, "a", encoding="utf-8", buffering=1, opener=unless_planted)
 
 
 def _cut_to_whole_lines(file: BinaryIO) -> None:
@@ -364,7 +365,8 @@ def _write_whole(path: Path, text: str) -> None:
     """Replace a file in one step: a process that is killed, or finds the disk full, leaves the old one."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with _explained(str(path)):
-        unfinished.write_text(text, encoding="utf-8")
+        with open(unfinished, "w", encoding="utf-8", opener=unless_planted) as file:
+            file.write(text)
         unfinished.replace(path)
 
 

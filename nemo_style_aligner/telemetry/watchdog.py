@@ -31,6 +31,7 @@ from typing import TextIO
 
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.stacks import main_thread_location
+from nemo_style_aligner.trusted_paths import unless_planted
 
 EXIT_STUCK = 124
 """Exit status of a job that the watchdog ended, as that of the command ``timeout``."""
@@ -141,7 +142,7 @@ class Watchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stack_file(self._rank).unlink(missing_ok=True)
         activity.progress()
-        self._backstop = (self._folder / f"backstop_rank_{self._rank}.txt").open("w", encoding="utf-8")
+        self._backstop = self._open(f"backstop_rank_{self._rank}.txt")
         self._put_off_backstop(self._limit + 6 * self._beat)
         self._write_state(self._state())
         self._thread.start()
@@ -208,7 +209,8 @@ class Watchdog:
         path = self._folder / f"rank_{self._rank}.json"
         unfinished = path.with_suffix(".tmp")
         with _tolerated():
-            unfinished.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+            with self._open(unfinished.name) as file:
+                json.dump(dataclasses.asdict(state), file)
             unfinished.replace(path)
 
     def _read_states(self) -> None:
@@ -247,9 +249,12 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
             sys.stderr.write("".join(f"[rank {self._rank}] watchdog: {line}\n" for line in report.splitlines()))
             sys.stderr.flush()
-        with _tolerated():
-            (self._folder / "report.txt").write_text(report + "\n", encoding="utf-8")
+        with _tolerated(), self._open("report.txt") as file:
+            file.write(report + "\n")
         self._end(EXIT_STUCK)
+
+    def _open(self, name: str) -> TextIO:
+        return open(self._folder / name, "w", encoding="utf-8", opener=unless_planted)
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks_rank_{rank}.txt"
@@ -258,7 +263,7 @@ class Watchdog:
         path = self._stack_file(self._rank)
         unfinished = path.with_suffix(".tmp")
         with _tolerated():
-            with unfinished.open("w", encoding="utf-8") as file:
+            with self._open(unfinished.name) as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             unfinished.replace(path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights
 from nemo_style_aligner.generation.trtllm.step_sampler import StepSampler
 from nemo_style_aligner.generation.trtllm.tensorrt_library import LogitsProcessor
+from nemo_style_aligner.trusted_paths import own_folder, temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -221,8 +222,8 @@ class TensorRTEngine(EngineLifecycle):
 
     def _make_directory(self) -> Path:
         if self._given_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="trtllm_engine_")  # removed when this process ends
+            self._temporary = temporary_folder("trtllm_engine_")  # removed when this process ends
             return Path(self._temporary.name)
         directory = self._given_dir / f"group{self._group.index}"
-        directory.mkdir(parents=True, exist_ok=True)
+        os.close(own_folder(directory, make=0o775))  # what lies in it is loaded
         return directory

@@ -1,24 +1,20 @@
-"""Tens of thousands of malformed requests: to the decoder, to the whole application, and over real sockets.
-
-``FUZZ_REQUESTS`` multiplies the counts.
-"""
+"""Tens of thousands of malformed requests: to the decoder, to the whole application, and over real sockets."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import pytest
-from fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
 from served_critic import VOCAB, CountingBackend, get, infer_body, outputs, post, serve
 
+from attack.conftest import ROUNDS
+from attack.fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
 from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
@@ -28,13 +24,12 @@ from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError, decode_infer_request, decode_infer_response
 from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
-FACTOR = int(os.environ.get("FUZZ_REQUESTS", "1"))
 SECONDS_PER_REQUEST = 20.0  # a request that takes longer hangs
 
 
-def test_the_decoder_reads_or_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_decoder_reads_or_refuses(attack_count: Callable[..., None]) -> None:
     counts: collections.Counter[str] = collections.Counter()
-    for number, (_, body, headers) in enumerate(fuzzed_requests(1, 20000 * FACTOR)):
+    for number, (_, body, headers) in enumerate(fuzzed_requests(1, 20000 * ROUNDS)):
         if number % 4 == 0:  # the client's half of the codec
             body = body.replace(b'"inputs"', b'"outputs"', 1)
             if LENGTH_FIELD in headers and headers[LENGTH_FIELD].isdigit():
@@ -49,8 +44,7 @@ def test_the_decoder_reads_or_refuses(capsys: pytest.CaptureFixture[str]) -> Non
             counts["read"] += 1
             for tensor in (decoded if decode is decode_infer_response else decoded.inputs).values():
                 assert tensor.array.nbytes <= 64 * len(body) + 64, "a small body became a large array"
-    with capsys.disabled():
-        print(f"\ndecoder: {dict(counts)}")
+    attack_count("requests to the decoder", tried=counts.total(), refused=counts["refused"])
     assert counts["refused"] > 10000 and counts["read"] > 1000
 
 
@@ -78,11 +72,11 @@ def application() -> Iterator[tuple]:
         thread.join(20)
 
 
-def test_the_application_answers_every_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_application_answers_every_request(attack_count: Callable[..., None]) -> None:
     counts: collections.Counter[int] = collections.Counter()
     generator = random.Random(2)
     with application() as (client, dispatcher):
-        for kind, body, headers in fuzzed_requests(2, 4000 * FACTOR):
+        for kind, body, headers in fuzzed_requests(2, 4000 * ROUNDS):
             model = generator.choice(["critic_infer"] * 4 + ["critic_train", "critic_save"])
             started = time.monotonic()
             answer = client.post(f"/v2/models/{model}/infer", data=body, headers=headers)
@@ -94,8 +88,7 @@ def test_the_application_answers_every_request(capsys: pytest.CaptureFixture[str
         assert dispatcher.is_alive()
         body, headers = good_request(generator)
         assert client.post("/v2/models/critic_infer/infer", data=body, headers=headers).status_code == 200
-    with capsys.disabled():
-        print(f"\napplication: {dict(counts)}")
+    attack_count("requests to the application", tried=counts.total(), refused=counts.total() - counts[200])
     assert set(counts) <= {200, 400, 413, 415}
     assert counts[400] > counts[200] > 100 and counts[413] and counts[415]
 
@@ -121,12 +114,12 @@ def sent_over_a_socket(port: int, data: bytes, give_up: bool) -> bytes:
     return answer
 
 
-def test_the_server_survives_what_comes_over_sockets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_server_survives_what_comes_over_sockets(attack_count: Callable[..., None]) -> None:
     """Damaged requests, damaged HTTP, bodies cut off, clients that go away; then it still answers."""
     generator = random.Random(3)
     counts: collections.Counter[str] = collections.Counter()
     with serve(CountingBackend(), delay_us=0, http={"max_body_bytes": 500000}) as server:
-        for number, (_, body, headers) in enumerate(fuzzed_requests(3, 400 * FACTOR)):
+        for number, (_, body, headers) in enumerate(fuzzed_requests(3, 400 * ROUNDS)):
             headers = {name: value for name, value in headers.items() if value == value.strip()}
             data = http_request("critic_infer", body, headers)
             way = number % 4
@@ -148,6 +141,5 @@ def test_the_server_survives_what_comes_over_sockets(capsys: pytest.CaptureFixtu
         np.testing.assert_array_equal(
             outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))["rewards"], [[3]]
         )
-    with capsys.disabled():
-        print(f"\nsockets: {dict(counts)}")
+    attack_count("requests over sockets", tried=counts.total(), refused=counts.total() - counts["200"])
     assert counts["400"] > 50 and counts["none"] > 50
