@@ -68,7 +68,9 @@ def _states(file: TorchFile) -> dict[str, Any]:
     key, position = numpy["state"]["key"], numpy["state"]["pos"]
     if not all(type(number) is int for number in (version, *words, *key, position, numpy["has_gauss"])):
         raise ValueError("a number is expected")
-    if len(key) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS or type(numpy["gauss"]) is not float:
+    if not {type(gauss), type(numpy["gauss"])} <= {float, type(None)}:
+        raise ValueError("a number is expected")
+    if len(key) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
         raise ValueError("NumPy's state is none")
     states = {"torch": state["torch"]} | ({"cuda": state["cuda"]} if "cuda" in state else {})
     tensors = {name: file.tensor(value) for name, value in states.items()}

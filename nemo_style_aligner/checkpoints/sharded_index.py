@@ -58,9 +58,11 @@ class StoredTensor:
 Index = Mapping[str, StoredTensor]
 """Key -> tensor, of all tensors of a checkpoint. No two chunks share bytes of a file, and all lie within the files."""
 
+_Places = dict[tuple[str, Numbers], tuple[str, int, int]]  # key and offsets of a chunk -> file, start, length
+
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _FILES, _MEGATRON = "torch.distributed.checkpoint.filesystem", "megatron.core.dist_checkpointing.strategies.torch"
-_SIZE = "torch.Size"
+_SIZE, _PATHS = "torch.Size", ("pathlib", "pathlib._local")  # the latter is where Python 3.13 keeps them
 _ENUMERATIONS = {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_PLANNER}.WriteItemType"}
 _NAMES = {
     *_ENUMERATIONS,
@@ -88,8 +90,8 @@ _NAMES = {
     "builtins.set",
     "builtins.frozenset",
     "builtins.slice",
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath", "Path")),
-}  # fmt: skip
+    *(f"{module}.{name}" for module in _PATHS for name in ("PosixPath", "PurePosixPath", "Path")),
+}
 
 _MAX_DIMENSIONS = 5
 _LIMIT = 1 << 48  # elements or bytes
@@ -136,7 +138,7 @@ def _index(value: Any, folder: str) -> Index:
     return {key: _tensor(key, entry, places) for key, entry in stored.items()}
 
 
-def _tensor(key: str, entry: dict[str, Any], places: dict[tuple[str, Numbers], tuple[str, int, int]]) -> StoredTensor:
+def _tensor(key: str, entry: dict[str, Any], places: _Places) -> StoredTensor:
     properties = entry["properties"]
     if type(properties) is not Record or properties.name != f"{_METADATA}.TensorProperties":
         raise ValueError(f"{key} has no properties")
@@ -154,7 +156,7 @@ def _tensor(key: str, entry: dict[str, Any], places: dict[tuple[str, Numbers], t
     return tensor
 
 
-def _chunk(key: str, chunk: Any, places: dict[tuple[str, Numbers], tuple[str, int, int]]) -> Chunk:
+def _chunk(key: str, chunk: Any, places: _Places) -> Chunk:
     fields = _fields(chunk, f"{_METADATA}.ChunkStorageMetadata")
     offsets, sizes = _numbers(fields["offsets"]), _numbers(fields["sizes"])
     if (place := places.get((key, offsets))) is None:
@@ -162,9 +164,9 @@ def _chunk(key: str, chunk: Any, places: dict[tuple[str, Numbers], tuple[str, in
     return Chunk(offsets, sizes, *place)
 
 
-def _places(pairs: Any, folder: str) -> dict[tuple[str, Numbers], tuple[str, int, int]]:
-    """Key and offsets -> file, start and length, of the chunks of tensors."""
-    places: dict[tuple[str, Numbers], tuple[str, int, int]] = {}
+def _places(pairs: Any, folder: str) -> _Places:
+    places: _Places = {}
+    files: dict[str, str] = {}  # there are few
     for index, info in pairs if type(pairs) is Pairs else ():
         where, what = _fields(index, f"{_METADATA}.MetadataIndex"), _fields(info, f"{_FILES}._StorageInfo")
         if where.get("offset") is None:  # an object's
@@ -174,8 +176,10 @@ def _places(pairs: Any, folder: str) -> dict[tuple[str, Numbers], tuple[str, int
         place = _text(where["fqn"]), _numbers(where["offset"])
         if place in places:
             raise ValueError(f"a chunk of {place[0]} is in two places")
-        file = safe_name(f"{folder}/{safe_name(_text(what['relative_path']))}")
-        places[place] = file, _number(what["offset"]), _number(what["length"])
+        name = _text(what["relative_path"])
+        if name not in files:
+            files[name] = safe_name(f"{folder}/{safe_name(name)}")
+        places[place] = files[name], _number(what["offset"]), _number(what["length"])
     return places
 
 
@@ -185,19 +189,20 @@ def covers(shape: Numbers, boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
     A function that counts how many boxes an element is in is determined by its differences along all dimensions.
     Those of one box are +1 or -1 at its corners, and 0 elsewhere: so the corners' sums decide, in linear time.
     """
-    corners: collections.Counter[Numbers] = collections.Counter()
+    signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(shape))]
+    sums: collections.Counter[Numbers] = collections.Counter()
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
-        _add_corners(corners, offsets, sizes, 1)
-    _add_corners(corners, (0,) * len(shape), shape, -1)
-    return not any(corners.values())
+        for corner, sign in zip(_corners(offsets, sizes), signs, strict=True):
+            sums[corner] += sign
+    for corner, sign in zip(_corners((0,) * len(shape), shape), signs, strict=True):
+        sums[corner] -= sign
+    return not any(sums.values())
 
 
-def _add_corners(corners: collections.Counter[Numbers], offsets: Numbers, sizes: Numbers, sign: int) -> None:
-    ends = [((start, 1), (start + size, -1)) for start, size in zip(offsets, sizes, strict=True)]
-    for corner in itertools.product(*ends):
-        corners[tuple(place for place, _ in corner)] += sign * math.prod(factor for _, factor in corner)
+def _corners(offsets: Numbers, sizes: Numbers) -> Iterable[Numbers]:
+    return itertools.product(*((start, start + size) for start, size in zip(offsets, sizes, strict=True)))
 
 
 def _check_places(index: Index, source: FileSource) -> None:

@@ -153,8 +153,8 @@ class TorchFile:
             raise ValueError("a tensor has no bytes")
         _, storage, key, *_ = reference.arguments
         dtype = _dtype(storage, _STORAGES) if record.name == _TENSOR else _dtype(record.arguments[6], DTYPES)
-        if not all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *strides)):
-            raise ValueError("a tensor's shape is none")
+        if type(key) is not str or not all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *strides)):
+            raise ValueError("a tensor's place or shape is none")
         data = self._bytes(f"data/{key}").view(dtype)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if math.prod(shape) > len(data) or (0 not in shape and last >= len(data)):
@@ -170,7 +170,7 @@ class TorchFile:
         if start + info.file_size > self._length:
             raise ValueError(f"{name} is cut short")
         data = torch.empty(info.file_size, dtype=torch.uint8)
-        self._window.read_into(start, memoryview(data.numpy()))
+        self._window.read_into(start, data.numpy().data)
         return data
 
     def _small(self, name: str) -> bytes:
