@@ -94,7 +94,7 @@ def read_pickle(content: bytes, what: str, names: Set[str], enumerations: Set[st
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Millions of new objects would make Python look for garbage again and again: most of the time that reading takes."""
+    """Millions of new objects would make Python look for garbage again and again, for most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

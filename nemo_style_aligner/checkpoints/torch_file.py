@@ -174,10 +174,9 @@ class TorchFile:
         return data
 
     def _small(self, name: str) -> bytes:
-        info = self._member(name)
-        if info.file_size > _MAX_SMALL:
+        if self._member(name).file_size > _MAX_SMALL:
             raise ValueError(f"{name} is too large")
-        return self._zip.read(info)
+        return self._bytes(name).numpy().tobytes()
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         info = self._zip.getinfo(self._folder + name)
