@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
@@ -33,6 +33,9 @@ _LLAMA3_FACTOR = 8.0  # NeMo's default
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
 _POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
+
+_MOST_LAYERS = 1000  # however small they are, to build more takes minutes
+_LEEWAY = 4  # how many times as many weights a model may seem to have as there are
 
 _OFF = (None, False)
 _ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
@@ -93,6 +96,8 @@ class ModelArchitecture:
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {self.num_layers}")
         for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
@@ -248,6 +253,25 @@ class ModelArchitecture:
         norm = h if self.normalization == "rmsnorm" else 2 * h
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
+
+    def require_weights(self, shapes: Iterable[Sequence[int]], where: object) -> None:
+        """Check, before memory is taken for this model, that the weights to load could be its own.
+
+        If they only lack some, loading them says which.
+
+        Args:
+            shapes: of the tensors.
+            where: they are, for the message.
+
+        Raises:
+            ValueError: they are far too few: the config is not that of these weights.
+        """
+        stored, needed = sum(math.prod(shape) for shape in shapes), self.layer_parameters + self.output_parameters
+        if needed > _LEEWAY * stored:
+            raise ValueError(
+                f"{where} holds {stored:,} weights, but its config describes a model of {needed:,}: it is damaged, or "
+                "the config is another model's"
+            )
 
     @property
     def output_parameters(self) -> int:

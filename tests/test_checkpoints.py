@@ -30,7 +30,14 @@ import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 from small_models import SHAPE
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
@@ -53,6 +60,7 @@ from nemo_style_aligner.checkpoints.file_source import (
     MissingFileError,
     open_source,
 )
+from nemo_style_aligner.checkpoints.inert_pickle import UnsafeCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
     ArchiveOfRun,
@@ -64,7 +72,6 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     CheckpointMismatchError,
-    UnsafeCheckpointError,
     load_sharded_tensors,
     stored_shapes,
 )
@@ -392,9 +399,12 @@ def test_metadata_written_by_python_3_11_2_can_be_read(tmp_path: Path) -> None:
             Pickler(file).dump(content)
 
     (tmp_path / "model_weights").mkdir()
-    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2, 3]), [])
+    (tmp_path / "model_weights" / "__0_0.distcp").write_bytes(bytes(100))
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))]
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2, 3]), chunks)
+    place = {MetadataIndex("model.weight", (0, 0)): _StorageInfo("__0_0.distcp", 0, 100)}
     with open_source(tmp_path) as source:
-        write(Metadata({"model.weight": tensor}))
+        write(Metadata({"model.weight": tensor}, storage_data=place))
         assert b"getattr" in (tmp_path / "model_weights" / ".metadata").read_bytes()
         assert stored_shapes(source, "model_weights") == {"model.weight": (2, 3)}
         write(Evil())

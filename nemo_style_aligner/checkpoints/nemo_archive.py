@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 import yaml
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import is_training_checkpoint
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
@@ -341,6 +342,15 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
             )
         optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
         load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)
+
+
+def require_weights(path: Path, architecture: ModelArchitecture) -> None:
+    """Check that an archive's weights could be those that its config describes, before memory is taken for them.
+
+    For the errors see `ModelArchitecture.require_weights` and `load_nemo_weights`.
+    """
+    with open_source(path) as source:
+        architecture.require_weights(stored_shapes(source, _WEIGHTS).values(), path)
 
 
 def require_reward_head(path: Path) -> None:

@@ -308,7 +308,7 @@ def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: 
         for name, t in parameters
         for key in _KEYS
     }
-    metadata = check_sharded_tensors(expected, source, folder, ignored=_IGNORED)
+    index = check_sharded_tensors(expected, source, folder, ignored=_IGNORED)
     wanted = [
         (t, key, shard)
         for _, t in parameters
@@ -327,7 +327,7 @@ def _load_shards(optimizer: DistributedOptimizer, model: MegatronModel, source: 
     for number in range(all_reduce_max(len(rounds))):  # each round is collective
         items = rounds[number] if number < len(rounds) else []
         tensors = {str(i): _like(t, key, torch.empty(t.data.shape)) for i, (t, key, _) in enumerate(items)}
-        load_sharded_tensors(tensors, source, folder, checked=metadata)
+        load_sharded_tensors(tensors, source, folder, checked=index)
         for (sharded, _, shard), loaded in zip(items, tensors.values(), strict=True):
             start, stop = own[sharded.data]
             shard.view(-1).copy_(loaded.data.view(-1)[start:stop])

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
+from nemo_style_aligner.checkpoints.inert_pickle import items, one_line
 from nemo_style_aligner.checkpoints.manifest import read_patiently
+from nemo_style_aligner.checkpoints.torch_file import TorchFile
+from nemo_style_aligner.errors import UserError
+
+_NUMPY_WORDS = 624  # of its Mersenne twister
 
 
 def random_states() -> dict[str, Any]:
@@ -37,9 +43,39 @@ def encoded_random_states() -> bytes:
 
 
 def load_random_states(path: Path) -> None:
-    """Set this rank's generators to the states saved in a file."""
-    content = io.BytesIO(read_patiently(path, path.read_bytes))
-    set_random_states(torch.load(content, map_location="cpu", weights_only=True))
+    """Set this rank's generators to the states saved in a file.
+
+    Raises:
+        DamagedCheckpointError, UnsafeCheckpointError: it holds something else.
+        UnreadableError: it cannot be read now.
+    """
+    content = read_patiently(path, path.read_bytes)
+    file = TorchFile(io.BytesIO(content), 0, len(content), str(path))
+    try:
+        set_random_states(_states(file))
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise DamagedCheckpointError(f"{path} holds no states of random generators: {one_line(error)}") from error
+
+
+def _states(file: TorchFile) -> dict[str, Any]:
+    """What `random_states` returned, of known types and ranges: the generators do not check all of it."""
+    state = items(file.value)
+    numpy = items(state["numpy"])
+    numpy["state"] = items(numpy["state"])
+    version, words, gauss = state["python"]
+    key, position = numpy["state"]["key"], numpy["state"]["pos"]
+    if not all(type(number) is int for number in (version, *words, *key, position, numpy["has_gauss"])):
+        raise ValueError("a number is expected")
+    if not {type(gauss), type(numpy["gauss"])} <= {float, type(None)}:
+        raise ValueError("a number is expected")
+    if len(key) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
+        raise ValueError("NumPy's state is none")
+    states = {"torch": state["torch"]} | ({"cuda": state["cuda"]} if "cuda" in state else {})
+    tensors = {name: file.tensor(value) for name, value in states.items()}
+    trackers = {name: file.tensor(value) for name, value in items(state["tensor_parallel"]).items()}
+    return {"python": (version, words, gauss), "numpy": numpy, "tensor_parallel": trackers, **tensors}
 
 
 def set_random_states(state: dict[str, Any]) -> None:

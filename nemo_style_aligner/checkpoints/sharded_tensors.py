@@ -1,36 +1,30 @@
 """Megatron distributed checkpoints (`torch_dist`): a model's tensors, and reading them at any parallel layout.
 
 The format is megatron-core's, so that what its tools and NeMo write can be read here; `sharded_writing` writes it.
-Unlike ``dist_checkpointing.load``, reading executes nothing. ``.metadata`` is a pickle: it is read by an unpickler that
-knows only the classes of this format; ``common.pt`` and pickled objects (fp8 states) are not read.
+Reading uses neither ``dist_checkpointing.load`` nor torch's planners, which act on objects that the file has made: it
+reads a checked index (`sharded_index`), and from the files tensors alone (`torch_file`). ``common.pt`` and pickled
+objects (fp8 states) are not read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import io
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource
 from nemo_style_aligner.checkpoints.manifest import read_patiently
+from nemo_style_aligner.checkpoints.sharded_index import Chunk, Index, StoredTensor, read_index
+from nemo_style_aligner.checkpoints.torch_file import TorchFile
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.parallel.agreement import on_every_rank
+from nemo_style_aligner.wording import some_of
 
 Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
 ShardedTensors = dict[str, Any]
@@ -49,10 +43,6 @@ class CheckpointMismatchError(UserError, ValueError):
 
 class UnsupportedFormatError(UserError, ValueError):
     """A checkpoint is in a format that cannot be read here; the message says what to do."""
-
-
-class UnsafeCheckpointError(UserError, ValueError):
-    """A checkpoint's metadata refers to something that has no place in a checkpoint."""
 
 
 def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
@@ -87,60 +77,6 @@ def describe_failures(error: CheckpointException) -> str:
 
 # ---- reading --------------------------------------------------------------------------------
 
-_ALLOWED_GLOBALS: dict[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
-    "torch.distributed.checkpoint.planner": frozenset(
-        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch": frozenset(
-        {"Size"} | {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
-    ),
-    "collections": frozenset({"OrderedDict"}),
-    "builtins": frozenset({"set", "frozenset", "slice"}),
-    "pathlib": frozenset({"PosixPath", "PurePosixPath", "Path"}),
-    "pathlib._local": frozenset({"PosixPath", "PurePosixPath", "Path"}),  # where Python 3.13 keeps them
-}
-
-
-def _unsafe(name: str) -> UnsafeCheckpointError:
-    return UnsafeCheckpointError(
-        f"the checkpoint's .metadata refers to {name}, which a checkpoint has no use for: do not load it unless you "
-        "trust its origin, and then convert it with megatron-core first"
-    )
-
-
-def _member(owner: Any, name: str) -> enum.Enum:
-    """A member of an enumeration, and ``getattr`` of nothing else."""
-    if not isinstance(owner, enum.EnumMeta):
-        raise _unsafe("builtins.getattr")
-    member: enum.Enum = owner[name]
-    return member
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata`` and nothing else: any other class or function is refused before it is looked up."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enumerations by it
-            return _member
-        if name not in _ALLOWED_GLOBALS.get(module, ()):
-            raise _unsafe(f"{module}.{name}")
-        return super().find_class(module, name)
-
 
 def _refuse_other_formats(source: FileSource, folder: str) -> None:
     """Raise an error if the weights are in another of NeMo's formats. It names the format and how to convert it."""
@@ -158,77 +94,22 @@ def _refuse_other_formats(source: FileSource, folder: str) -> None:
         )
 
 
-def _read_metadata(source: FileSource, folder: str) -> Metadata:
-    def read() -> io.BytesIO:
-        with source.open(f"{folder}/.metadata") as stream:
-            return io.BytesIO(stream.read())
-
-    try:
-        content = read_patiently(source.location / folder / ".metadata", read)
-    except FileNotFoundError:
-        _refuse_other_formats(source, folder)
-        raise
-    try:
-        metadata = _MetadataUnpickler(content).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{source.location}: {folder}/.metadata is damaged: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise DamagedCheckpointError(f"{source.location}: {folder}/.metadata is not a distributed checkpoint's")
-    return metadata
-
-
-class _SourceFileSystem(FileSystem):
-    """Lets torch's reader open files of a `FileSource`."""
-
-    def __init__(self, source: FileSource) -> None:
-        self._source = source
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with self._source.open(str(path)) as stream:
-            yield cast(io.IOBase, stream)
-
-    def concat_path(self, path: Any, suffix: str) -> str:
-        return safe_name(f"{path}/{safe_name(suffix)}")
-
-
-class _LoadPlanner(MCoreLoadPlanner):
-    def resolve_tensor(self, read_item: Any) -> Any:
-        """As megatron-core's. Each piece that is read counts as progress for the watchdog, however slow reading is."""
-        activity.progress()
-        return super().resolve_tensor(read_item)
-
-
-class _SafeReader(dcp.FileSystemReader):
-    """torch's reader over a `FileSource`, with metadata that was read safely."""
-
-    def __init__(self, source: FileSource, folder: str, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.fs = _SourceFileSystem(source)
-        self._metadata = metadata
-        self._location = source.location / folder
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        """As torch's, but tried again if the system cannot read a file at the moment."""
-        return read_patiently(self._location, lambda: super(_SafeReader, self).read_data(plan, planner))
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
 def stored_shapes(source: FileSource, folder: str) -> dict[str, tuple[int, ...]]:
     """Key -> global shape of every tensor in the distributed checkpoint in ``folder``.
 
     Raises:
         FileNotFoundError, UnsupportedFormatError: there is none.
-        DamagedCheckpointError: its metadata cannot be read.
+        DamagedCheckpointError, UnsafeCheckpointError: see `read_index`.
     """
-    return _shapes(_read_metadata(source, folder))
+    return {key: tensor.shape for key, tensor in _read_index(source, folder).items()}
 
 
-def _shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    entries = metadata.state_dict_metadata.items()
-    return {key: tuple(value.size) for key, value in entries if isinstance(value, TensorStorageMetadata)}
+def _read_index(source: FileSource, folder: str) -> Index:
+    try:
+        return read_index(source, folder)
+    except FileNotFoundError:
+        _refuse_other_formats(source, folder)
+        raise
 
 
 def load_sharded_tensors(
@@ -238,7 +119,7 @@ def load_sharded_tensors(
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
-    checked: Metadata | None = None,
+    checked: Index | None = None,
 ) -> None:
     """Fill the live tensors from the distributed checkpoint in ``folder`` of ``source``. Collective.
 
@@ -251,30 +132,72 @@ def load_sharded_tensors(
         checked: what `check_sharded_tensors` returned for tensors that include these; None: they are checked here.
 
     Raises:
-        CheckpointMismatchError: missing or unexpected keys, or other shapes: all named, on every rank.
-        DamagedCheckpointError: the files cannot be read.
+        CheckpointMismatchError: missing or unexpected keys, or other shapes: named, on every rank.
+        DamagedCheckpointError: the files cannot be read; `OtherRankError` on the other ranks.
     """
-    metadata = checked or check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
-    built, stored = build_factories(tensors.values()), _shapes(metadata)
-    present = [t for t in built if t.key in stored]
-    targets = [t.data for t in present]
-    # By number, since several tensors may share a key (the layers of one stage).
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): t for i, t in enumerate(present)})
-    planner = _LoadPlanner(
-        shapes_validation_sharded_tensors=[t for t in present if not t.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={t.key: t for t in present if t.allow_shape_mismatch},
-        flatten_state_dict=False,
-    )
-    try:
-        state_dict = mcore_to_pyt_state_dict(by_key, is_loading=True)
-        dcp.load(state_dict, storage_reader=_SafeReader(source, folder, metadata), planner=planner)
-    except CheckpointException as error:
-        raise DamagedCheckpointError(f"reading {source.location}/{folder}: {describe_failures(error)}") from error
-    with torch.no_grad():
-        for tensor, target in zip(present, targets, strict=True):
-            # torch fills in place, except where a tensor was not contiguous and megatron-core copied it.
-            if tensor.data.data_ptr() != target.data_ptr():
-                target.copy_(tensor.data.view_as(target))
+    index = checked or check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
+    present = [tensor for tensor in build_factories(tensors.values()) if tensor.key in index]
+    reads = [read for tensor in present for read in _reads(tensor, index[tensor.key])]
+
+    def fill() -> None:
+        with torch.no_grad():
+            for tensor in present:
+                if tensor.allow_shape_mismatch:
+                    tensor.data.detach().zero_()
+            _read(reads, source)
+
+    on_every_rank(fill, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """Part of a chunk that goes to a part of a live tensor, of the same shape."""
+
+    chunk: Chunk
+    dtype: torch.dtype
+    part: tuple[slice, ...]
+    target: torch.Tensor
+
+
+def _reads(tensor: ShardedTensor, stored: StoredTensor) -> Iterable[_Read]:
+    """What to read to fill this rank's part of a global tensor."""
+    data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+    for chunk in stored.chunks:
+        both = list(zip(tensor.global_offset, data.shape, chunk.offsets, chunk.sizes, strict=True))
+        starts = [max(ours, theirs) for ours, _, theirs, _ in both]
+        ends = [min(ours + size, theirs + length) for ours, size, theirs, length in both]
+        if all(start < end for start, end in zip(starts, ends, strict=True)):
+            part, target = (
+                tuple(slice(s - origin, e - origin) for s, e, origin in zip(starts, ends, origins, strict=True))
+                for origins in (chunk.offsets, tensor.global_offset)
+            )
+            yield _Read(chunk, stored.dtype, part, data[target])
+
+
+def _read(reads: Sequence[_Read], source: FileSource) -> None:
+    """Read each chunk once, in the order of the files. A file is tried again if the system cannot read it now."""
+    ordered = sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start))
+    for file, group in itertools.groupby(ordered, key=lambda read: read.chunk.file):
+        of_file = list(group)
+
+        def read_file(file: str = file, of_file: Sequence[_Read] = of_file) -> None:
+            with source.open(file) as stream:
+                for _, same in itertools.groupby(of_file, key=lambda read: read.chunk.start):
+                    _fill(list(same), stream, f"{source.location}/{file}")
+
+        read_patiently(source.location / file, read_file)
+
+
+def _fill(reads: Sequence[_Read], stream: IO[bytes], what: str) -> None:
+    """Read one chunk and copy its parts to where they belong."""
+    chunk, dtype = reads[0].chunk, reads[0].dtype
+    what = f"{what}, bytes {chunk.start} to {chunk.start + chunk.length}"
+    file = TorchFile(stream, chunk.start, chunk.length, what)
+    content = file.tensor(file.value)
+    if content.dtype != dtype or tuple(content.shape) != chunk.sizes:
+        raise DamagedCheckpointError(f"{what}: {content.dtype} {tuple(content.shape)} is not what the index says")
+    for read in reads:
+        read.target.copy_(content[read.part])
 
 
 def check_sharded_tensors(
@@ -284,23 +207,27 @@ def check_sharded_tensors(
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
-) -> Metadata:
+) -> Index:
     """Check that the distributed checkpoint in ``folder`` has exactly what all ranks together need. Collective.
 
     For the arguments and errors see `load_sharded_tensors`; the tensors' data may be on the ``meta`` device.
 
     Returns:
-        The checkpoint's metadata.
+        The checkpoint's index.
     """
-    metadata = _read_metadata(source, folder)
+    index = _read_index(source, folder)
     built = build_factories(tensors.values())
     wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
     everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, wanted)
     all_wanted = {key: value for part in everywhere for key, value in part.items()}
     location = f"{source.location}/{folder}"
-    _check_keys(all_wanted, _shapes(metadata), location, tuple(optional), tuple(ignored))
-    return metadata
+    stored = {key: tensor.shape for key, tensor in index.items()}
+    _check_keys(all_wanted, stored, location, tuple(optional), tuple(ignored))
+    return index
+
+
+_NAMED = 20  # keys that an error names
 
 
 def _check_keys(
@@ -319,10 +246,10 @@ def _check_keys(
     ]
     problems = []
     if missing:
-        problems.append(f"missing from the checkpoint: {', '.join(missing)}")
+        problems.append(f"missing from the checkpoint: {some_of(missing, _NAMED)}")
     if unexpected:
-        problems.append(f"in the checkpoint, but not in the model: {', '.join(unexpected)}")
+        problems.append(f"in the checkpoint, but not in the model: {some_of(unexpected, _NAMED)}")
     if shapes:
-        problems.append(f"different shapes: {'; '.join(shapes)}")
+        problems.append(f"different shapes: {some_of(shapes, _NAMED)}")
     if problems:
         raise CheckpointMismatchError(f"{location} does not fit the model. " + ". ".join(problems))

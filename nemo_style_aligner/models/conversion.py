@@ -32,9 +32,10 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_tokenizer,
     load_nemo_weights,
     make_place,
+    require_weights,
     save_nemo,
 )
-from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError, stored_shapes
+from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
 from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -148,6 +149,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
         load_nemo_tokenizer(input_path)  # the size is the tokenizer's: raises why it could not be read
     architecture = ModelArchitecture.from_nemo_config(config)
     hf_family(architecture)
+    require_weights(input_path, architecture)
     head = RewardHeadConfig.from_model_config(config) if "reward_model_type" in config else None
     model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     load_nemo_weights(input_path, model)
@@ -223,13 +225,15 @@ def checkpoint_to_nemo(
     if problems:
         raise DamagedCheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}. Use another checkpoint")
     with open_source(checkpoint) as source:
-        has_head = has_reward_head(stored_shapes(source, STATE))
+        stored = stored_shapes(source, STATE)
+    has_head = has_reward_head(stored)
     if has_head != ("reward_model_type" in config):
         kinds = ("a language model", "a reward model or critic")
         raise CheckpointMismatchError(
             f"{checkpoint} holds {kinds[has_head]}, but {job.path} is from a job that trains {kinds[not has_head]}: "
             f"give the {HYPERPARAMETERS_FILE} of the job that wrote it (--hyperparameters)"
         )
+    architecture.require_weights((shape for key, shape in stored.items() if key.startswith(MODEL_PREFIX)), checkpoint)
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     restore_model(checkpoint, model)
@@ -305,6 +309,7 @@ def _import_and_save(
     if num_attributes:
         config |= _reward_config(num_attributes)
         head = RewardHeadConfig.from_model_config(config)
+    architecture.require_weights(source.shapes().values(), "the source")
     on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
     model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:

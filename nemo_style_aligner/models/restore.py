@@ -19,6 +19,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
+    require_weights,
 )
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
@@ -56,6 +57,7 @@ class BaseModel:
 
         ``needs_head``: it must have one, since its rewards are used. For the errors see `load_nemo_weights`.
         """
+        require_weights(self.path, self.architecture)
         model = self.build(head=head, trainable=trainable)
         load_nemo_weights(self.path, model, needs_head=needs_head)
         return model
