@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.contents import restore_model
@@ -45,6 +44,7 @@ from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import abort_job, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.initialization import initialize
+from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
@@ -265,12 +265,12 @@ def _read_hyperparameters(path: Path) -> _Job:
             "the log directory of the job that wrote it (--hyperparameters)"
         )
     try:
-        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config: Any = parse_yaml(path.read_text(encoding="utf-8"))
         model, trainer = config["model"], config["trainer"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
         dtype, architecture = parse_precision(trainer["precision"]), ModelArchitecture.from_nemo_config(model)
         return _Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 
 
