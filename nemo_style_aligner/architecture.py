@@ -38,7 +38,12 @@ _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_att
 _POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
 
 # The most that is built: beyond it a file is mistaken or hostile, which is found before memory is taken.
-_LARGEST = {"num_layers": 1000, "max_position_embeddings": LARGEST_LENGTH, "kv_channels": 1 << 16}
+_LARGEST = {
+    "num_layers": 1000,
+    "max_position_embeddings": LARGEST_LENGTH,
+    "kv_channels": 1 << 16,
+    "rotary_percentage": 100,
+}
 
 _WHOLE = (*_SIZES, "kv_channels", "max_position_embeddings", "encoder_seq_length")
 _FLAGS = ("bias", "add_qkv_bias", "qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights")
@@ -144,6 +149,7 @@ class ModelArchitecture:
             ValueError: a size that cannot be defaulted is missing, a value is of another type, or the model has a
                 feature this project does not build.
         """
+        cfg = {key: value for key in cfg if (value := cfg.get(key)) is not None}
         _check_types(cfg)
         missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
         if missing == ["vocab_size"]:
@@ -328,13 +334,13 @@ def _check_types(cfg: Mapping[str, Any]) -> None:
     """Raise ValueError for a value of a ``model_config.yaml`` that is not of its key's type. YAML's 1e-5 is a text."""
     for keys, fits, meaning in (
         (_WHOLE, lambda value: float(value).is_integer(), "a whole number"),
-        (_NUMBERS, lambda value: math.isfinite(float(value)), "a number"),
+        (_NUMBERS, lambda value: isinstance(float(value), float), "a number"),
         (_FLAGS, lambda value: value in (True, False), "true or false"),
     ):
         for key in keys:
-            value = cfg.get(key)
+            value = cfg.get(key, 0)
             try:
-                fine = value is None or (fits(value) and (keys is _FLAGS or not isinstance(value, bool)))
+                fine = fits(value) and (keys is _FLAGS or not isinstance(value, bool))
             except (TypeError, ValueError, OverflowError):
                 fine = False
             if not fine:

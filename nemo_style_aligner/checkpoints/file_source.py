@@ -145,7 +145,10 @@ class _BoundedStream:
         self._left -= size
         if self._left < 0:
             raise ValueError(f"its headers have more than {_MOST_HEADER_BYTES:,} bytes")
-        return self._stream.read(size)
+        content = self._stream.read(size)
+        if b"GNU.sparse." in content:  # a map of the file would follow, of any size
+            raise ValueError("it has a sparse file: pack it without --sparse")
+        return content
 
     def seek(self, offset: int) -> int:
         if not 0 <= offset <= self._size:
@@ -183,7 +186,7 @@ class TarSource(FileSource):
         for member in self._tar:
             name = _normalised(member.name)
             if member.issparse():
-                raise tarfile.ReadError(f"{member.name} is sparse: pack it without --sparse")
+                raise tarfile.ReadError(f"{member.name} is a sparse file: pack it without --sparse")
             if not member.isreg() or name is None:
                 continue
             if name in found:

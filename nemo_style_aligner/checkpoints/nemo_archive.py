@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,10 +54,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.parsing import parse_json, parse_yaml, read_json
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -391,15 +390,8 @@ def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
         TokenizerError: it is of an unsupported kind.
         NotWrittenError: there is no temporary folder with room for it.
     """
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="nemo_tokenizer_")
-    except OSError as error:  # Python says which folders it has tried
-        raise NotWrittenError(
-            f"the tokenizer of {path} cannot be unpacked ({error.strerror}): name a folder for temporary files, with "
-            "room in it, in TMPDIR"
-        ) from error
-    with folder as name:
-        yield _extract_tokenizer(path, Path(name))
+    with temporary_folder(f"the tokenizer of {path}") as folder:
+        yield _extract_tokenizer(path, folder)
 
 
 def _extract_tokenizer(path: Path, target: Path) -> Path:

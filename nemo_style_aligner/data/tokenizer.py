@@ -492,4 +492,11 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
 def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
     loaded = load_for_transformers(directory)
     files = {name: file.read_bytes() for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
-    return HuggingFaceTokenizer(loaded, files)
+    try:
+        tokenizer = HuggingFaceTokenizer(loaded, files)
+        tokenizer.text_to_ids(_EXAMPLE)  # some of what may be wrong with it shows only now
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{directory}: this tokenizer cannot be used: {error}") from error
+    return tokenizer

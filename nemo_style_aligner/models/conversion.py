@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.temporary import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
@@ -109,13 +109,13 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
     """
     architecture = read_architecture(input_dir)
     source = HuggingFaceCheckpoint(input_dir)
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+    with temporary_folder(f"the tokenizer of {input_dir}") as folder:
         copy_tokenizer_files(input_dir, folder)
         try:
             _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
         except TokenizerError as error:
-            raise TokenizerError(str(error).replace(folder, str(input_dir))) from error
-        _import_and_save(architecture, source, output, dtype, Path(folder), source.num_attributes)
+            raise TokenizerError(str(error).replace(str(folder), str(input_dir))) from error
+        _import_and_save(architecture, source, output, dtype, folder, source.num_attributes)
     return architecture
 
 
@@ -127,10 +127,10 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
         ValueError: a model or feature that is not supported.
     """
     source = GGUFCheckpoint(input_file)
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+    with temporary_folder(f"the tokenizer of {input_file}") as folder:
         source.save_tokenizer(folder)
         load_tokenizer(folder)
-        _import_and_save(source.architecture, source, output, dtype, Path(folder))
+        _import_and_save(source.architecture, source, output, dtype, folder)
     return source.architecture
 
 
@@ -161,9 +161,9 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
                 progress.update()
 
     if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory(prefix="tokenizer_") as folder:
+        with temporary_folder(f"the tokenizer of {input_path}") as folder:
             # Saved rather than copied: transformers cannot load a sentencepiece model alone.
-            load_nemo_tokenizer(input_path).save(Path(folder))
+            load_nemo_tokenizer(input_path).save(folder)
             write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)
     else:
         for _ in export_weights(model):

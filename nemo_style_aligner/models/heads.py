@@ -71,9 +71,12 @@ class RewardHeadConfig:
         num_attributes = regression.get("num_attributes") or 1 if kind == "regression" else 1
         if num_attributes not in range(1, MOST_ATTRIBUTES + 1):
             raise ValueError(f"model.regression.num_attributes={num_attributes}: must be in [1, {MOST_ATTRIBUTES}]")
+        enabled = bool(standardization.get("enable", False))
+        if enabled and (standardization.get("mean") is None or not standardization.get("std")):
+            raise ValueError("model.reward_standardization.enable=True needs both mean and std")
         try:
             weights = tuple(float(w) for w in regression.get("attribute_weights") or ())
-            mean, std = (float(standardization.get(key) or 0) for key in ("mean", "std"))
+            mean, std = (float(standardization.get(key, 0) if enabled else 0) for key in ("mean", "std"))
         except (TypeError, OverflowError) as error:
             raise ValueError(
                 f"model.regression or model.reward_standardization has what is no number: {error}"
@@ -85,16 +88,13 @@ class RewardHeadConfig:
         dtype_name = "float32" if (given := cfg.get("force_head_dtype")) is None else str(given).removeprefix("torch.")
         if dtype_name not in _DTYPES:
             raise ValueError(f"model.force_head_dtype={dtype_name!r}: choose float32 or bfloat16")
-        enabled = bool(standardization.get("enable", False))
-        if enabled and (standardization.get("mean") is None or not standardization.get("std")):
-            raise ValueError("model.reward_standardization.enable=True needs both mean and std")
         return cls(
             num_attributes=int(num_attributes),
             pooling="average" if cfg.get("use_avg_pool", False) else "last",
             dtype=_DTYPES[dtype_name],
             merge_attributes=merge_attributes or bool(regression.get("merge_attributes", False)),
             attribute_weights=weights,
-            mean=mean if enabled else 0.0,
+            mean=mean,
             std=std if enabled else None,
         )
 

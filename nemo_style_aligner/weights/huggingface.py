@@ -78,7 +78,7 @@ class HuggingFaceCheckpoint:
 def _indexed_files(index: Path) -> list[str]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside := [name for name in names if not name or Path(name).name != name]:
             raise ValueError(f"{some_of(outside)} is not the name of a file beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
