@@ -53,15 +53,16 @@ from nemo_style_aligner.weights.stream import export_weights
 SECRET = "only-the-environment-knows-this"
 VARIABLE = "SECRET_OF_A_HOSTILE_FILES_VICTIM"
 READS_SECRET = f"${{oc.env:{VARIABLE}}}"
-SOON = 60.0  # seconds; most take less than one, on a machine that does nothing else
+SOON = 20.0  # seconds of computing; most take less than one
+PATIENCE = 240.0  # seconds, for processes on a machine that has much else to do
 MEMORY = 12 << 20  # KiB of addresses for a script, of which torch takes most
 
 
 @pytest.fixture(autouse=True)
 def _soon() -> Iterator[None]:
-    start = time.monotonic()
+    start = time.process_time()
     yield
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +493,7 @@ def test_templates_that_want_too_much_are_refused(model: tuple[Path, Path], tmp_
 def test_an_endless_template_ends(model: tuple[Path, Path], tmp_path: Path) -> None:
     loop = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer = with_template(model, tmp_path / "hf", loop)
-    for limit in (SOON, 1.0):  # the second time it is known
+    for limit in (PATIENCE, 1.0):  # the second time it is known
         start = time.monotonic()
         with pytest.raises(TokenizerError, match="more than 5 s of computing"):
             tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
@@ -521,8 +522,8 @@ def test_a_template_does_not_see_the_environment_and_does_not_outlive_the_job(
     child = Path("/proc", job.stdout.readline().strip())
     with contextlib.suppress(OSError):  # it may have ended already
         assert SECRET.encode() not in (child / "environ").read_bytes()
-    assert job.wait(SOON) == -signal.SIGKILL
-    deadline = time.monotonic() + SOON
+    assert job.wait(PATIENCE) == -signal.SIGKILL
+    deadline = time.monotonic() + PATIENCE
     while child.exists() and b"_serve" in (child / "cmdline").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not child.exists() or b"_serve" not in (child / "cmdline").read_bytes()
@@ -616,10 +617,10 @@ def test_scripts_given_hostile_files(model: tuple[Path, Path], tmp_path: Path) -
     jobs["curious"] = limited(sft(curious, texts, tmp_path / "curious"), tmp_path / "curious.log")
     try:
         for name, (_, message) in refused.items():
-            assert jobs[name].wait(SOON) in (1, 2), jobs[name].describe()
+            assert jobs[name].wait(PATIENCE) in (1, 2), jobs[name].describe()
             output = jobs[name].output()
             assert message in output and "Traceback" not in output, output
-        jobs["curious"].check(SOON)
+        jobs["curious"].check(PATIENCE)
     finally:
         for job in jobs.values():
             job.kill()
