@@ -31,11 +31,25 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_FACTOR = 8.0  # NeMo's default
 
+LARGEST_LENGTH = 1 << 24
+"""Positions that a model may have at most; the most of any that is known are 10 million."""
+
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
 _POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
 
-_MOST_LAYERS = 1000  # however small they are, to build more takes minutes
 _LEEWAY = 4  # how many times as many weights a model may seem to have as there are
+
+# The most that is built: beyond it a file is mistaken or hostile, which is found before memory is taken.
+_LARGEST = {
+    "num_layers": 1000,
+    "max_position_embeddings": LARGEST_LENGTH,
+    "kv_channels": 1 << 16,
+    "rotary_percentage": 100,
+}
+
+_WHOLE = (*_SIZES, "kv_channels", "max_position_embeddings", "encoder_seq_length")
+_FLAGS = ("bias", "add_qkv_bias", "qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights")
+_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "scale_factor", "init_method_std")
 
 _OFF = (None, False)
 _ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
@@ -96,8 +110,9 @@ class ModelArchitecture:
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.num_layers > _MOST_LAYERS:
-            raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {self.num_layers}")
+        for field, most in _LARGEST.items():
+            if getattr(self, field) > most:
+                raise ValueError(f"{field} must be at most {most:,}, got {getattr(self, field):,}")
         for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
@@ -133,9 +148,11 @@ class ModelArchitecture:
         """Read the architecture keys of a NeMo ``model_config.yaml`` (the ``model`` section).
 
         Raises:
-            ValueError: a size that cannot be defaulted is missing, or the model has a feature this project does not
-                build.
+            ValueError: a size that cannot be defaulted is missing, a value is of another type, or the model has a
+                feature this project does not build.
         """
+        cfg = {key: value for key in cfg if (value := cfg.get(key)) is not None}
+        _check_types(cfg)
         missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
         if missing == ["vocab_size"]:
             raise ValueError(
@@ -145,7 +162,7 @@ class ModelArchitecture:
         if missing:
             raise ValueError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
         activation = cfg.get("activation", "gelu")
-        if activation not in _NEMO_ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _NEMO_ACTIVATIONS:
             raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
         position = cfg.get("position_embedding_type", "rope")
         if position != "rope":
@@ -175,7 +192,7 @@ class ModelArchitecture:
         return cls(
             num_layers=int(cfg["num_layers"]),
             hidden_size=int(cfg["hidden_size"]),
-            ffn_hidden_size=int(cfg.get("ffn_hidden_size") or 4 * cfg["hidden_size"]),
+            ffn_hidden_size=int(cfg.get("ffn_hidden_size") or 4 * int(cfg["hidden_size"])),
             num_attention_heads=int(cfg["num_attention_heads"]),
             num_query_groups=int(cfg.get("num_query_groups") or cfg["num_attention_heads"]),
             vocab_size=int(cfg["vocab_size"]),
@@ -332,3 +349,20 @@ class ModelArchitecture:
         if self.num_layers % pp_size:
             problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
         return problems
+
+
+def _check_types(cfg: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value of a ``model_config.yaml`` that is not of its key's type. YAML's 1e-5 is a text."""
+    for keys, fits, meaning in (
+        (_WHOLE, lambda value: float(value).is_integer(), "a whole number"),
+        (_NUMBERS, lambda value: isinstance(float(value), float), "a number"),
+        (_FLAGS, lambda value: value in (True, False), "true or false"),
+    ):
+        for key in keys:
+            value = cfg.get(key, 0)
+            try:
+                fine = fits(value) and (keys is _FLAGS or not isinstance(value, bool))
+            except (TypeError, ValueError, OverflowError):
+                fine = False
+            if not fine:
+                raise ValueError(f"model.{key}={str(value)[:80]!r}: must be {meaning}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -315,11 +315,24 @@ def _job_section(defaults: DictConfig) -> str:
     return next((name for name in ("sft", "rm", "ppo") if name in defaults.trainer), "ppo")
 
 
+def plain_config(content: Mapping[str, Any]) -> DictConfig:
+    """A config of plain values, in which nothing is computed: ``${...}`` in a text is text."""
+    return OmegaConf.create(_escaped(content))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    # In OmegaConf's grammar a backslash takes the meaning from ``${``, and from backslashes before it.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def without_secrets(cfg: DictConfig) -> DictConfig:
     """A copy for logs: interpolations resolved, secrets masked."""
-    copy = cfg.copy()
-    OmegaConf.resolve(copy)
-    OmegaConf.set_struct(copy, False)
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    copy = plain_config(content)
     for key in _leaves(copy):
         if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
             OmegaConf.update(copy, key, "(secret)")

@@ -140,8 +140,8 @@ def unless_planted(path: str, flags: int) -> int:
     return descriptor
 
 
-def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder of mode 0700 that is removed with the object.
+def temporary_base() -> str:
+    """The folder for temporary files and folders.
 
     Raises:
         UntrustedPathError: others can replace what lies in ``TMPDIR``.
@@ -151,7 +151,7 @@ def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
         os.close(open_path(base))
     except UntrustedPathError as error:
         raise UntrustedPathError(f"no temporary files are safe in {base}: {error}; or set TMPDIR") from error
-    return tempfile.TemporaryDirectory(prefix=prefix, dir=base)
+    return base
 
 
 def _enter(folder: int, name: str, make: int | None) -> int:

@@ -48,8 +48,8 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
-from nemo_style_aligner.config import ConfigError, keys_without_effect
-from nemo_style_aligner.config_types import not_computed, values
+from nemo_style_aligner.config import ConfigError, keys_without_effect, load_defaults, plain_config
+from nemo_style_aligner.config_types import not_computed, values, wrong_types
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -94,7 +94,8 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     try:
         base = _base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
-        cfg.model = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+        cfg.model = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+        problems += wrong_types(cfg, load_defaults(name))  # of the checkpoint: the job's own have been checked
         architecture = ModelArchitecture.from_nemo_config(cfg.model)
     except OmegaConfBaseException:
         pass  # `_out_of_range` reports it, with its key

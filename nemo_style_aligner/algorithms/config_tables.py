@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
+from nemo_style_aligner.architecture import LARGEST_LENGTH
 from nemo_style_aligner.data.sft import TruncationMethod
 from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
@@ -18,6 +19,7 @@ from nemo_style_aligner.generation.embedded.step import WeightFormat
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
+from nemo_style_aligner.models.heads import MOST_ATTRIBUTES
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
 from nemo_style_aligner.parallel.detection import LARGEST_PORT
@@ -134,13 +136,13 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("model.*micro_batch_size", _COUNT),
     ("model.*max_tokens_per_micro_batch", _COUNT),
     ("model.*global_batch_size", _COUNT),
-    ("model.make_vocab_size_divisible_by", _COUNT),
-    ("model.encoder_seq_length", Range(2)),
-    ("model.max_position_embeddings", Range(2)),
+    ("model.make_vocab_size_divisible_by", Range(1, 1 << 16)),
+    ("model.encoder_seq_length", Range(2, LARGEST_LENGTH)),
+    ("model.max_position_embeddings", Range(2, LARGEST_LENGTH)),
     ("model.activations_checkpoint_num_layers", _COUNT),
     ("model.*_dropout", _SHARE_BELOW_1),
     ("model.loss_clip_val", _NOT_NEGATIVE),
-    ("model.regression.num_attributes", _COUNT),
+    ("model.regression.num_attributes", Range(1, MOST_ATTRIBUTES)),
     ("model.regression.attribute_weights", _FINITE),
     ("model.regression.loss_mask_val", _FINITE),
     ("model.reward_standardization.mean", _FINITE),

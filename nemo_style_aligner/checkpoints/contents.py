@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.directory import STATE, TRAINER_STATE
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
-from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, read_patiently, verify_on_disk
 from nemo_style_aligner.checkpoints.optimizer_state import (
     load_optimizer,
@@ -47,6 +47,7 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
 )
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
+from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 if TYPE_CHECKING:
@@ -141,7 +142,12 @@ def restore(
 ) -> dict[str, Any]:
     """Restore a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
     path = directory / TRAINER_STATE
-    state = json.loads(read_patiently(path, functools.partial(path.read_text, encoding="utf-8")))
+    content = read_patiently(path, functools.partial(path.read_text, encoding="utf-8"))
+    try:
+        state = parse_json(content)
+        _ = state["trainer"].keys(), state["layout"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is not a trainer's state: {error!r}") from error
     if check is not None:
         check(directory, state["trainer"])
     restore_model(directory, model)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, NOT_THERE, Manifest, read_patiently
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,8 @@ class CheckpointDirectory:
             path = entry.path / TRAINER_STATE
             try:
                 content = read_patiently(path, functools.partial(path.read_text, encoding="utf-8"))
-                states[entry.path] = json.loads(content)["trainer"]
-            except (*NOT_THERE, ValueError, KeyError) as error:
+                states[entry.path] = parse_json(content)["trainer"]
+            except (*NOT_THERE, ValueError, KeyError, TypeError) as error:
                 logger.error("%s is damaged and is ignored: %s", entry.path, error)
         return states
 

@@ -7,15 +7,32 @@ a link is read.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
-import io
+import gzip
+import lzma
 import tarfile
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.parsing import read_bytes
+
+MOST_BESIDE_WEIGHTS = 512 << 20
+"""Bytes of a model's tokenizer files together; of known ones the largest have a tenth."""
+
+# Of a tar, while its list of files is made. A header has 512 bytes, or three times as many for a long name.
+_MOST_HEADER_BYTES = 8 << 20
+_LEAST_EXPANDED, _MOST_EXPANSION = 64 << 20, 10  # weights hardly become smaller when they are compressed
+
+_COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+}
 
 
 class DamagedCheckpointError(UserError, ValueError):
@@ -52,9 +69,9 @@ class FileSource(ABC):
         """Release what is held open."""
 
     def read_text(self, name: str) -> str:
-        """The whole file as UTF-8 text."""
+        """The whole file as UTF-8 text; ValueError if it is not, or larger than `parsing.MAX_BYTES`."""
         with self.open(name) as stream:
-            return stream.read().decode("utf-8")
+            return read_bytes(stream, f"{self.location}: {name}").decode("utf-8")
 
     def below(self, folder: str) -> list[str]:
         """Names of the files in ``folder`` and its subfolders."""
@@ -64,12 +81,15 @@ class FileSource(ABC):
         """Copy small files to the temporary folder ``target``, without the leading folder ``strip`` in their names.
 
         Raises:
+            ValueError: they are not small.
             NotWrittenError: one cannot be written.
         """
+        room = MOST_BESIDE_WEIGHTS
         for name in names:
             destination = target / PurePosixPath(name).relative_to(strip)
             with self.open(name) as source:
-                content = source.read()
+                content = read_bytes(source, f"{self.location}: {name}", room)
+            room -= len(content)
             try:
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 destination.write_bytes(content)
@@ -114,31 +134,71 @@ class DirectorySource(FileSource):
         """Nothing is held open."""
 
 
+class _BoundedStream:
+    """A stream that `tarfile` makes its list of files from: it ends where that would take too much time or memory."""
+
+    def __init__(self, stream: IO[bytes], size: int) -> None:
+        """``size``: bytes that there may be."""
+        self._stream, self._size, self._left = stream, size, _MOST_HEADER_BYTES
+
+    def read(self, size: int) -> bytes:
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(f"its headers have more than {_MOST_HEADER_BYTES:,} bytes")
+        content = self._stream.read(size)
+        if b"GNU.sparse." in content:  # a map of the file would follow, of any size
+            raise ValueError("it has a sparse file: pack it without --sparse")
+        return content
+
+    def seek(self, offset: int) -> int:
+        if not 0 <= offset <= self._size:
+            raise ValueError(f"a file in it ends at byte {offset:,} of at most {self._size:,}")
+        return self._stream.seek(offset)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+
 class TarSource(FileSource):
-    """A checkpoint inside a tar file. Compressed ones work, but slowly. Not thread-safe."""
+    """A checkpoint inside a tar file. Compressed ones work, but slowly. Not thread-safe.
+
+    A member with a dangerous name or that is no regular file (a link, a device) cannot be reached.
+    """
 
     def __init__(self, location: Path) -> None:
         self.location = location
+        if not location.is_file():
+            raise ValueError(f"{location} is neither a file nor a directory")
+        self._stream, size = _open_tar(location)
         try:
-            self._tar = tarfile.open(location, "r:*")  # noqa: SIM115 - closed by close()
-            # A member with a dangerous name or that is no regular file cannot be reached.
-            self._members = {
-                name: member
-                for member in self._tar.getmembers()
-                if member.isreg() and (name := _normalised(member.name)) is not None
-            }
+            self._tar = tarfile.TarFile(fileobj=_BoundedStream(self._stream, size))  # type: ignore[arg-type]
+            self._members = self._regular_files()
             self._check_end()
-        except (tarfile.TarError, EOFError) as error:
-            reason = str(error).partition(":\n")[0]  # what follows is a line for each compression that tarfile tried
-            raise ValueError(f"{location} is not a readable tar file: {reason}; it may be cut short") from error
+        except (tarfile.TarError, EOFError, OSError, ArithmeticError, ValueError, zlib.error, lzma.LZMAError) as error:
+            self._stream.close()
+            if isinstance(error, OSError) and error.errno is not None:  # without: of the decompression
+                raise
+            raise ValueError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
+        self._tar.fileobj = self._stream
+
+    def _regular_files(self) -> dict[str, tarfile.TarInfo]:
+        found: dict[str, tarfile.TarInfo] = {}
+        for member in self._tar:
+            name = _normalised(member.name)
+            if member.issparse():
+                raise tarfile.ReadError(f"{member.name} is a sparse file: pack it without --sparse")
+            if not member.isreg() or name is None:
+                continue
+            if name in found:
+                raise tarfile.ReadError(f"it has two files {name}")
+            found[name] = member
+        return found
 
     def _check_end(self) -> None:
         """Check that the tar ends with zeros. One that was cut between two files would otherwise pass as complete."""
-        stream = self._tar.fileobj
-        if isinstance(stream, io.BufferedReader):  # not compressed: decompression finds a missing end itself
-            stream.seek(self._tar.offset)  # where the next header would be
-            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("the end is missing")
+        self._stream.seek(self._tar.offset)  # where the next header would be
+        if self._stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("the end is missing")
 
     def names(self) -> list[str]:
         """See `FileSource.names`."""
@@ -155,6 +215,18 @@ class TarSource(FileSource):
     def close(self) -> None:
         """See `FileSource.close`."""
         self._tar.close()
+        self._stream.close()
+
+
+def _open_tar(location: Path) -> tuple[IO[bytes], int]:
+    """The file, decompressed if need be, and how many bytes it may have."""
+    size = location.stat().st_size
+    with location.open("rb") as file:
+        start = file.read(8)
+    for magic, opened in _COMPRESSED.items():
+        if start.startswith(magic):
+            return opened(location), max(_LEAST_EXPANDED, _MOST_EXPANSION * size)
+    return location.open("rb"), size
 
 
 @contextlib.contextmanager
@@ -177,7 +249,7 @@ def open_source(location: Path) -> Iterator[FileSource]:
 def _normalised(name: str) -> str | None:
     """``./a/b`` -> ``a/b``; None for a name that leads out of the checkpoint."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         return None
     return path.as_posix()
 

@@ -23,6 +23,7 @@ from nemo_style_aligner.checkpoints.durable import sync_file
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, DirectorySource, FileSource
 from nemo_style_aligner.errors import UnreadableError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank, patiently_on_every_rank
+from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Manifest:
         """
         path = directory / MANIFEST
         try:
-            content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
+            content = read_patiently(path, lambda: read_json(path))
             checksum, version = content.pop("sha256"), content.pop("format")
         except (*NOT_THERE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error

@@ -55,10 +55,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
+from nemo_style_aligner.parsing import parse_json, parse_yaml, read_json
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.trusted_paths import temporary_folder
+from nemo_style_aligner.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -224,8 +224,8 @@ def _read_config(source: FileSource) -> dict[str, Any]:
         _name_what_it_is(source.location)
         raise
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        config = parse_yaml(text)
+    except ValueError as error:
         raise ValueError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{source.location}: {_CONFIG} is not a mapping")
@@ -253,7 +253,7 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
     if _CHECKSUMS not in source.names():
         return {}
     try:
-        stored = json.loads(source.read_text(_CHECKSUMS))
+        stored = parse_json(source.read_text(_CHECKSUMS))
         return {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in stored.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{source.location}: {_CHECKSUMS} cannot be read: {error}") from error
@@ -272,8 +272,7 @@ def archive_identity(path: Path) -> str:
     with open_source(path) as source:
         names = source.names()
         if _CHECKSUMS in names:
-            with source.open(_CHECKSUMS) as stream:
-                digest.update(stream.read())
+            digest.update(source.read_text(_CHECKSUMS).encode())
         else:
             for name in names:
                 with source.open(name) as stream:
@@ -401,15 +400,8 @@ def nemo_tokenizer_dir(path: Path) -> Iterator[Path]:
         TokenizerError: it is of an unsupported kind.
         NotWrittenError: there is no temporary folder with room for it.
     """
-    try:
-        folder = temporary_folder("nemo_tokenizer_")
-    except OSError as error:  # Python says which folders it has tried
-        raise NotWrittenError(
-            f"the tokenizer of {path} cannot be unpacked ({error.strerror}): name a folder for temporary files, with "
-            "room in it, in TMPDIR"
-        ) from error
-    with folder as name:
-        yield _extract_tokenizer(path, Path(name))
+    with temporary_folder(f"the tokenizer of {path}") as folder:
+        yield _extract_tokenizer(path, folder)
 
 
 def _extract_tokenizer(path: Path, target: Path) -> Path:
@@ -418,6 +410,8 @@ def _extract_tokenizer(path: Path, target: Path) -> Path:
             source.extract(names, target, strip=_TOKENIZER)
             return target
         section = _read_config(source).get("tokenizer") or {}
+        if not isinstance(section, dict):
+            raise TokenizerError(f"{path}: tokenizer in its {_CONFIG} is no section")
         _refuse_foreign_tokenizers(path, section)
         for key in ("model", "tokenizer_model", "vocab_file"):
             reference = section.get(key)
@@ -427,7 +421,7 @@ def _extract_tokenizer(path: Path, target: Path) -> Path:
                 if (found := _tokenizer_of_file(target / name)) is not None:
                     return found
         kind = section.get("type")
-        if section.get("library") == "huggingface" and kind and Path(kind).is_dir():
+        if section.get("library") == "huggingface" and isinstance(kind, str) and kind and Path(kind).is_dir():
             return Path(kind)  # where NeMo's converter found it
     where = f" (its config names {kind}, which is no directory here; nothing is downloaded)" if kind else ""
     raise MissingFileError(
@@ -457,7 +451,7 @@ def _tokenizer_of_file(file: Path) -> Path | None:
     if file.suffix != ".json":
         return file
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except ValueError as error:
         raise TokenizerError(f"{file.name} in the archive is not JSON: {error}") from error
     if not isinstance(content, dict) or not {"model", "added_tokens"} <= content.keys():

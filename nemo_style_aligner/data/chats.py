@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from nemo_style_aligner.data.datasets import common_start
 from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
+from nemo_style_aligner.parsing import parse_json
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _OLD_KEYS = {"function_call": "tool_calls", "functions": "tools"}
@@ -116,7 +117,7 @@ def _tool_call(call: Record) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(call.fields)
     try:
-        return {**call.fields, "arguments": json.loads(arguments)}
+        return {**call.fields, "arguments": parse_json(arguments)}
     except ValueError:
         call.fail(f"'arguments' of the call of {call.fields['name']!r} should be an object, or one in JSON")
 

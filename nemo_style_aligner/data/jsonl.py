@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_style_aligner.errors import UserError, refuse_lfs_pointer
+from nemo_style_aligner.parsing import MAX_BYTES, parse_json
 from nemo_style_aligner.trusted_paths import unless_planted
 
 
@@ -78,7 +80,9 @@ def read_jsonl(path: str | Path) -> list[Record]:
     records = []
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
-            for number, raw in enumerate(file, start=1):
+            for number, raw in enumerate(iter(functools.partial(file.readline, MAX_BYTES + 1), b""), start=1):
+                if len(raw) > MAX_BYTES:
+                    raise DataError(f"{path}:{number}: the line has more than {MAX_BYTES:,} bytes")
                 if number == 1:  # a byte order mark, which some editors put before the first line, is not data
                     raw = raw.removeprefix(codecs.BOM_UTF8)
                 if raw.strip():
@@ -92,12 +96,12 @@ def read_jsonl(path: str | Path) -> list[Record]:
 
 def _parse(path: Path, number: int, raw: bytes) -> Record:
     try:
-        fields = json.loads(raw.decode().rstrip("\r\n"))  # else the place after its end is column 1
+        fields = parse_json(raw.decode().rstrip("\r\n"))  # else the place after its end is column 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists nested as deep
+    except ValueError as error:
         raise DataError(f"{path}:{number}: cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f'{path}:{number}: should be an object such as {{"text": "..."}}, not {_excerpt(fields)}')

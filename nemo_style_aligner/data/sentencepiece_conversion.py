@@ -8,6 +8,7 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 _SPACE = "▁"
+_LONGEST = 1000  # characters of a piece: finding its merges takes time that grows as the square
 
 # None begins with a space, to which only sentencepiece adds another one. None has carriage returns, which `tokenizers`
 # normalizes differently if the model has rules for them.
@@ -36,6 +37,8 @@ def _convert(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
     kind = proto.trainer_spec.model_type
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    if any(len(piece) > _LONGEST for piece, _ in pieces):
+        return None
     has_bytes = any(piece.type == piece.BYTE for piece in proto.pieces)
     if kind == proto.trainer_spec.BPE:
         unknown = pieces[model.unk_id()][0]

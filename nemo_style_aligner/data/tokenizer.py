@@ -19,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import sentencepiece
 
+from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parsing import parse_json, read_json
 
 if TYPE_CHECKING:
     import transformers  # functions import it when they need it: it takes half a second
@@ -114,10 +115,10 @@ class Tokenizer(ABC):
         if self.generation_config is None:
             return (self.eos_id,)
         try:
-            named = json.loads(self.generation_config).get("eos_token_id")
+            named = parse_json(self.generation_config).get("eos_token_id")
             named = [] if named is None else named if isinstance(named, list) else [named]
             return tuple(dict.fromkeys([self.eos_id, *map(int, named)]))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise TokenizerError(f"the tokenizer's {GENERATION_CONFIG} cannot be read: {error}") from error
 
     @property
@@ -232,20 +233,17 @@ class Tokenizer(ABC):
                 "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
                 "or use data whose prompts and responses are text"
             )
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        variables = {
+            "conversations": [[dict(message) for message in messages]],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "add_generation_prompt": add_generation_prompt,
+            "date_string": _DATE,
+        }
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=_TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template),
-                add_generation_prompt=add_generation_prompt,
-                date_string=_DATE,
-                **self._template_variables(),
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a field of a type that it cannot handle
+            template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
+            return chat_templates.render(template, variables | self._template_variables())
+        except (ValueError, TypeError) as error:  # TypeError: a field of a type that JSON does not have
             raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
-        return rendered[0]
 
     def _template_variables(self) -> dict[str, str]:
         """Special tokens by the names that chat templates use for them."""
@@ -460,7 +458,7 @@ def _stored_backend(directory: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get(_BACKEND_KEY, "huggingface")
+        return read_json(file).get(_BACKEND_KEY, "huggingface")
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}") from error
 
@@ -494,4 +492,11 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
 def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
     loaded = load_for_transformers(directory)
     files = {name: file.read_bytes() for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
-    return HuggingFaceTokenizer(loaded, files)
+    try:
+        tokenizer = HuggingFaceTokenizer(loaded, files)
+        tokenizer.text_to_ids(_EXAMPLE)  # some of what may be wrong with it shows only now
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{directory}: this tokenizer cannot be used: {error}") from error
+    return tokenizer

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.contents import restore_model
@@ -45,9 +44,10 @@ from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.ending import abort_job, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.initialization import initialize
+from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import ProgressBar
-from nemo_style_aligner.trusted_paths import temporary_folder
+from nemo_style_aligner.temporary import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,
@@ -110,13 +110,13 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
     """
     architecture = read_architecture(input_dir)
     source = HuggingFaceCheckpoint(input_dir)
-    with temporary_folder("tokenizer_") as folder:
+    with temporary_folder(f"the tokenizer of {input_dir}") as folder:
         copy_tokenizer_files(input_dir, folder)
         try:
             _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
         except TokenizerError as error:
-            raise TokenizerError(str(error).replace(folder, str(input_dir))) from error
-        _import_and_save(architecture, source, output, dtype, Path(folder), source.num_attributes)
+            raise TokenizerError(str(error).replace(str(folder), str(input_dir))) from error
+        _import_and_save(architecture, source, output, dtype, folder, source.num_attributes)
     return architecture
 
 
@@ -128,10 +128,10 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
         ValueError: a model or feature that is not supported.
     """
     source = GGUFCheckpoint(input_file)
-    with temporary_folder("tokenizer_") as folder:
+    with temporary_folder(f"the tokenizer of {input_file}") as folder:
         source.save_tokenizer(folder)
         load_tokenizer(folder)
-        _import_and_save(source.architecture, source, output, dtype, Path(folder))
+        _import_and_save(source.architecture, source, output, dtype, folder)
     return source.architecture
 
 
@@ -163,9 +163,9 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
                 progress.update()
 
     if dist.get_rank() == 0:
-        with temporary_folder("tokenizer_") as folder:
+        with temporary_folder(f"the tokenizer of {input_path}") as folder:
             # Saved rather than copied: transformers cannot load a sentencepiece model alone.
-            load_nemo_tokenizer(input_path).save(Path(folder))
+            load_nemo_tokenizer(input_path).save(folder)
             write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)
     else:
         for _ in export_weights(model):
@@ -269,12 +269,12 @@ def _read_hyperparameters(path: Path) -> _Job:
             "the log directory of the job that wrote it (--hyperparameters)"
         )
     try:
-        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config: Any = parse_yaml(path.read_text(encoding="utf-8"))
         model, trainer = config["model"], config["trainer"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
         dtype, architecture = parse_precision(trainer["precision"]), ModelArchitecture.from_nemo_config(model)
         return _Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 
 

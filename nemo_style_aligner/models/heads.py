@@ -22,6 +22,10 @@ _DTYPES = {
 }
 
 
+MOST_ATTRIBUTES = 1000
+"""Outputs that a head may have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardHeadConfig:
     """What the head computes.
@@ -61,9 +65,22 @@ class RewardHeadConfig:
         kind = "binary_ranking" if (given := cfg.get("reward_model_type")) is None else given
         if kind not in ("binary_ranking", "regression"):
             raise ValueError(f"model.reward_model_type={kind!r}: choose binary_ranking or regression")
-        regression = cfg.get("regression") or {}
-        num_attributes = int(regression.get("num_attributes") or 1) if kind == "regression" else 1
-        weights = tuple(float(w) for w in regression.get("attribute_weights") or ())
+        regression, standardization = cfg.get("regression") or {}, cfg.get("reward_standardization") or {}
+        if not isinstance(regression, Mapping) or not isinstance(standardization, Mapping):
+            raise ValueError("model.regression and model.reward_standardization must be sections")
+        num_attributes = regression.get("num_attributes") or 1 if kind == "regression" else 1
+        if num_attributes not in range(1, MOST_ATTRIBUTES + 1):
+            raise ValueError(f"model.regression.num_attributes={num_attributes}: must be in [1, {MOST_ATTRIBUTES}]")
+        enabled = bool(standardization.get("enable", False))
+        if enabled and (standardization.get("mean") is None or not standardization.get("std")):
+            raise ValueError("model.reward_standardization.enable=True needs both mean and std")
+        try:
+            weights = tuple(float(w) for w in regression.get("attribute_weights") or ())
+            mean, std = (float(standardization.get(key, 0) if enabled else 0) for key in ("mean", "std"))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(
+                f"model.regression or model.reward_standardization has what is no number: {error}"
+            ) from error
         if weights and len(weights) != num_attributes:
             raise ValueError(
                 f"model.regression.attribute_weights has {len(weights)} entries for num_attributes={num_attributes}"
@@ -71,18 +88,14 @@ class RewardHeadConfig:
         dtype_name = "float32" if (given := cfg.get("force_head_dtype")) is None else str(given).removeprefix("torch.")
         if dtype_name not in _DTYPES:
             raise ValueError(f"model.force_head_dtype={dtype_name!r}: choose float32 or bfloat16")
-        standardization = cfg.get("reward_standardization") or {}
-        enabled = bool(standardization.get("enable", False))
-        if enabled and (standardization.get("mean") is None or not standardization.get("std")):
-            raise ValueError("model.reward_standardization.enable=True needs both mean and std")
         return cls(
-            num_attributes=num_attributes,
+            num_attributes=int(num_attributes),
             pooling="average" if cfg.get("use_avg_pool", False) else "last",
             dtype=_DTYPES[dtype_name],
             merge_attributes=merge_attributes or bool(regression.get("merge_attributes", False)),
             attribute_weights=weights,
-            mean=float(standardization["mean"]) if enabled else 0.0,
-            std=float(standardization["std"]) if enabled else None,
+            mean=mean,
+            std=std if enabled else None,
         )
 
 

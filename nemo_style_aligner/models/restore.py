@@ -21,6 +21,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_weights,
     require_weights,
 )
+from nemo_style_aligner.config import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -95,7 +96,7 @@ def open_base_model(
         cfg: the whole config of the job (``model`` and ``trainer.precision`` are read).
     """
     location, base = read_base_config(path, key)
-    merged = OmegaConf.create(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+    merged = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
     OmegaConf.set_struct(cfg, False)
     cfg.model = merged
     architecture = ModelArchitecture.from_nemo_config(merged)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from nemo_style_aligner.parallel.machine import (
     own_address,
     raise_limit_of_open_files,
 )
-from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, own_folder, temporary_folder
+from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, own_folder, temporary_base
 from nemo_style_aligner.wording import counted
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _keep_torchs_compiled_code() -> None:
         os.close(own_folder(folder, strict=True, make=0o700))
     except (UntrustedPathError, RuntimeError, OSError) as error:
         _logger.warning("torch's compiled code is kept for this start only: %s (%s)", error, variable)
-        _own_folders.append(own := temporary_folder("torch_"))
+        _own_folders.append(own := tempfile.TemporaryDirectory(prefix="torch_", dir=temporary_base()))
         os.environ[variable] = own.name
 
 

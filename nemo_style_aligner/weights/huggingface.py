@@ -15,8 +15,11 @@ from safetensors.torch import save_file
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
+from nemo_style_aligner.checkpoints.file_source import MOST_BESIDE_WEIGHTS
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, load_tokenizer, tokenizer_files
+from nemo_style_aligner.parsing import parse_json, read_json
 from nemo_style_aligner.weights.huggingface_config import hf_config, hf_family
+from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +49,15 @@ class HuggingFaceCheckpoint:
         missing = [name for name in files if not (self.directory / name).is_file()]
         if missing:
             hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
-            raise FileNotFoundError(f"{self.directory} lacks {', '.join(missing)}{hint}")
+            raise FileNotFoundError(f"{self.directory} lacks {some_of(missing)}{hint}")
         self._files = [_open_safetensors(self.directory / name) for name in files]
-        self._file_of = {
-            name: file
-            for file in self._files
-            for name in file.keys()  # noqa: SIM118 (not a dict)
-            if not name.endswith("rotary_emb.inv_freq")  # a buffer that old Llama checkpoints carry
-        }
+        self._file_of: dict[str, Any] = {}
+        for file in self._files:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise ValueError(f"{self.directory} has two tensors {name}, in two of its files")
+                if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old Llama checkpoints carry
+                    self._file_of[name] = file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape."""
@@ -73,9 +77,12 @@ class HuggingFaceCheckpoint:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if outside := [name for name in names if not name or Path(name).name != name]:
+            raise ValueError(f"{some_of(outside)} is not the name of a file beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+    return names
 
 
 def _open_safetensors(file: Path) -> Any:
@@ -177,11 +184,13 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> None:
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
     files = tokenizer_files(source)
+    if (size := sum(file.stat().st_size for file in files.values())) > MOST_BESIDE_WEIGHTS:
+        raise ValueError(f"{source}: the files of its tokenizer have {size:,} bytes, more than {MOST_BESIDE_WEIGHTS:,}")
     for name, file in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / name)
     if GENERATION_CONFIG not in files and (source / "config.json").is_file():
-        config = json.loads((source / "config.json").read_text())
+        config = read_json(source / "config.json")
         token_ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
         if "eos_token_id" in token_ids:
             _write_json(target / GENERATION_CONFIG, token_ids)
@@ -202,7 +211,7 @@ def _complete_generation_config(directory: Path, token_ids: Mapping[str, int | N
     """Have a directory's generation config, a new one if there is none, name all tokens that end responses here."""
     tokenizer = load_tokenizer(directory)
     given = tokenizer.generation_config
-    config = {k: v for k, v in token_ids.items() if v is not None} if given is None else json.loads(given)
+    config = {k: v for k, v in token_ids.items() if v is not None} if given is None else parse_json(given)
     named, stop_ids = config.get("eos_token_id"), list(tokenizer.stop_ids)
     if given is None or set(stop_ids) != set(named if isinstance(named, list) else [named]):
         _write_json(directory / GENERATION_CONFIG, config | {"eos_token_id": stop_ids if stop_ids[1:] else stop_ids[0]})
@@ -230,7 +239,7 @@ def _pad_not_by_eos(directory: Path, vocab_size: int) -> int | None:
         return None
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (directory / name).is_file():
-            _write_json(directory / name, json.loads((directory / name).read_text("utf-8")) | {"pad_token": chosen})
+            _write_json(directory / name, read_json(directory / name) | {"pad_token": chosen})
     return tokenizer.convert_tokens_to_ids(chosen)
 
 

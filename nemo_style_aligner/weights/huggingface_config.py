@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.parsing import read_json
 
+_MOST_OF_ANYTHING = 10_000  # layers, heads, experts, labels
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
 
 
@@ -54,7 +55,6 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         FileNotFoundError: there is no config.json.
         ValueError: a family or feature this project does not build; the message names it.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(directory)
@@ -62,13 +62,16 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
     try:
-        written = json.loads(file.read_text())
+        written = read_json(file)
         if not isinstance(written, dict):
             raise ValueError("not a JSON object")
+        _refuse_absurd_counts(written)
         _family_name(written)
         _refuse_quantization(written)
-        return architecture_from_config(AutoConfig.from_pretrained(path).to_dict())  # fills in the family's defaults
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:  # transformers' own
+        options = {"local_files_only": True, "trust_remote_code": False}  # what `auto_map` names is not executed
+        config = AutoConfig.from_pretrained(path, **options)
+        return architecture_from_config(config.to_dict())  # fills in the family's defaults
+    except Exception as error:  # values of other types make transformers raise anything
         text = str(error.args[0] if isinstance(error, KeyError) else error)
         raise ValueError(f"{file}: {' '.join(text.split())}") from error
 
@@ -123,6 +126,13 @@ def _family_name(config: Mapping[str, Any]) -> str:
     if name not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
     return str(name)
+
+
+def _refuse_absurd_counts(config: Mapping[str, Any]) -> None:
+    """transformers makes lists of as many entries as some keys say (``num_hidden_layers``, ``num_labels``)."""
+    for key, value in config.items():
+        if key.startswith("num_") and isinstance(value, int | float) and not 0 <= value <= _MOST_OF_ANYTHING:
+            raise ValueError(f"{key}={value}: must be in [0, {_MOST_OF_ANYTHING}]")
 
 
 def _refuse_quantization(config: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.secret import SecretError, make_secret, read_secret
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
-from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_folder
+from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_base
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="NOT TESTED: what other users of this machine can plant; only root can become two of them"
@@ -507,7 +507,7 @@ def test_secrets_functions_and_temporary_files(
     for folder, is_refused in ((ground / "open", True), (mine, True), (shared, False)):
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with pytest.raises(UntrustedPathError, match="set TMPDIR") if is_refused else contextlib.nullcontext():
-            as_user(VICTIM, lambda: temporary_folder("x").cleanup())
+            as_user(VICTIM, temporary_base)
     attack_count("secrets, functions, temporary files", tried=8, refused=8)
 
 

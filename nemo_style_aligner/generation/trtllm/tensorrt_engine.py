@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights
 from nemo_style_aligner.generation.trtllm.step_sampler import StepSampler
 from nemo_style_aligner.generation.trtllm.tensorrt_library import LogitsProcessor
-from nemo_style_aligner.trusted_paths import own_folder, temporary_folder
+from nemo_style_aligner.trusted_paths import own_folder, temporary_base
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,9 @@ class TensorRTEngine(EngineLifecycle):
 
     def _make_directory(self) -> Path:
         if self._given_dir is None:
-            self._temporary = temporary_folder("trtllm_engine_")  # removed when this process ends
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix="trtllm_engine_", dir=temporary_base()
+            )  # removed when this process ends
             return Path(self._temporary.name)
         directory = self._given_dir / f"group{self._group.index}"
         os.close(own_folder(directory, make=0o775))  # what lies in it is loaded

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from nemo_style_aligner.generation.trtllm.sidecar import trtllm_sidecar
 from nemo_style_aligner.generation.trtllm.sidecar.trtllm_sidecar import LENGTH, encode, frame_length
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.trusted_paths import temporary_folder
+from nemo_style_aligner.trusted_paths import temporary_base
 
 PROGRAM = Path(trtllm_sidecar.__file__)
 
@@ -67,7 +68,7 @@ class Sidecar:
 
     def __init__(self, python: str, environment: Mapping[str, str], ping_seconds: float) -> None:
         self._ping_seconds = ping_seconds
-        self._folder = temporary_folder("trtllm_sidecar_")  # mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="trtllm_sidecar_", dir=temporary_base())  # mode 0700
         self._log = Path(self._folder.name) / "log"
         self._replies: dict[int, dict[str, Any]] = {}
         self._abandoned: set[int] = set()

@@ -1,0 +1,142 @@
+"""Chat templates: a model's own programs, rendered in a process that can take little time and memory.
+
+jinja2's sandbox keeps a template from reaching anything but its arguments, not from an endless loop or from a text that
+fills the machine. The kernel's limits do, whatever the template is made of; and that process has no secret to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+_CPU_SECONDS = 5  # for each text; the longest real ones take hundredths
+_MEMORY_BYTES = 512 << 20
+_TEXT_LENGTH = 64 << 20  # characters
+_WAIT_SECONDS = 60.0  # for a text, on a machine that has hardly time for it
+_START_SECONDS = 300.0
+_PROCESSES = 4  # templates that have one at a time
+_TOO_MUCH = f"it takes more than {_CPU_SECONDS} s of computing or {_MEMORY_BYTES >> 20} MiB of memory"
+_ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH")  # of the variables, those that the process gets
+_START = "import sys; sys.path[:] = {path!r}; from {module} import _serve; _serve()"
+
+
+class TemplateError(ValueError):
+    """A template refuses its arguments, or cannot be rendered within the limits."""
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """Render a template, as transformers does; thread-safe.
+
+    Args:
+        template: jinja2 source.
+        variables: arguments of transformers' ``render_jinja_template``, as JSON has them.
+
+    Raises:
+        TemplateError: the template raises an error; or it takes too much time or memory, which is not tried again.
+        TypeError: a variable that JSON does not have.
+    """
+    with _lock:
+        if (renderer := _renderers.get((os.getpid(), template))) is None:
+            for old in [key for key in _renderers if key[0] == os.getpid()][: 1 - _PROCESSES]:
+                _renderers.pop(old).close()
+            renderer = _renderers[os.getpid(), template] = _Renderer(template)
+        return renderer.render(variables)
+
+
+class _Renderer:
+    """A process that renders one template, and what is heard of it."""
+
+    def __init__(self, template: str) -> None:
+        self._connection, other = socket.socketpair()
+        self._lines = self._connection.makefile("rb")
+        # -I and the path: nothing is imported from the folder that the job was started in.
+        start = _START.format(path=sys.path, module=__name__)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", start],
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the job
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            )
+        self._failure: str | None = None
+        self._ask(template, _START_SECONDS)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        reply = self._ask(dict(variables), _WAIT_SECONDS)
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return str(reply["text"])
+
+    def _ask(self, question: Any, seconds: float) -> dict[str, Any]:
+        line = json.dumps(question).encode() + b"\n"
+        if self._failure is None:
+            self._connection.settimeout(seconds)
+            with contextlib.suppress(OSError):  # it has ended, or is silent
+                self._connection.sendall(line)
+                if (answer := self._lines.readline()).endswith(b"\n"):
+                    reply: dict[str, Any] = json.loads(answer)
+                    return reply
+            self._failure = _TOO_MUCH
+            self.close()
+        raise TemplateError(self._failure)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_renderers: dict[tuple[int, str], _Renderer] = {}  # by process, as a fork cannot use its parent's, and by template
+_lock = threading.Lock()
+
+
+# ---- in the process of its own ------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Render until the other end is closed, which it also is when the job has been killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    connection = socket.socket(fileno=sys.stdin.fileno())
+    lines = connection.makefile("rb")
+    template = json.loads(lines.readline())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES,) * 2)
+    reply: dict[str, str] = {}
+    while True:
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+        if not (line := lines.readline()):
+            return
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = math.ceil(used.ru_utime + used.ru_stime) + _CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        reply = _rendered(render_jinja_template, template, line)
+
+
+def _rendered(render_jinja_template: Any, template: str, line: bytes) -> dict[str, str]:
+    from jinja2 import TemplateError as JinjaError
+
+    try:
+        (text,), _ = render_jinja_template(chat_template=template, **json.loads(line))
+    except MemoryError:
+        return {"error": _TOO_MUCH}
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        kind = "" if isinstance(error, JinjaError | TypeError) else f"{type(error).__name__}: "
+        return {"error": f"{kind}{error}"[:1000]}
+    return {"text": text} if len(text) <= _TEXT_LENGTH else {"error": f"its text has {len(text):,} characters"}
