@@ -15,7 +15,7 @@ import math
 import re
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from waitress.channel import HTTPChannel
@@ -28,9 +28,10 @@ from nemo_style_aligner.servers.signing import SIGNATURE_HEADER, Signatures, bod
 
 _NEW_SECONDS = 0.5
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
-# Connections of those who have not shown the secret: a quarter of all, but not more than the server's own thread can
-# look after beside its work, and always room for a few clients that are about to show it.
-_MOST_STRANGERS, _FEWEST_STRANGERS = 128, 8
+# Connections of those who have not shown the secret: half of all, but not more than the server's own thread can look
+# after beside its work. Each has a moment in which to show it; if all of them are that new, others wait.
+_MOST_STRANGERS = 128
+_STRANGER_SECONDS = 0.1
 _LENGTH_FIELD = re.compile(rb"(?i)\n(?:content-length|transfer-encoding)[ \t]*:([^\r\n]*)")
 REQUEST_KEY = "nemo_style_aligner.request"  # in the WSGI environment: the `Parser`
 
@@ -75,6 +76,12 @@ class RefusedRequest(Error):
         if self.signatures is not None:
             headers.append((SIGNATURE_HEADER, self.signatures.of_answer(self.code, headers, body_digest(body))))
         return f"{self.code} {self.reason}", headers, body
+
+
+def wrong_signature(has_secret: bool) -> tuple[int, str, str]:
+    """Status, reason and message for a request that is not what was signed; without a secret it can only be damaged."""
+    message = "the request's signature is wrong: it was damaged on its way, or not made for here and now"
+    return (401, "Unauthorized", message) if has_secret else (503, "Service Unavailable", message)
 
 
 # Takes a request's header fields (names as in WSGI, without HTTP_); returns whether they show the secret.
@@ -123,16 +130,18 @@ class Parser(HTTPRequestParser):
         given, signatures = self.headers.get("X_SIGNATURE"), self.channel.signatures
         if given is None or signatures is None:
             self.is_known = self.channel.shows_token(self.headers)
+            if not self.is_known and (signatures is not None or "X_CHALLENGE" not in self.headers):
+                self.headers["CONNECTION"] = "close"  # a stranger is answered once, after a proof once more
         else:
             digest = given.partition(" ")[0]
             due = signatures.of_request(self.command, self.request_uri, self.headers.items(), digest)
             self.is_known = hmac.compare_digest(given.encode(), due.encode())
             if not self.is_known:
-                message = "the request's signature is wrong: it was damaged, or not made for here and now"
-                self.error = RefusedRequest(401, "Unauthorized", message)
+                self.error = RefusedRequest(*wrong_signature(self.channel.has_secret))
                 return
             self.digest = digest
-        self.channel.is_known |= self.is_known
+        if self.is_known:
+            self.channel.watch.strangers.pop(self.channel, None)
 
     def received(self, data: bytes) -> int:
         """Take what belongs to this request, and drop what follows it: nobody asks again before the answer."""
@@ -178,9 +187,9 @@ class Channel(HTTPChannel):
 
     Attributes:
         place: the address that its client has reached.
-        is_known: whether its client has shown the secret (has sent a header, on a server without one).
         signatures: of its requests and answers; None if the server has a secret and has not proven it here.
         phase, since: what it is doing (see `ConnectionWatch`), and since when, by the monotonic clock.
+        opened: when, by the same clock.
     """
 
     task_class = _Task
@@ -192,14 +201,18 @@ class Channel(HTTPChannel):
 
     def __init__(self, server: Any, sock: Any, addr: Any, adj: Any, map: Any = None) -> None:
         self.place = place_of(sock.getsockname())
-        self.is_known = False
         self.signatures = None if self.has_secret else Signatures()
         self.phase: tuple[Any, ...] = ()
-        self.since = time.monotonic()
+        self.opened = self.since = time.monotonic()
         self.most_unsent = 0
         self.requests_begun = 0
         super().__init__(server, sock, addr, adj, map=map)
-        self.watch.make_room(server.active_channels.values())
+        self.watch.admit(self, server.active_channels.values())
+
+    def del_channel(self, map: Any = None) -> None:
+        """Called when it is closed."""
+        self.watch.strangers.pop(self, None)
+        super().del_channel(map)
 
     def parser_class(self, adj: Any) -> Parser:
         """A new request's parser."""
@@ -239,22 +252,32 @@ def channel_class(
 class ConnectionWatch:
     """Closes connections that exceed the limits. Called from the server's own thread.
 
-    Strangers, who have not shown the secret, share a part of the connections: each new one above that takes the place
-    of the oldest, whatever that is doing. When almost all connections are in use, the one idle for longest makes room.
+    Strangers, who have not shown the secret (have not sent a header, on a server without one), share a part of the
+    connections: a new one above that takes the place of the oldest, whatever that is doing. When almost all connections
+    are in use, the one idle for longest makes room.
+
+    Attributes:
+        strangers: in the order of their age; the values are nothing.
     """
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        self._max_strangers = max(_FEWEST_STRANGERS, min(max_connections // 4, _MOST_STRANGERS))
+        self._max_strangers = min(max_connections // 2, _MOST_STRANGERS)
+        self.strangers: dict[Channel, None] = {}
 
-    def make_room(self, channels: Iterable[Channel]) -> None:
-        """After a new connection, the last of ``channels``, which are in order of their age."""
-        channels = list(channels)
-        strangers = [channel for channel in channels if not channel.is_known]
-        for channel in strangers[: max(0, len(strangers) - self._max_strangers)]:
-            channel.handle_close()
+    def has_room(self) -> bool:
+        """Whether one more stranger may come."""
+        if len(self.strangers) < self._max_strangers:
+            return True
+        return time.monotonic() - next(iter(self.strangers)).opened >= _STRANGER_SECONDS
+
+    def admit(self, new: Channel, channels: Collection[Channel]) -> None:
+        """Note a new connection, one of ``channels``, and make room for the next."""
+        self.strangers[new] = None
+        if len(self.strangers) > self._max_strangers:
+            next(iter(self.strangers)).handle_close()
         if len(channels) >= self._max_connections:
-            idle = [channel for channel in channels[:-1] if not channel.is_busy]
+            idle = [channel for channel in channels if not channel.is_busy]
             if idle:
                 min(idle, key=lambda channel: channel.since).handle_close()
 

@@ -1,8 +1,7 @@
 """An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries.
 
 Each request has an id (``X-Request-Id``), the same in all its tries, which the errors here and the server's log name.
-A client with a secret sends the secret, and anything else, only to a server that has proven that it knows the secret:
-see `proof`.
+A client with a secret sends its requests only to a server that has proven that it knows the secret: see `signing`.
 """
 
 from __future__ import annotations

@@ -154,6 +154,7 @@ class _Step:
     silence_s: float
     waits_for: str
     trouble: str  # how errors name that a limit was exceeded
+    then: _Step | None = None  # the step after the first piece of what it waits for
 
     def run(self, connection: socket.socket, act: Callable[[], T]) -> T:
         """``act()``, which waits for the ``connection`` once, within the limits. Raises `TooSlowError`."""
@@ -180,7 +181,9 @@ class _Socket(socket.socket):
     step: _Step
 
     def recv_into(self, *args: Any) -> int:
-        return self.step.run(self, lambda: super(_Socket, self).recv_into(*args))
+        received = self.step.run(self, lambda: super(_Socket, self).recv_into(*args))
+        self.step = self.step.then or self.step
+        return received
 
 
 class Connection(http.client.HTTPConnection):
@@ -203,33 +206,34 @@ class Connection(http.client.HTTPConnection):
         """
         deadline = time.monotonic() + seconds
 
-        def step(connection: _Socket | None, silence_s: float, waits_for: str, trouble: str) -> None:
-            assert connection is not None
-            silence_s = min(silence_s, limits.read_s)
-            connection.step = _Step(self._peer, request.what, deadline, silence_s, waits_for, trouble)
+        def step(silence_s: float, waits_for: str, trouble: str, then: _Step | None = None) -> _Step:
+            return _Step(self._peer, request.what, deadline, min(silence_s, limits.read_s), waits_for, trouble, then)
 
         try:
             if self.sock is None or _is_stale(self.sock):
                 self._open(min(limits.connect_s, seconds))
                 trouble = "the server did not prove in time that it knows the secret"
-                step(self.sock, limits.proof_s, "the server's proof", trouble)
+                self._step(step(limits.proof_s, "the server's proof", trouble))
                 self._have_proven()
-            connection = self.sock  # getresponse() forgets it if the server is about to close it
-            step(connection, limits.send_s, "the server to take it", "the request was taken too slowly")
+            self._step(step(limits.send_s, "the server to take it", "the request was taken too slowly"))
             fields = request.headers.items()
             signature = self._signatures.of_request(request.method, request.path, fields, request.digest)
             with contextlib.suppress(BrokenPipeError):  # it may have answered before it had read everything
                 headers = {**request.headers, SIGNATURE_HEADER: signature, "Connection": "keep-alive"}
                 self.request(request.method, request.path, request.body or None, headers)
-            step(connection, limits.read_s, "its answer", "the answer did not come in time")
+            late = "the answer did not come in time"
+            self._step(step(limits.read_s, "its answer", late, step(limits.body_s, "the rest of its answer", late)))
             with self.getresponse() as response:
-                step(connection, limits.body_s, "the rest of its answer", "the answer did not come in time")
                 content = _content(response)
             self._check(response, content)
         except BaseException:
             self.close()
             raise
         return HttpAnswer(response.status, cast(Mapping[str, str], response.headers), content, request.what)
+
+    def _step(self, step: _Step) -> None:
+        assert self.sock is not None
+        self.sock.step = step
 
     def send(self, data: Any) -> None:
         """Send within the limits of the present step. ``data``: bytes, part of a request."""

@@ -33,6 +33,7 @@ from nemo_style_aligner.servers.connections import (
     HeaderCheck,
     Parser,
     channel_class,
+    wrong_signature,
 )
 from nemo_style_aligner.servers.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.servers.request_log import mark_stranger
@@ -158,7 +159,7 @@ class WsgiServer:
         )
         if not threads:
             adjustments.send_bytes = _TOGETHER_BYTES
-        self._server = _Server(self._app, self._map, self._tasks, adjustments, self._socket, name)
+        self._server = _Server(self._app, self._map, self._tasks, self._watch, adjustments, self._socket, name)
         self._server.channel_class = channel_class(
             token_check(token), limits, max_body_bytes, self._watch, has_secret=token is not None
         )
@@ -230,8 +231,11 @@ class _Server(waitress.server.TcpWSGIServer):  # type: ignore[misc]
     it would occupy a core and log megabytes per second. Open connections are served meanwhile.
     """
 
-    def __init__(self, app: Any, map: Any, tasks: _Tasks, adj: Any, listener: socket.socket, name: str) -> None:
+    def __init__(
+        self, app: Any, map: Any, tasks: _Tasks, watch: ConnectionWatch, adj: Any, listener: socket.socket, name: str
+    ) -> None:
         self._name = name
+        self._watch = watch
         self._next_try = -math.inf
         self._next_word = -math.inf
         self._is_own_thread = not tasks.has_pool
@@ -240,7 +244,7 @@ class _Server(waitress.server.TcpWSGIServer):  # type: ignore[misc]
 
     def readable(self) -> bool:
         """Whether the loop is to poll for connections that wait to be accepted."""
-        return bool(super().readable()) and time.monotonic() >= self._next_try
+        return bool(super().readable()) and time.monotonic() >= self._next_try and self._watch.has_room()
 
     def pull_trigger(self) -> None:
         """Wake the server's own thread, unless that is the one that calls."""
@@ -356,7 +360,8 @@ class _Application:
             sent = environ["wsgi.input"].read()
             if body_digest(sent) != parser.digest:
                 parser.digest = None  # nothing that was sent can be relied on: the answer is not signed
-                return _refusal(ProtocolError(401, "the body is not what was signed: it was damaged on its way"))
+                status, _, message = wrong_signature(parser.channel.has_secret)
+                return _refusal(ProtocolError(status, message))
             environ["wsgi.input"] = io.BytesIO(sent)
         answer: list[Any] = []
         try:
