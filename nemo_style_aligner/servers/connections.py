@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import json
+import logging
 import math
 import re
 import resource
@@ -26,6 +27,8 @@ from waitress.utilities import Error, RequestEntityTooLarge
 from nemo_style_aligner.servers.protocol import JSON_TYPE
 from nemo_style_aligner.servers.signing import SIGNATURE_HEADER, Signatures, body_digest, place_of
 
+logger = logging.getLogger(__name__)
+
 _NEW_SECONDS = 0.5
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
 # Connections of those who have not shown the secret: half of all, but not more than the server's own thread can look
@@ -33,6 +36,7 @@ _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints
 _MOST_STRANGERS = 128
 _STRANGER_SECONDS = 0.1
 _LENGTH_FIELD = re.compile(rb"(?i)\n(?:content-length|transfer-encoding)[ \t]*:([^\r\n]*)")
+_TOO_SLOW = {"receiving": "sending a request", "sending": "reading an answer"}  # by what the server did meanwhile
 REQUEST_KEY = "nemo_style_aligner.request"  # in the WSGI environment: the `Parser`
 
 
@@ -253,8 +257,8 @@ class ConnectionWatch:
     """Closes connections that exceed the limits. Called from the server's own thread.
 
     Strangers, who have not shown the secret (have not sent a header, on a server without one), share a part of the
-    connections: a new one above that takes the place of the oldest, whatever that is doing. When almost all connections
-    are in use, the one idle for longest makes room.
+    connections: a new one above that takes the place of the oldest, whatever that is doing. When all connections are in
+    use the oldest stranger makes room as well, and if there is none, the connection idle for longest.
 
     Attributes:
         strangers: in the order of their age; the values are nothing.
@@ -274,9 +278,11 @@ class ConnectionWatch:
     def admit(self, new: Channel, channels: Collection[Channel]) -> None:
         """Note a new connection, one of ``channels``, and make room for the next."""
         self.strangers[new] = None
-        if len(self.strangers) > self._max_strangers:
-            next(iter(self.strangers)).handle_close()
-        if len(channels) >= self._max_connections:
+        is_full, oldest = len(channels) >= self._max_connections, next(iter(self.strangers))
+        is_old = time.monotonic() - oldest.opened >= _STRANGER_SECONDS
+        if len(self.strangers) > self._max_strangers or (is_full and is_old):
+            oldest.handle_close()
+        elif is_full:
             idle = [channel for channel in channels if not channel.is_busy]
             if idle:
                 min(idle, key=lambda channel: channel.since).handle_close()
@@ -289,4 +295,8 @@ class ConnectionWatch:
             if phase != channel.phase:
                 channel.phase, channel.since = phase, now
             elif now - channel.since > seconds:
+                if phase[0] != "idle" and channel not in self.strangers:
+                    logger.warning(
+                        "cut off %s, which was too slow while it was %s", channel.addr[0], _TOO_SLOW[phase[0]]
+                    )
                 channel.handle_close()

@@ -6,7 +6,6 @@ import collections
 import errno
 import hmac
 import http
-import io
 import logging
 import math
 import resource
@@ -356,13 +355,11 @@ class _Application:
         return [body]
 
     def _checked_answer(self, environ: dict[str, Any], parser: Parser) -> tuple[str, list[tuple[str, str]], bytes]:
-        if parser.digest is not None:
-            sent = environ["wsgi.input"].read()
-            if body_digest(sent) != parser.digest:
-                parser.digest = None  # nothing that was sent can be relied on: the answer is not signed
-                status, _, message = wrong_signature(parser.channel.has_secret)
-                return _refusal(ProtocolError(status, message))
-            environ["wsgi.input"] = io.BytesIO(sent)
+        # The whole body, in memory; read by the application only.
+        if parser.digest is not None and body_digest(environ["wsgi.input"].getbuffer()) != parser.digest:
+            parser.digest = None  # nothing that was sent can be relied on: the answer is not signed
+            status, _, message = wrong_signature(parser.channel.has_secret)
+            return _refusal(ProtocolError(status, message))
         answer: list[Any] = []
         try:
             parts = self._app(environ, lambda status, fields, exc_info=None: answer.extend((status, fields)))
