@@ -13,7 +13,7 @@ import time
 class CuttingProxy:
     """Forwards `HOST`:``target`` to 127.0.0.1:``target``; connections are closed while nobody listens there.
 
-    The port is the same, for services prove that they know the secret only to who connects to the port they listen on.
+    The service must be ``known_as`` the former: it proves that it knows the secret to nobody who was sent elsewhere.
 
     Args:
         target: the port.

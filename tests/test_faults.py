@@ -99,6 +99,7 @@ class Pair:
                 f"exp_manager.explicit_log_dir={folder / 'critic'}",
                 f"trainer.devices={CRITIC_RANKS}",
                 f"trainer.ppo.port={critic_port}",
+                f"trainer.ppo.known_as=['{self.proxy.HOST}:{critic_port}']",
                 "trainer.precision=32",
                 "model.encoder_seq_length=64",
                 "model.global_batch_size=8",

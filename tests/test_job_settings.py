@@ -50,7 +50,8 @@ CONNECTIONS = {
     "max_connections": 5, "max_body_without_token": 6,
 }  # fmt: skip
 SERVED = {  # what both services have
-    "port": 1234, "host": "10.0.0.7", "token": "s3cret", "max_body_bytes": 5000, "max_outstanding_requests": 7,
+    "port": 1234, "host": "10.0.0.7", "token": "s3cret", "known_as": ["10.0.0.8:1234"], "max_body_bytes": 5000,
+    "max_outstanding_requests": 7,
     "infer_timeout_seconds": 8, "inference_micro_batch_size": [2, 4], "max_queue_delay_microseconds": 9,
     "strip_sequence_length_to_multiple": 16, "connections": CONNECTIONS,
 }  # fmt: skip
@@ -117,7 +118,8 @@ def test_a_service_listens_as_its_config_says(
     else:
         listen_as_reward_model(cfg, layout, base)
     assert made.http == HttpSettings(
-        port=1234, host="10.0.0.7", section=name, token="s3cret", max_body_bytes=5000, max_outstanding_requests=7,
+        port=1234, host="10.0.0.7", section=name, token="s3cret", known_as=("10.0.0.8:1234",), max_body_bytes=5000,
+        max_outstanding_requests=7,
         infer_timeout_s=8.0, command_timeout_s=11.0 if is_critic else 3600.0,
         connections=ConnectionLimits(**CONNECTIONS),  # type: ignore[arg-type]
     )  # fmt: skip

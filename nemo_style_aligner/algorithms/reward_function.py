@@ -248,7 +248,7 @@ class RewardFunctionService:
             while self._queue.state is not QueueState.DRAINING or self._queue.waiting:
                 for job in self._queue.take(_POLL_SECONDS, 1, (1,), 0.0):
                     self._do(job)
-        except Exception as error:
+        except BaseException as error:
             fail_job(error)
             raise
 
@@ -281,7 +281,7 @@ class RewardFunctionService:
         sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"
         try:
             reward = self._function(record.fields["text"], response, copy.deepcopy(dict(record.fields)))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
             logger.exception("the reward function %s raised an error %s", self._name, sample)
             raise ProtocolError(
                 500,

@@ -29,7 +29,8 @@ _MAY_DIFFER = (
     *("trainer.ppo.reference_policy_placement", "trainer.ppo.generation.*", "trainer.ppo.trt_llm.*"),
     # addresses, limits, secrets
     *("remote_critic_rm.*", "trainer.ppo.batch_iterator.*", "trainer.ppo.connections.*", "trainer.ppo.max_body_bytes"),
-    *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.max_outstanding_requests"),
+    *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.known_as"),
+    *("trainer.ppo.max_outstanding_requests",),
     *("trainer.ppo.*_seconds", "trainer.ppo.max_queue_delay_microseconds", "trainer.ppo.inference_micro_batch_size"),
     *("trainer.ppo.strip_sequence_length_to_multiple", "trainer.*.on_nonfinite", "trainer.*.max_consecutive_skips"),
 )  # patterns of keys; whatever their values, a run computes the same, rounding and sampled numbers aside

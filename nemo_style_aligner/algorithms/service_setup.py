@@ -142,6 +142,7 @@ def _http_settings(section: DictConfig, key: str) -> HttpSettings:
         host=bind_address(section.host),
         section=key,
         token=resolve_token(section.token, f"{key}.token"),
+        known_as=tuple(section.known_as),
         max_body_bytes=int(section.max_body_bytes),
         max_outstanding_requests=int(section.max_outstanding_requests),
         infer_timeout_s=float(section.infer_timeout_seconds),

@@ -30,7 +30,6 @@ from nemo_style_aligner.servers.http_client import (
 from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.journal import CriticJournal, JournalError
 from nemo_style_aligner.servers.ledger import CriticPosition
-from nemo_style_aligner.servers.proof import UnprovenServerError
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     READY_PATH,
@@ -39,6 +38,7 @@ from nemo_style_aligner.servers.protocol import (
     encode_infer_request,
 )
 from nemo_style_aligner.servers.secret import HOW_TO_SHARE
+from nemo_style_aligner.servers.signing import UnprovenServerError
 from nemo_style_aligner.servers.training_session import (
     PROGRESS_SECONDS,
     CriticWatch,

@@ -1,31 +1,36 @@
 """An HTTP client with bounded waits: connect, read and total limits, and jittered back-off between tries.
 
 Each request has an id (``X-Request-Id``), the same in all its tries, which the errors here and the server's log name.
-A client with a secret sends the secret, and anything else, only to a server that has proven that it knows the secret:
-see `proof`.
+A client with a secret sends its requests only to a server that has proven that it knows the secret: see `signing`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import http.client
 import logging
-import math
 import random
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import requests
-import urllib3.exceptions
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.servers.http_connection import CHUNK_BYTES, Adapter, Peer, TooSlowError, TryLimits
-from nemo_style_aligner.servers.proof import UnprovenServerError
+from nemo_style_aligner.servers.http_connection import (
+    ClientLimits,
+    Connection,
+    HttpAnswer,
+    Peer,
+    Request,
+    TooSlowError,
+    body_digest,
+)
 from nemo_style_aligner.servers.protocol import decode_error
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
+from nemo_style_aligner.servers.signing import UnprovenServerError
+
+__all__ = ["ClientLimits", "HttpAnswer", "HttpClient", "RequestRefusedError", "ServerUnavailableError"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,42 +60,6 @@ class RequestRefusedError(UserError, RuntimeError):
         super().__init__(message)
         self.status = status
         self.headers = headers
-
-
-@dataclasses.dataclass(frozen=True)
-class ClientLimits:
-    """How long a request may take, in seconds."""
-
-    connect_s: float = 5.0
-    # Longest silence of the server in one try, while it receives the request or before it answers: more than answering
-    # may take.
-    read_s: float = 1260.0
-    # Over all tries, but counted from the server's last answer to any request of the same path: slow is not stuck.
-    total_s: float = 1800.0
-    # How long the server may be away meanwhile (no connection, or one that breaks; starting; shutting down). This time
-    # does not count towards total_s. None: it does, and has no limit of its own.
-    away_s: float | None = None
-    internal_errors: int = 0  # retries after status 500, before the request counts as refused
-    too_slow: str = (  # advice in errors, for a server that is up but takes longer
-        "give it more ranks, or both sides more time (its infer_timeout_seconds, and timeouts.read_seconds and "
-        "total_seconds here)"
-    )
-    first_backoff_s: float = 0.1
-    max_backoff_s: float = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class HttpAnswer:
-    """A complete response. Names of ``headers`` are case-insensitive; ``request``: how errors name its request."""
-
-    status_code: int
-    headers: Mapping[str, str]
-    content: bytes
-    request: str
-
-    def json(self) -> Any:
-        """The body, parsed."""
-        return json.loads(self.content)
 
 
 @dataclasses.dataclass
@@ -146,12 +115,12 @@ class _Clock:
 
 
 class HttpClient:
-    """Sends requests to one server, safe to use from many threads (each has its own keep-alive session).
+    """Sends requests to one server, safe to use from many threads (each has a connection of its own).
 
-    With a ``token`` the server must prove on each connection that it knows the token, see `proof`. A server that gives
-    no proof counts as away: the real one may be about to start. A proof with another secret is an error at once, until
-    the server has proven itself for the first time: from then on the client's secret is known to be right, and such a
-    server counts as away, too.
+    With a ``token`` the server must prove on each connection that it knows the token, see `signing`. A server that
+    gives no proof counts as away: the real one may be about to start. A proof with another secret is an error at once,
+    until the server has proven itself for the first time: from then on the client's secret is known to be right, and
+    such a server counts as away, too.
 
     Only for requests that may be repeated: a try whose connection broke is sent again, though the server
     may have seen it.
@@ -159,13 +128,9 @@ class HttpClient:
 
     def __init__(self, base_url: str, *, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._peer = Peer(token)
         self._local = threading.local()
-        self._sessions: list[requests.Session] = []
         self._answered: dict[str, float] = {}  # when a request of each path was last answered
-        self._next_line = -math.inf  # time from which the next line about retries may be logged
-        self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def request(
@@ -185,6 +150,8 @@ class HttpClient:
         request_id = uuid.uuid4().hex[:16]
         what = f"{method} {self.base_url}{path} (request_id={request_id})"
         headers = {**(headers or {}), REQUEST_ID_HEADER: request_id}
+        body = body or b""
+        request = Request(what, method, path, headers, body, body_digest(body))
         clock = _Clock(limits, lambda: self._answered.get(path, 0.0))
         backoff = limits.first_backoff_s
         tries = internal_errors = 0
@@ -193,12 +160,14 @@ class HttpClient:
             tries += 1
             retry_after, is_full = 0.0, False
             try:
-                answer = self._try(what, method, path, body, headers, limits, max(clock.remaining, 0.1))
-            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:  # requests lets some through
+                answer = self._connection().exchange(request, limits, max(clock.remaining, 0.1))
+            except TooSlowError as error:
+                trouble = str(error)
+                clock.note(is_away=False)
+            except (OSError, http.client.HTTPException) as error:
                 trouble = _reason(error)
-                is_away = not isinstance(error, requests.ReadTimeout)
-                clock.note(is_away=is_away)
-                is_busy = is_busy and not is_away
+                clock.note(is_away=True)
+                is_busy = False
             except UnprovenServerError as error:
                 if error.is_final and not self._peer.has_proven:
                     message = f"{what} was not sent because it would be refused (401): {error}"
@@ -236,7 +205,7 @@ class HttpClient:
                     f"{remedy}"
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
-            if clock.elapsed >= _SILENT_SECONDS and not is_full and self._may_say():
+            if clock.elapsed >= _SILENT_SECONDS and not is_full and self._peer.may_log(_LINE_SECONDS):
                 is_announced = True
                 logger.warning(
                     "%s: no answer after %.0f s and %d tries, retrying for at most %.0f s more; last: %s",
@@ -244,84 +213,23 @@ class HttpClient:
                 )
             backoff = min(2 * backoff, limits.max_backoff_s)
 
-    def _may_say(self) -> bool:
-        """Whether this request may log its retries now: many threads wait for one server, and one line is enough."""
-        with self._lock:
-            is_time = time.monotonic() >= self._next_line
-            if is_time:
-                self._next_line = time.monotonic() + _LINE_SECONDS
-            return is_time
-
-    def _try(
-        self,
-        what: str,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        limits: ClientLimits,
-        remaining: float,
-    ) -> HttpAnswer:
-        """Make one try, which ends within ``remaining`` seconds however slowly request or answer trickle."""
-        deadline = time.monotonic() + remaining
-        session, sending = self._session()
-        sending.silence_s, sending.deadline = limits.read_s, deadline
-        with session.request(
-            method,
-            self.base_url + path,
-            data=body,
-            headers=headers,
-            timeout=(min(limits.connect_s, remaining), min(limits.read_s, remaining)),
-            allow_redirects=False,
-            stream=True,
-        ) as response:
-            is_chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
-            if response.raw.length_remaining is None and not is_chunked:
-                # Else a lost connection would look like the end of the header, or of an answer without a length.
-                raise requests.ConnectionError("the answer's head is cut off: it does not say how long the answer is")
-            chunks = []
-            try:
-                while chunk := response.raw.read1(CHUNK_BYTES):  # what has arrived; `read` would wait for more
-                    chunks.append(chunk)
-            except urllib3.exceptions.ReadTimeoutError as error:
-                raise requests.ReadTimeout(error) from error
-            except urllib3.exceptions.HTTPError as error:
-                raise requests.ConnectionError(error) from error
-            return HttpAnswer(response.status_code, response.headers, b"".join(chunks), what)
-
     def close(self) -> None:
         """End all requests, including those that wait for an answer, and close all connections."""
         self._closed.set()
         self._peer.disconnect()
-        with self._lock:
-            sessions, self._sessions = self._sessions, []
-        for session in sessions:
-            session.close()
 
-    def _session(self) -> tuple[requests.Session, TryLimits]:
-        """This thread's session, and the limits that hold for what it sends next."""
-        if not hasattr(self._local, "session"):
-            self._local.sending = TryLimits()
-            self._local.session = session = requests.Session()
-            session.trust_env = False  # no proxies between the nodes of a job, no ~/.netrc overriding the token
-            session.headers.update(self._headers)
-            session.headers["Accept-Encoding"] = "identity"  # answers are read as they come, within limits
-            session.mount("http://", Adapter(self._peer, self._local.sending))
-            with self._lock:
-                self._sessions.append(session)
-        return self._local.session, self._local.sending
+    def _connection(self) -> Connection:
+        """This thread's connection."""
+        if not hasattr(self._local, "connection"):
+            url = urllib.parse.urlsplit(self.base_url)
+            self._local.connection = Connection(url.hostname or "", url.port or 80, self._peer)
+        connection: Connection = self._local.connection
+        return connection
 
 
-def _reason(error: requests.RequestException | urllib3.exceptions.HTTPError) -> str:
-    cause = error.args[0] if error.args else None
-    if isinstance(error, requests.ConnectTimeout):
-        return "connecting took too long"
-    if isinstance(error, requests.Timeout):
-        return cause.message if isinstance(cause, TooSlowError) else "the server was silent for too long"
-    if isinstance(cause, urllib3.exceptions.MaxRetryError) and cause.reason is not None:
-        cause = cause.reason.__cause__ or cause.reason  # the plain OSError: urllib3's texts begin with host and URL
-    text = str(error if cause is None else cause)
-    return "connection refused" if "refused" in text else f"connection failed ({text[:200]})"
+def _reason(error: OSError | http.client.HTTPException) -> str:
+    text = str(error) or type(error).__name__
+    return "connection refused" if isinstance(error, ConnectionRefusedError) else f"connection failed ({text[:200]})"
 
 
 def _seconds(text: str | None) -> float:

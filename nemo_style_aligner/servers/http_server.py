@@ -5,16 +5,19 @@ from __future__ import annotations
 import collections
 import errno
 import hmac
+import http
 import logging
 import math
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import waitress
+import waitress.adjustments
+import waitress.server
+import waitress.task
 import waitress.wasyncore
 from flask import Flask, Response, request
 
@@ -22,21 +25,23 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.detection import LARGEST_PORT
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.connections import (
+    REQUEST_KEY,
+    Channel,
     ConnectionLimits,
     ConnectionWatch,
     HeaderCheck,
+    Parser,
     channel_class,
-    is_busy,
+    wrong_signature,
 )
-from nemo_style_aligner.servers.proof import CHALLENGE_HEADER, PROOF_HEADER, prove
 from nemo_style_aligner.servers.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.servers.request_log import mark_stranger
+from nemo_style_aligner.servers.signing import PROOF_HEADER, SIGNATURE_HEADER, body_digest, prove
 
 logger = logging.getLogger(__name__)
 # One warning per request that waits for a thread would drown the log; the queues have metrics of their own.
 logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
-_TOKEN_FIELDS = ("AUTHORIZATION", "TRITON_ACCESS_TOKEN")
 _SWEEP_SECONDS = 0.5
 _RECEIVE_BYTES = 2**18  # at a time: waitress's 8 KiB make large bodies slow
 _ANSWER_BYTES = 2**24  # unsent, per connection: a thread that produces more waits for the client
@@ -81,17 +86,15 @@ def token_check(token: str | None) -> HeaderCheck:
 
 
 def require_token(app: Flask, token: str | None, is_open: Callable[[str], bool]) -> None:
-    """Refuse requests without the token (see `token_check`) with 401.
+    """Refuse requests that do not show the token, by a signature or as it is (`token_check`), with 401.
 
     ``is_open(path)`` says which routes need none (health). Without a token everything is open.
     """
     if token is None:
         return
-    has_token = token_check(token)
 
     def check() -> Response | None:
-        fields = {name: request.environ.get(f"HTTP_{name}", "") for name in _TOKEN_FIELDS}
-        if has_token(fields):
+        if request.environ[REQUEST_KEY].is_known:
             return None
         mark_stranger()
         if is_open(request.path):
@@ -109,9 +112,10 @@ class WsgiServer:
 
     ``port`` 0 takes a free one; `port` then tells which. Raises OSError if the address cannot be bound, naming host and
     port, and their config keys if they are from a ``section`` of the config. Large bodies are read only from clients
-    that send the ``token`` (the application checks all other requests itself, see `require_token`). To clients that
-    ask, the server proves that it knows the token, see `proof`. ``threads`` work on requests; 0, for an application
-    that never waits: the server's own thread does, which saves handing requests over.
+    that show the ``token`` (the application checks all other requests itself, see `require_token`). To clients that
+    ask, the server proves that it knows the token, see `signing`; ``known_as`` lists further addresses at which they
+    may reach it. ``threads`` work on requests that show the token; 0, for an application that never waits: the server's
+    own thread does, which saves handing requests over.
     """
 
     def __init__(
@@ -126,31 +130,21 @@ class WsgiServer:
         section: str | None = None,
         limits: ConnectionLimits | None = None,
         token: str | None = None,
+        known_as: Collection[str] = (),
     ) -> None:
-        may_send_body = token_check(token)
         limits = limits or ConnectionLimits()
         connections = limits.connections()
         self._socket = _bind(host, port, name, section)
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._map: dict[int, Any] = {}
-        self._last_answer = -math.inf
-        self._own_thread = None if threads else _OwnThread()
-
-        def noting_answers(environ: Any, start_response: Any) -> Any:
-            try:
-                return app(environ, _proving(environ, start_response, token, self.port))
-            finally:
-                self._last_answer = time.monotonic()
-
-        self._server = waitress.create_server(
-            noting_answers,
-            map=self._map,
-            _dispatcher=self._own_thread,
+        self._app = _Application(app, token, known_as)
+        self._watch = ConnectionWatch(connections)
+        self._tasks = _Tasks(threads)
+        adjustments = waitress.adjustments.Adjustments(
             sockets=[self._socket],
-            threads=threads or 1,
             max_request_body_size=max_body_bytes + _BODY_MARGIN,
-            connection_limit=connections,
+            connection_limit=connections + 3,  # with the listener; `ConnectionWatch` makes room for one more
             # waitress's own timeout goes by the wall clock and also ends connections that are sending a request: see
             # `ConnectionWatch`.
             channel_timeout=_NEVER_SECONDS,
@@ -162,12 +156,12 @@ class WsgiServer:
             asyncore_use_poll=True,
             ident=None,
         )
-        if self._own_thread is not None:
-            self._server.adj.send_bytes = _TOGETHER_BYTES
-            self._server.pull_trigger = lambda: None  # the thread that it would wake is the one that calls it
-        self._server.channel_class = channel_class(may_send_body, limits, max_body_bytes)
-        _PatientAccept(self._server, name)
-        self._watch = ConnectionWatch(limits, connections, may_send_body)
+        if not threads:
+            adjustments.send_bytes = _TOGETHER_BYTES
+        self._server = _Server(self._app, self._map, self._tasks, self._watch, adjustments, self._socket, name)
+        self._server.channel_class = channel_class(
+            token_check(token), limits, max_body_bytes, self._watch, has_secret=token is not None
+        )
         self._next_sweep = 0.0
         self._stopping = threading.Event()
         self._flush_deadline = 0.0
@@ -184,7 +178,7 @@ class WsgiServer:
         """The thread's body. If it fails, so does the job, whose port would be open without anybody answering."""
         try:
             self._run()
-        except Exception as error:
+        except BaseException as error:
             if not self._stopping.is_set():
                 fail_job(error)
             logger.exception("%s: error while stopping", self._thread.name)
@@ -205,19 +199,19 @@ class WsgiServer:
         self._server.del_channel(self._map)
         self._socket.close()
         self._flush(max(self._flush_deadline, time.monotonic() + _LINGER_SECONDS))
-        self._server.task_dispatcher.shutdown(timeout=1)
+        self._tasks.shutdown(timeout=1)
         waitress.wasyncore.close_all(self._map)
 
     def _flush(self, deadline: float, quiet_seconds: float = 0.0) -> None:
         """Answer requests until none is open and the last answer is ``quiet_seconds`` ago, or the deadline passes."""
-        while (now := time.monotonic()) < deadline and (self._busy() or now - self._last_answer < quiet_seconds):
+        while (now := time.monotonic()) < deadline and (self._busy() or now - self._app.last_answer < quiet_seconds):
             self._turn(0.05)
 
     def _turn(self, timeout: float) -> None:
         """Wait for events of the sockets, at most ``timeout`` seconds, and handle them."""
+        timeout = 0.0 if self._tasks.has_strangers else timeout
         waitress.wasyncore.loop(timeout=timeout, map=self._map, use_poll=True, count=1)
-        if self._own_thread is not None:
-            self._own_thread.work()
+        self._tasks.work()
 
     def _accept_waiting(self) -> None:
         before = -1
@@ -226,32 +220,40 @@ class WsgiServer:
             self._server.handle_accept()
 
     def _busy(self) -> bool:
-        return any(map(is_busy, list(self._server.active_channels.values())))
+        return any(channel.is_busy for channel in list(self._server.active_channels.values()))
 
 
-class _PatientAccept:
-    """Makes a waitress server pause when it cannot accept a connection for lack of descriptors or memory.
+class _Server(waitress.server.TcpWSGIServer):  # type: ignore[misc]
+    """A waitress server that pauses when it cannot accept a connection for lack of descriptors or memory.
 
     waitress itself tries again at once, with a traceback each time, for as long as a connection waits to be accepted:
     it would occupy a core and log megabytes per second. Open connections are served meanwhile.
     """
 
-    def __init__(self, server: Any, name: str) -> None:
-        self._server = server
+    def __init__(
+        self, app: Any, map: Any, tasks: _Tasks, watch: ConnectionWatch, adj: Any, listener: socket.socket, name: str
+    ) -> None:
         self._name = name
-        self._plain_accept: Callable[[], Any] = server.accept
-        self._plain_readable: Callable[[], bool] = server.readable
+        self._watch = watch
         self._next_try = -math.inf
         self._next_word = -math.inf
-        server.accept, server.readable = self._accept, self._readable
+        self._is_own_thread = not tasks.has_pool
+        place = (listener.family, listener.type, listener.proto, listener.getsockname())
+        super().__init__(app, map, True, listener, dispatcher=tasks, adj=adj, bind_socket=False, sockinfo=place)
 
-    def _readable(self) -> bool:
+    def readable(self) -> bool:
         """Whether the loop is to poll for connections that wait to be accepted."""
-        return self._plain_readable() and time.monotonic() >= self._next_try
+        return bool(super().readable()) and time.monotonic() >= self._next_try and self._watch.has_room()
 
-    def _accept(self) -> Any:
+    def pull_trigger(self) -> None:
+        """Wake the server's own thread, unless that is the one that calls."""
+        if not self._is_own_thread:
+            super().pull_trigger()
+
+    def accept(self) -> Any:
+        """The next connection, as waitress wants it; None if there is none, or no room for it."""
         try:
-            return self._plain_accept()
+            return super().accept()
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
@@ -264,46 +266,117 @@ class _PatientAccept:
                     "%s cannot accept connections (%s), %d are open; new ones wait: %s",
                     self._name,
                     error.strerror,
-                    len(self._server.active_channels),
+                    len(self.active_channels),
                     _EXHAUSTED[error.errno].format(limit=limit),
                 )
             return None
 
 
-class _OwnThread:
-    """Replaces waitress's thread pool: requests wait here until the server's own thread works on them."""
+class _Tasks:
+    """Who works on which request: takes the place of waitress's thread pool.
 
-    def __init__(self) -> None:
-        self._tasks: collections.deque[Any] = collections.deque()
+    The pool's threads, or the server's own where there is no pool, work on requests that show the secret. All others
+    can only be refused, told something open to all, or given a proof: the server's own thread does that, for one in
+    each turn, so that no crowd of strangers keeps the others waiting.
+    """
 
-    def add_task(self, task: Any) -> None:
+    def __init__(self, threads: int) -> None:
+        self._pool = waitress.task.ThreadedTaskDispatcher() if threads else None
+        if self._pool is not None:
+            self._pool.set_thread_count(threads)
+        self._known: collections.deque[Channel] = collections.deque()
+        self._strangers: collections.deque[Channel] = collections.deque()
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether there are threads beside the server's own."""
+        return self._pool is not None
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether requests of strangers wait."""
+        return bool(self._strangers)
+
+    def add_task(self, task: Channel) -> None:
         """Queue a channel with a complete request. It holds a lock of its own here, so it cannot be served yet."""
-        self._tasks.append(task)
+        if not task.requests[0].is_known:
+            self._strangers.append(task)
+        elif self._pool is not None:
+            self._pool.add_task(task)
+        else:
+            self._known.append(task)
 
     def work(self) -> None:
-        """Answer all queued requests."""
-        while self._tasks:
-            channel = self._tasks.popleft()
-            channel.service()
-            channel.handle_write()
+        """Answer the queued requests that are the server's own thread's: one stranger's, and all others."""
+        while self._known:
+            _answer(self._known.popleft())
+        if self._strangers:
+            _answer(self._strangers.popleft())
 
     def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> None:
         """Cancel the queued requests. The signature is that of waitress's pool."""
-        while self._tasks:
-            self._tasks.popleft().cancel()
+        for task in (*self._known, *self._strangers):
+            task.cancel()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_pending, timeout)
 
 
-def _proving(environ: Mapping[str, Any], start_response: Any, token: str | None, port: int) -> Any:
-    """A ``start_response`` that adds the proof, if the request asks for one, whatever the answer is."""
-    challenge = environ.get(f"HTTP_{CHALLENGE_HEADER.upper().replace('-', '_')}")
-    proof = None if challenge is None else prove(token, challenge, port)
-    if proof is None:
-        return start_response
+def _answer(channel: Channel) -> None:
+    channel.service()
+    if channel.connected:
+        channel.handle_write()
 
-    def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Any:
-        return start_response(status, [*headers, (PROOF_HEADER, proof)], exc_info)
 
-    return start
+class _Application:
+    """``app`` as waitress calls it: whatever happens in it, each request gets an answer, signed if the request is.
+
+    Attributes:
+        last_answer: when a request was last answered, by the monotonic clock.
+    """
+
+    def __init__(self, app: Any, token: str | None, known_as: Collection[str]) -> None:
+        self._app = app
+        self._token = token
+        self._known_as = known_as
+        self.last_answer = -math.inf
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        parser: Parser = environ[REQUEST_KEY]
+        channel, challenge = parser.channel, environ.get("HTTP_X_CHALLENGE")
+        status, fields, body = self._checked_answer(environ, parser)
+        if parser.digest is not None and channel.signatures is not None:
+            signature = channel.signatures.of_answer(int(status[:3]), fields, body_digest(body))
+            fields = [*fields, (SIGNATURE_HEADER, signature)]
+        elif challenge is not None and (proof := prove(self._token, challenge, channel.place, self._known_as)):
+            fields = [*fields, (PROOF_HEADER, proof[0])]
+            channel.signatures = proof[1]
+        start_response(status, fields)
+        self.last_answer = time.monotonic()
+        return [body]
+
+    def _checked_answer(self, environ: dict[str, Any], parser: Parser) -> tuple[str, list[tuple[str, str]], bytes]:
+        # The whole body, in memory; read by the application only.
+        if parser.digest is not None and body_digest(environ["wsgi.input"].getbuffer()) != parser.digest:
+            parser.digest = None  # nothing that was sent can be relied on: the answer is not signed
+            status, _, message = wrong_signature(parser.channel.has_secret)
+            return _refusal(ProtocolError(status, message))
+        answer: list[Any] = []
+        try:
+            parts = self._app(environ, lambda status, fields, exc_info=None: answer.extend((status, fields)))
+            try:
+                body = b"".join(parts)
+                return answer[0], answer[1], body
+            finally:
+                getattr(parts, "close", lambda: None)()
+        except BaseException as error:  # as a panic in a tokenizer's Rust code, or a user's sys.exit()
+            logger.exception("the service failed while it worked on %s %s", parser.command, parser.path)
+            return _refusal(ProtocolError(500, f"the service failed: {type(error).__name__}: {error}"))
+
+
+def _refusal(error: ProtocolError) -> tuple[str, list[tuple[str, str]], bytes]:
+    body = error.body()
+    name = http.HTTPStatus(error.status).phrase
+    return f"{error.status} {name}", [("Content-Type", JSON_TYPE), ("Content-Length", str(len(body)))], body
 
 
 class PlaceTakenError(UserError, OSError):

@@ -17,7 +17,6 @@ from nemo_style_aligner.servers.endpoints import (
     TrainEndpoint,
 )
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY
-from nemo_style_aligner.servers.proof import CHALLENGE_HEADER, PROOF_HEADER
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     JSON_TYPE,
@@ -26,6 +25,7 @@ from nemo_style_aligner.servers.protocol import (
     READY_PATH,
 )
 from nemo_style_aligner.servers.request_log import REQUEST_ID_HEADER
+from nemo_style_aligner.servers.signing import CHALLENGE_HEADER, PROOF_HEADER
 
 Schema = dict[str, Any]
 
@@ -36,8 +36,7 @@ _ELEMENTS: Mapping[str, Schema] = {
 }
 _SIZE: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_DIMENSION_SIZE}
 _PROOF: Schema = {
-    "description": f"If the request has {CHALLENGE_HEADER} (up to 128 letters, digits, '_', '-'): the service's port, "
-    "and the HMAC-SHA256, keyed with the secret, of nemo-style-aligner|CHALLENGE|PORT ('none' without a secret)",
+    "description": f"If the request has {CHALLENGE_HEADER}: the proof that the service knows the secret",
     "schema": {"type": "string"},
 }
 _ERRORS = {

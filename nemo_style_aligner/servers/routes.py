@@ -61,8 +61,8 @@ class HttpSettings:
     port: int
     host: str = "127.0.0.1"
     section: str | None = None  # of the config that these keys are from, for errors
-    # Shared secret for `Authorization: Bearer`; None: no authentication.
-    token: str | None = dataclasses.field(default=None, repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)  # the shared secret; None: no authentication
+    known_as: tuple[str, ...] = ()  # further host:port at which clients may reach the service
     max_body_bytes: int = 2**30
     max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
     infer_timeout_s: float = 600.0  # until an inference request is answered 504; twice that if being computed
@@ -123,6 +123,7 @@ def start_http_server(
         section=settings.section,
         limits=settings.connections,
         token=settings.token,
+        known_as=settings.known_as,
     )
     names = ", ".join(endpoint.name for endpoint in endpoints)
     logger.info("listening on %s, not ready yet: %s", server_url(server.host, server.port), names)

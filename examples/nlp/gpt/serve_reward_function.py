@@ -52,6 +52,7 @@ def main() -> None:
         "--host", default=None, help="address to listen on; default: as for inference.host of a reward model"
     )
     parser.add_argument("--token", default="auto", help="the shared secret: auto, none or a word; see docs/service.md")
+    parser.add_argument("--known-as", nargs="*", default=[], help="as inference.known_as of a reward model")
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug: also each request")
     args = parser.parse_args()
@@ -79,6 +80,7 @@ def main() -> None:
                 port=args.port,
                 host=bind_address(args.host),
                 token=resolve_token(args.token, "--token"),
+                known_as=tuple(args.known_as),
             ),
             num_threads=args.threads,
             end_strings=[unescaped(string) for string in args.end_strings],

@@ -223,9 +223,8 @@ class TensorRTEngine(EngineLifecycle):
 
     def _make_directory(self) -> Path:
         if self._given_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(
-                prefix="trtllm_engine_", dir=temporary_base()
-            )  # removed when this process ends
+            # Removed when this process ends.
+            self._temporary = tempfile.TemporaryDirectory(prefix="trtllm_engine_", dir=temporary_base())
             return Path(self._temporary.name)
         directory = self._given_dir / f"group{self._group.index}"
         os.close(own_folder(directory, make=0o775))  # what lies in it is loaded
