@@ -18,7 +18,7 @@ import torch
 from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
-Activation = Literal["silu", "gelu", "squared-relu"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh
 
 # NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
 # NeMo versions; the function is the same.
@@ -49,7 +49,6 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": _OFF,
     "normalize_attention_scores": (None, True),
     "headscale": _OFF,
-    "openai_gelu": _OFF,  # the tanh approximation
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
@@ -160,8 +159,8 @@ class ModelArchitecture:
             )
         if missing:
             raise ValueError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
-        activation = cfg.get("activation", "gelu")
-        if activation not in _NEMO_ACTIVATIONS:
+        activation = cfg.get("activation") or "gelu"
+        if not isinstance(activation, str) or activation not in _NEMO_ACTIVATIONS:
             raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
         position = cfg.get("position_embedding_type", "rope")
         if position != "rope":
@@ -178,39 +177,43 @@ class ModelArchitecture:
             named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
             raise ValueError(f"models with {named} are not supported: their results would be wrong")
         act, gated = _NEMO_ACTIVATIONS[activation]
-        qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's
+        if act == "gelu" and _is_by_tanh(cfg, gated):
+            act = "gelu-tanh"
+        heads, layers = _whole(cfg, "num_attention_heads"), _whole(cfg, "num_layers")
+        qkv_bias = "add_qkv_bias" if cfg.get("qkv_bias") is None else "qkv_bias"  # megatron's name and NeMo's
+        multipliers = {key: _number(cfg, key, 1.0) for key in MULTIPLIERS if cfg.get(key) is not None}
         return cls(
-            num_layers=int(cfg["num_layers"]),
-            hidden_size=int(cfg["hidden_size"]),
-            ffn_hidden_size=int(cfg.get("ffn_hidden_size") or 4 * cfg["hidden_size"]),
-            num_attention_heads=int(cfg["num_attention_heads"]),
-            num_query_groups=int(cfg.get("num_query_groups") or cfg["num_attention_heads"]),
-            vocab_size=int(cfg["vocab_size"]),
-            kv_channels=int(cfg.get("kv_channels") or 0),
-            max_position_embeddings=int(cfg.get("max_position_embeddings") or cfg.get("encoder_seq_length") or 4096),
+            num_layers=layers,
+            hidden_size=_whole(cfg, "hidden_size"),
+            ffn_hidden_size=_whole(cfg, "ffn_hidden_size") or 4 * _whole(cfg, "hidden_size"),
+            num_attention_heads=heads,
+            num_query_groups=_whole(cfg, "num_query_groups") or heads,
+            vocab_size=_whole(cfg, "vocab_size"),
+            kv_channels=_whole(cfg, "kv_channels"),
+            max_position_embeddings=_whole(cfg, "max_position_embeddings") or _whole(cfg, "encoder_seq_length") or 4096,
             normalization=normalization,
-            layernorm_epsilon=float(cfg.get("layernorm_epsilon", 1e-5)),
+            layernorm_epsilon=_number(cfg, "layernorm_epsilon", 1e-5),
             activation=act,
             gated=gated,
-            bias=bool(cfg.get("bias", False)),
-            qkv_bias=bool(qkv_bias),
-            qk_layernorm=bool(cfg.get("qk_layernorm", False)),
-            tied_embeddings=bool(cfg.get("share_embeddings_and_output_weights", False)),
-            rotary_base=float(cfg.get("rotary_base", 10000.0)),
-            rotary_percentage=float(cfg.get("rotary_percentage", 1.0)),
-            rope_scaling=RopeScaling.from_nemo_config(cfg),
-            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), int(cfg["num_layers"])),
-            softmax_scale=None if cfg.get("softmax_scale") is None else float(cfg["softmax_scale"]),
-            **{key: float(cfg[key]) for key in MULTIPLIERS if cfg.get(key) is not None},
-            init_method_std=float(cfg.get("init_method_std", 0.02)),
+            bias=_flag(cfg, "bias"),
+            qkv_bias=_flag(cfg, qkv_bias),
+            qk_layernorm=_flag(cfg, "qk_layernorm"),
+            tied_embeddings=_flag(cfg, "share_embeddings_and_output_weights"),
+            rotary_base=_number(cfg, "rotary_base", 10000.0),
+            rotary_percentage=_number(cfg, "rotary_percentage", 1.0),
+            rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
+            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), layers),
+            softmax_scale=None if cfg.get("softmax_scale") is None else _number(cfg, "softmax_scale", 1.0),
+            **multipliers,
+            init_method_std=_number(cfg, "init_method_std", 0.02),
             family=str(cfg.get("hf_model_type", "llama")),
         )
 
     def to_nemo_config(self) -> dict[str, Any]:
         """The keys of ``model_config.yaml`` that describe this architecture (NeMo's names)."""
-        activation = {
-            (act, gated): name for name, (act, gated) in _NEMO_ACTIVATIONS.items() if not name.startswith("fast-")
-        }
+        is_tanh = self.activation == "gelu-tanh"
+        kind = ("gelu" if is_tanh else self.activation, self.gated)
+        activation = next(name for name, of in _NEMO_ACTIVATIONS.items() if of == kind)
         config: dict[str, Any] = {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -222,7 +225,7 @@ class ModelArchitecture:
             "max_position_embeddings": self.max_position_embeddings,
             "normalization": self.normalization,
             "layernorm_epsilon": self.layernorm_epsilon,
-            "activation": activation[(self.activation, self.gated)],
+            "activation": activation,
             "bias": self.bias,
             "qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_layernorm,
@@ -238,6 +241,8 @@ class ModelArchitecture:
         if self.no_rope_layers:
             config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
         config |= {key: getattr(self, key) for key in MULTIPLIERS if getattr(self, key) != 1}
+        if kind[0] == "gelu":
+            config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
         return config if self.softmax_scale is None else config | {"softmax_scale": self.softmax_scale}
 
     # ---- sizes ------------------------------------------------------------------------------
@@ -351,3 +356,62 @@ def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
     if len(frequency) != num_layers:
         raise ValueError(f"no_rope_freq has {len(frequency)} numbers for {num_layers} layers")
     return tuple(layer for layer, skips in enumerate(frequency) if skips)
+
+
+# ---- values of a model_config.yaml ------------------------------------------------------------------
+
+
+def _number(cfg: Mapping[str, Any], key: str, default: float) -> float:
+    """A key's number; ``default`` where it is missing. YAML takes 1e-5 for text."""
+    value = cfg.get(key, default)
+    try:
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"model.{key}={value!r}: must be a number")
+
+
+def _whole(cfg: Mapping[str, Any], key: str) -> int:
+    """A key's whole number; 0 where it is missing or null."""
+    number = 0.0 if cfg.get(key) is None else _number(cfg, key, 0.0)
+    if not number.is_integer():
+        raise ValueError(f"model.{key}={cfg[key]!r}: must be a whole number")
+    return int(number)
+
+
+def _flag(cfg: Mapping[str, Any], key: str) -> bool:
+    """Whether a key is true; False where it is missing or null."""
+    value = cfg.get(key)
+    if value not in (None, False, True):
+        raise ValueError(f"model.{key}={value!r}: must be true or false")
+    return bool(value)
+
+
+def _is_by_tanh(cfg: Mapping[str, Any], gated: bool) -> bool:
+    """Whether NeMo computes GELU by its approximation: its kernel fused with biases, the default, does.
+
+    This project's archives before the key had a meaning here hold models that were trained with GELU itself.
+    """
+    fused = cfg.get("bias_activation_fusion")
+    is_fused = "hf_model_type" not in cfg if fused is None else _flag(cfg, "bias_activation_fusion")
+    return _flag(cfg, "openai_gelu") or (is_fused and (gated or _flag(cfg, "bias")))
+
+
+_ROPE_NUMBERS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len", "rope_scaling_factor")
+
+
+def _rope_keys(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary scaling in NeMo 1's words. NeMo 2 and Megatron-Bridge have a flag, ``rope_scaling``."""
+    numbers = {
+        key: _number(cfg, key, 0.0)
+        for key in (*_ROPE_NUMBERS, "seq_len_interpolation_factor")
+        if cfg.get(key) is not None
+    }
+    keys: dict[str, Any] = {**cfg, **numbers, "scale_positional_embedding": _flag(cfg, "scale_positional_embedding")}
+    if isinstance(cfg.get("rope_scaling"), bool):
+        del keys["rope_scaling"]
+        if cfg["rope_scaling"]:
+            factor = keys.get("scale_factor") or keys.get("rope_scaling_factor")
+            keys |= {"scale_positional_embedding": True, "scale_factor": factor}
+    return keys

@@ -63,6 +63,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("model.force_head_dtype", (str, int)),
     ("model.optim.sched.max_steps", (int,)),
     ("model.add_qkv_bias", (bool,)),
+    ("model.rope_scaling", (dict, bool)),
+    ("model.rope_scaling_factor", (float,)),
     ("model.make_vocab_size_divisible_by", (int,)),
     ("model.reward_model_type", (str,)),
     ("model.regression.num_attributes", (int,)),

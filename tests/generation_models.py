@@ -60,6 +60,7 @@ _CONFIGS: dict[str, Any] = {
     "llama-geglu-bias": lambda: LlamaConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, hidden_act="gelu"
     ),
+    "llama-tanh": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, hidden_act="gelu_pytorch_tanh"),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16),
     "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layer_interval=2, rope_parameters=_YARN_ROPE),
@@ -73,6 +74,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "llama-tied": {"tied_embeddings": True},
     "llama-3.1": {"rope_scaling": RopeScaling("llama3", 8.0, 64), "rotary_base": 500000.0},
     "llama-geglu-bias": {"bias": True, "activation": "gelu"},
+    "llama-tanh": {"activation": "gelu-tanh"},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16},
     "smollm3": {"no_rope_layers": (1,), "rope_scaling": RopeScaling("yarn", 4.0, 32), "tied_embeddings": True},

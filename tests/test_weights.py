@@ -17,10 +17,16 @@ import sentencepiece
 import torch
 import transformers
 import yaml
+from safetensors.torch import save_file
 from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, load_nemo_weights, save_nemo
+from nemo_style_aligner.checkpoints.nemo_archive import (
+    load_nemo_config,
+    load_nemo_tokenizer,
+    load_nemo_weights,
+    save_nemo,
+)
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
@@ -317,6 +323,11 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ({"rms_norm_eps": 1}, r"config\.json: .*'rms_norm_eps' expected float"),
         ({"hidden_size": 66}, r"config\.json: .*66\) is not a multiple"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized .*gptq"),
+        ({"quantization_config": "fp8"}, "weights are quantized .*unnamed"),
+        ({"architectures": ["LlamaForTokenClassification"], "num_labels": 2}, "LlamaForTokenClassification is neither"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForQuestionAnswering is neither"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, r"code of its own \(own\.Model\)"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which transformers ignores"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -357,6 +368,49 @@ def test_padded_vocabulary_is_zero_after_import() -> None:
         assert weight.shape[0] == 112
         assert not weight[VOCAB:].any()
         assert weight[:VOCAB].any(1).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    weights = random_source(TINY)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"):
+        import_weights(build(TINY), TensorSource(weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_tensors_without_a_word_in_the_config_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = random_source(TINY)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.weight is of type [FIU]8"):
+        HuggingFaceCheckpoint(tmp_path)
+
+
+def test_a_config_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> None:
+    """Layers and rows of which the weights know nothing."""
+    tiny_tokenizer(tmp_path / "in")
+    random_hf_model(FAMILIES["llama"]()).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    for lie, message in (
+        ({"num_hidden_layers": 10**9}, "too few for 1000000000 layers"),
+        ({"vocab_size": 10**12}, r"has shape \[101, 64\]"),
+    ):
+        file.write_text(json.dumps(config | lie))
+        with pytest.raises(ValueError, match=message):
+            hf_to_nemo(tmp_path / "in", tmp_path / "model.nemo", torch.bfloat16)
+
+
+@pytest.mark.parametrize("names", [("context/io.json", "weights/metadata.json"), ("iter_0000001/run_config.yaml",)])
+def test_directories_of_nemo_2_are_named(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    message = "is a (NeMo 2.0|Megatron-Bridge) checkpoint .*export it as a Hugging Face directory"
+    for read in (read_architecture, load_nemo_config, load_nemo_tokenizer):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
 
 
 def test_faulty_weights_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,12 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, d
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "squared-relu": squared_relu}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
+    "squared-relu": squared_relu,
+}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _GIT_LFS = b"version https://git-lfs"  # how a file begins that git has cloned without its LFS extension
 
 
@@ -81,6 +82,12 @@ class HuggingFaceCheckpoint:
             for name in file.keys()  # noqa: SIM118 (not a dict)
             if not name.endswith("rotary_emb.inv_freq")  # a buffer that old Llama checkpoints carry
         }
+        for name, place in self._places.items():
+            if (dtype := place.file.get_slice(name).get_dtype()) not in _DTYPES:
+                raise ValueError(
+                    f"{self.directory}: {name} is of type {dtype}, as quantized weights are: take the model's "
+                    "unquantized weights (bf16, fp16 or fp32)"
+                )
         if any(name.endswith(".qkv_proj.weight") for name in self._places):
             self._places = dict(_unfused(self._places, read_architecture(directory)))
 

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.checkpoints.directory import refuse_nemo_2
 from nemo_style_aligner.rope import RopeScaling
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_new": "gelu-tanh",
+    "relu2": "squared-relu",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,25 @@ _NOT_BUILT = {
 """What models of other families need that layers here do not have."""
 
 
+_OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "clip_qkv": (None,),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "alibi": (None, False),
+    "parallel_attn": (None, False),
+    "use_parallel_residual": (None, False),
+    "rope_interleaved": (None, False),
+    "scale_emb": (None, 1),
+    "scale_depth": (None, 1),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+}
+"""Keys that change what models of other families compute, and the values with which they mean nothing."""
+
+
 def read_architecture(directory: str | Path) -> ModelArchitecture:
     """The architecture that a directory's ``config.json`` describes.
 
@@ -81,6 +107,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
     path = Path(directory)
     file = path / "config.json"
     if not file.is_file():
+        refuse_nemo_2(path)
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
     try:
         written = json.loads(file.read_text())
@@ -88,6 +115,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
             raise ValueError("not a JSON object")
         _family_name(written)
         _refuse_quantization(written)
+        _refuse_other_models(written)
         return architecture_from_config(AutoConfig.from_pretrained(path).to_dict())  # fills in the family's defaults
     except (ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:  # transformers' own
         text = str(error.args[0] if isinstance(error, KeyError) else error)
@@ -154,11 +182,33 @@ def _family_name(config: Mapping[str, Any]) -> str:
 def _refuse_quantization(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
+        named = quantization if isinstance(quantization, Mapping) else {}
+        method = named.get("quant_method") or named.get("quant_algo") or "unnamed"
         raise ValueError(
             f"the weights are quantized (quantization_config: {method}), which is not supported: take the model's "
             "unquantized weights (bf16, fp16 or fp32)"
         )
+
+
+def _refuse_other_models(config: Mapping[str, Any]) -> None:
+    """Refuse what a config names and transformers' class of the model does not compute."""
+    for name in config.get("architectures") or ():
+        if not str(name).endswith(("ForCausalLM", "ForSequenceClassification")):
+            raise ValueError(
+                f"architectures: {name} is neither a language model (...ForCausalLM) nor a classifier of whole texts "
+                "(...ForSequenceClassification, a reward model): its outputs have no meaning here"
+            )
+    if code := (config.get("auto_map") or {}).get("AutoModelForCausalLM"):
+        raise ValueError(
+            f"auto_map: the model has code of its own ({code}), which is not run here. If transformers' class of its "
+            "model_type computes the same, remove the key"
+        )
+    for key, plain in _OF_OTHER_MODELS.items():
+        if config.get(key) not in plain:
+            raise ValueError(
+                f"{key}={config[key]}, which transformers ignores in {config['model_type']} models. If this one was "
+                "trained with it, it cannot be computed here; else remove the key"
+            )
 
 
 def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
@@ -263,7 +313,7 @@ def hf_config(
     a = architecture
     model_type = hf_family(a)
     family = FAMILIES[model_type]
-    activation = {value: key for key, value in _ACTIVATIONS.items()}[a.activation]
+    activation = next(key for key, value in _ACTIVATIONS.items() if value == a.activation)
     config: dict[str, Any] = {
         "architectures": [family.class_prefix + ("ForSequenceClassification" if num_attributes else "ForCausalLM")],
         "model_type": model_type,

@@ -245,8 +245,8 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
         progress: called after each tensor that this rank has read.
 
     Raises:
-        ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and the source has an
-            output layer that differs from the embedding; the message names it.
+        ValueError: a tensor is missing, superfluous, of the wrong shape or not finite, or the model is tied and the
+            source has an output layer that differs from the embedding; the message names it.
     """
     entries, _ = layout_table(model)
     present, head = source.shapes(), hf_tensors(entries).get("score.weight")
@@ -270,6 +270,8 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
     for name, own in places.items():
         for place, dim, piece in own:
             place.copy_(source.read(name, dim, piece.start, piece.length))
+            if not place.isfinite().all():
+                raise ValueError(f"{name} has values that are NaN or infinite: the weights are damaged")
         progress()
 
 

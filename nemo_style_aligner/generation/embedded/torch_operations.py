@@ -75,6 +75,8 @@ class TorchOperations:
             active = F.silu(gate)
         elif self.architecture.activation == "gelu":
             active = F.gelu(gate)
+        elif self.architecture.activation == "gelu-tanh":
+            active = F.gelu(gate, approximate="tanh")
         else:
             active = F.relu(gate).square()
         return active if value is None else active * value

@@ -16,7 +16,7 @@ from nemo_style_aligner.generation.embedded.paged_attention import PagedAttentio
 from nemo_style_aligner.generation.embedded.step import EngineShape
 from nemo_style_aligner.generation.embedded.torch_operations import Attention, HeadNorms, TorchOperations
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
 
 
@@ -167,6 +167,8 @@ def activate_kernel(  # type: ignore[no-untyped-def]
         active = gate * tl.sigmoid(gate)
     elif ACTIVATION == 1:
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        active = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
     else:
         active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     if IS_GATED:

@@ -79,6 +79,10 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
             "TensorRT engines of models with qk_layernorm (Qwen3) are not supported: set "
             "trainer.ppo.trt_llm.backend=pytorch or trainer.ppo.generation.engine=embedded"
         )
+    if a.activation == "gelu-tanh":
+        raise ValueError(
+            "TensorRT engines of models with GELU by tanh are not supported: set trainer.ppo.generation.engine=embedded"
+        )
     config: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "logits_dtype": "float32",

@@ -37,7 +37,7 @@ _CHECK_VERDICTS = (1, 2, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS, -signa
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
 

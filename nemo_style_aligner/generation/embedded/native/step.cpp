@@ -3,7 +3,7 @@
 // Compiled once per model shape; the shape comes as macros from `native/library.py`:
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
 //   NORM (0 RMSNorm, 1 LayerNorm, 2 LayerNorm with weights stored less one)  EPSILON
-//   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU)  GATED  QK_NORM
+//   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU, 3 GELU by tanh)  GATED  QK_NORM
 //   SOFTMAX_SCALE (factor of attention scores)  EMBEDDING_MULTIPLIER  RESIDUAL_MULTIPLIER (of what layers add)
 //   LOGITS_SCALING (what logits are divided by)
 //   RANKS: how many ranks hold the model together
@@ -96,6 +96,7 @@ static INLINE float activate(float x) {
 }
 static INLINE vf activate(vf x) {
     if (ACTIVATION == 0) return x / (1.0f + vexp(-x));
+    if (ACTIVATION == 3) return x / (1.0f + vexp(-1.59576912f * x * (1.0f + 0.044715f * x * x))); // tanh by exp
     vf y;
     for (int lane = 0; lane < LANES; ++lane) y[lane] = activate(x[lane]);
     return y;
