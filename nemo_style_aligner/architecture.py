@@ -13,8 +13,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
+from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
+
 Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
-Activation = Literal["silu", "gelu", "squared-relu"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh
 
 # NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
 # NeMo versions; the function is the same.
@@ -27,15 +31,15 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "squared-relu": ("squared-relu", False),
 }
 
-# The constants of Llama 3.1's frequency scaling, as Hugging Face names them; only the factor differs between models.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_FACTOR = 8.0  # NeMo's default
-
 LARGEST_LENGTH = 1 << 24
 """Positions that a model may have at most; the most of any that is known are 10 million."""
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
-_POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # 1: none
+_POSITIVE = (
+    *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std", "softmax_scale"),
+    *MULTIPLIERS,
+)
 
 _LEEWAY = 4  # how many times as many weights a model may seem to have as there are
 
@@ -47,14 +51,9 @@ _LARGEST = {
     "rotary_percentage": 100,
 }
 
-_WHOLE = (*_SIZES, "kv_channels", "max_position_embeddings", "encoder_seq_length")
-_FLAGS = ("bias", "add_qkv_bias", "qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights")
-_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "scale_factor", "init_method_std")
-
 _OFF = (None, False)
-_ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
+_ZERO_CENTERED = "layernorm_zero_centered_gamma"
 NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    _INTERPOLATION: (None, 1),
     "rotary_interleaved": _OFF,
     "window_size": (None, [-1, -1]),
     "num_moe_experts": _OFF,
@@ -62,16 +61,11 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "attention_type": (None, "multihead"),
     "multi_latent_attention": _OFF,
     "normalize_attention_scores": (None, True),
-    "softmax_scale": (None,),
     "headscale": _OFF,
-    "openai_gelu": _OFF,  # the tanh approximation
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
     _ZERO_CENTERED: _OFF,  # except with LayerNorm, which it turns into layernorm1p
-    "low_freq_factor": (None, LLAMA3_ROPE["low_freq_factor"]),
-    "high_freq_factor": (None, LLAMA3_ROPE["high_freq_factor"]),
-    "old_context_len": (None, LLAMA3_ROPE["original_max_position_embeddings"]),
 }
 """Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
@@ -102,7 +96,12 @@ class ModelArchitecture:
     tied_embeddings: bool = False
     rotary_base: float = 10000.0
     rotary_percentage: float = 1.0
-    rope_scaling_factor: float | None = None  # Llama-3.1 frequency scaling; None: plain RoPE
+    rope_scaling: RopeScaling | None = None
+    no_rope_layers: tuple[int, ...] = ()  # layers (0-based) that do not rotate (SmolLM3)
+    softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
+    embedding_multiplier: float = 1.0  # of embeddings (this and the next two: Granite)
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_scaling: float = 1.0  # what logits are divided by
     init_method_std: float = 0.02
     family: str = "llama"  # the Hugging Face `model_type` written on export
 
@@ -131,6 +130,10 @@ class ModelArchitecture:
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
                 "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
+        if not set(self.no_rope_layers) <= set(range(self.num_layers)):
+            raise ValueError(f"no_rope_layers {self.no_rope_layers} are not among the {self.num_layers} layers")
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -139,6 +142,19 @@ class ModelArchitecture:
         if self.qk_layernorm and self.normalization != "rmsnorm":
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
+            )
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if scaling.limit is not None and self.max_position_embeddings > scaling.limit:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings}: in sequences of more than {scaling.limit} "
+                f"tokens rope_type {scaling.rope_type!r} turns all tokens otherwise than in shorter ones: a response "
+                f"would change what comes before it as it grows. Set max_position_embeddings to {scaling.limit} or less"
+            )
+        if scaling.short_factor and len(scaling.short_factor) != self.turned_channels // 2:
+            raise ValueError(
+                f"rope scaling has factors for {len(scaling.short_factor)} frequencies, the model has "
+                f"{self.turned_channels // 2} (half of the channels of a head that are rotated)"
             )
 
     # ---- NeMo model_config.yaml -------------------------------------------------------------
@@ -152,7 +168,6 @@ class ModelArchitecture:
                 feature this project does not build.
         """
         cfg = {key: value for key in cfg if (value := cfg.get(key)) is not None}
-        _check_types(cfg)
         missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
         if missing == ["vocab_size"]:
             raise ValueError(
@@ -161,7 +176,7 @@ class ModelArchitecture:
             )
         if missing:
             raise ValueError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
-        activation = cfg.get("activation", "gelu")
+        activation = cfg.get("activation") or "gelu"
         if not isinstance(activation, str) or activation not in _NEMO_ACTIVATIONS:
             raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
         position = cfg.get("position_embedding_type", "rope")
@@ -177,47 +192,45 @@ class ModelArchitecture:
             del foreign[_ZERO_CENTERED]
         if foreign:
             named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
-            hint = ""
-            if _INTERPOLATION in foreign and cfg.get("scale_positional_embedding"):
-                # NeMo 2.0's and 2.1's converter of Llama 3.1 sets both.
-                hint = (
-                    ". If the checkpoint was trained with Llama 3.1's frequency scaling alone "
-                    f"(scale_positional_embedding), set model.{_INTERPOLATION}=1 in a job, or {_INTERPOLATION}: 1 in "
-                    "the archive's model_config.yaml for the conversion"
-                )
-            raise ValueError(f"models with {named} are not supported: their results would be wrong{hint}")
+            raise ValueError(f"models with {named} are not supported: their results would be wrong")
         act, gated = _NEMO_ACTIVATIONS[activation]
-        scaling = cfg.get("scale_factor") or _LLAMA3_FACTOR if cfg.get("scale_positional_embedding") else None
-        qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's
+        if act == "gelu" and _is_by_tanh(cfg, gated):
+            act = "gelu-tanh"
+        heads, layers = _whole(cfg, "num_attention_heads"), _whole(cfg, "num_layers")
+        qkv_bias = "add_qkv_bias" if cfg.get("qkv_bias") is None else "qkv_bias"  # megatron's name and NeMo's
+        multipliers = {key: _number(cfg, key, 1.0) for key in MULTIPLIERS if cfg.get(key) is not None}
         return cls(
-            num_layers=int(cfg["num_layers"]),
-            hidden_size=int(cfg["hidden_size"]),
-            ffn_hidden_size=int(cfg.get("ffn_hidden_size") or 4 * int(cfg["hidden_size"])),
-            num_attention_heads=int(cfg["num_attention_heads"]),
-            num_query_groups=int(cfg.get("num_query_groups") or cfg["num_attention_heads"]),
-            vocab_size=int(cfg["vocab_size"]),
-            kv_channels=int(cfg.get("kv_channels") or 0),
-            max_position_embeddings=int(cfg.get("max_position_embeddings") or cfg.get("encoder_seq_length") or 4096),
+            num_layers=layers,
+            hidden_size=_whole(cfg, "hidden_size"),
+            ffn_hidden_size=_whole(cfg, "ffn_hidden_size") or 4 * _whole(cfg, "hidden_size"),
+            num_attention_heads=heads,
+            num_query_groups=_whole(cfg, "num_query_groups") or heads,
+            vocab_size=_whole(cfg, "vocab_size"),
+            kv_channels=_whole(cfg, "kv_channels"),
+            max_position_embeddings=_whole(cfg, "max_position_embeddings") or _whole(cfg, "encoder_seq_length") or 4096,
             normalization=normalization,
-            layernorm_epsilon=float(cfg.get("layernorm_epsilon", 1e-5)),
+            layernorm_epsilon=_number(cfg, "layernorm_epsilon", 1e-5),
             activation=act,
             gated=gated,
-            bias=bool(cfg.get("bias", False)),
-            qkv_bias=bool(qkv_bias),
-            qk_layernorm=bool(cfg.get("qk_layernorm", False)),
-            tied_embeddings=bool(cfg.get("share_embeddings_and_output_weights", False)),
-            rotary_base=float(cfg.get("rotary_base", 10000.0)),
-            rotary_percentage=float(cfg.get("rotary_percentage", 1.0)),
-            rope_scaling_factor=float(scaling) if scaling else None,
-            init_method_std=float(cfg.get("init_method_std", 0.02)),
+            bias=_flag(cfg, "bias"),
+            qkv_bias=_flag(cfg, qkv_bias),
+            qk_layernorm=_flag(cfg, "qk_layernorm"),
+            tied_embeddings=_flag(cfg, "share_embeddings_and_output_weights"),
+            rotary_base=_number(cfg, "rotary_base", 10000.0),
+            rotary_percentage=_number(cfg, "rotary_percentage", 1.0),
+            rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
+            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), layers),
+            softmax_scale=None if cfg.get("softmax_scale") is None else _number(cfg, "softmax_scale", 1.0),
+            **multipliers,
+            init_method_std=_number(cfg, "init_method_std", 0.02),
             family=str(cfg.get("hf_model_type", "llama")),
         )
 
     def to_nemo_config(self) -> dict[str, Any]:
         """The keys of ``model_config.yaml`` that describe this architecture (NeMo's names)."""
-        activation = {
-            (act, gated): name for name, (act, gated) in _NEMO_ACTIVATIONS.items() if not name.startswith("fast-")
-        }
+        is_tanh = self.activation == "gelu-tanh"
+        kind = ("gelu" if is_tanh else self.activation, self.gated)
+        activation = next(name for name, of in _NEMO_ACTIVATIONS.items() if of == kind)
         config: dict[str, Any] = {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -229,7 +242,7 @@ class ModelArchitecture:
             "max_position_embeddings": self.max_position_embeddings,
             "normalization": self.normalization,
             "layernorm_epsilon": self.layernorm_epsilon,
-            "activation": activation[(self.activation, self.gated)],
+            "activation": activation,
             "bias": self.bias,
             "qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_layernorm,
@@ -240,9 +253,14 @@ class ModelArchitecture:
             "init_method_std": self.init_method_std,
             "hf_model_type": self.family,
         }
-        if self.rope_scaling_factor is not None:
-            config |= {"scale_positional_embedding": True, "scale_factor": self.rope_scaling_factor}
-        return config
+        if self.rope_scaling is not None:
+            config |= self.rope_scaling.to_nemo_config()
+        if self.no_rope_layers:
+            config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
+        config |= {key: getattr(self, key) for key in MULTIPLIERS if getattr(self, key) != 1}
+        if kind[0] == "gelu":
+            config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
+        return config if self.softmax_scale is None else config | {"softmax_scale": self.softmax_scale}
 
     # ---- sizes ------------------------------------------------------------------------------
 
@@ -255,6 +273,20 @@ class ModelArchitecture:
     def turned_channels(self) -> int:
         """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
         return (self.rotary_size + 1) // 2 * 2
+
+    @property
+    def has_multipliers(self) -> bool:
+        """Whether embeddings, attention scores, residual stream or logits are scaled otherwise than in most models."""
+        return self.softmax_scale is not None or any(getattr(self, key) != 1 for key in MULTIPLIERS)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Of the rotary embedding: radians per position, fp32 [turned channels / 2]; factor of cosines and sines."""
+        return inverse_frequencies(self.rotary_base, self.rotary_size, self.rope_scaling)
 
     @property
     def num_parameters(self) -> int:
@@ -351,18 +383,76 @@ class ModelArchitecture:
         return problems
 
 
-def _check_types(cfg: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of a ``model_config.yaml`` that is not of its key's type. YAML's 1e-5 is a text."""
-    for keys, fits, meaning in (
-        (_WHOLE, lambda value: float(value).is_integer(), "a whole number"),
-        (_NUMBERS, lambda value: isinstance(float(value), float), "a number"),
-        (_FLAGS, lambda value: value in (True, False), "true or false"),
-    ):
-        for key in keys:
-            value = cfg.get(key, 0)
-            try:
-                fine = fits(value) and (keys is _FLAGS or not isinstance(value, bool))
-            except (TypeError, ValueError, OverflowError):
-                fine = False
-            if not fine:
-                raise ValueError(f"model.{key}={str(value)[:80]!r}: must be {meaning}")
+def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
+    """The layers that Megatron-Core's ``no_rope_freq`` names: every n-th, or those with a 1 in a list."""
+    if not frequency:
+        return ()
+    if isinstance(frequency, int):
+        return tuple(range(frequency - 1, num_layers, frequency))
+    if len(frequency) != num_layers:
+        raise ValueError(f"no_rope_freq has {len(frequency)} numbers for {num_layers} layers")
+    return tuple(layer for layer, skips in enumerate(frequency) if skips)
+
+
+# ---- values of a model_config.yaml ------------------------------------------------------------------
+
+
+def _number(cfg: Mapping[str, Any], key: str, default: float) -> float:
+    """A key's number; ``default`` where it is missing. YAML takes 1e-5 for text."""
+    value = cfg.get(key, default)
+    try:
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"model.{key}={_clipped(value)}: must be a number")
+
+
+def _whole(cfg: Mapping[str, Any], key: str) -> int:
+    """A key's whole number; 0 where it is missing or null."""
+    number = 0.0 if cfg.get(key) is None else _number(cfg, key, 0.0)
+    if not number.is_integer():
+        raise ValueError(f"model.{key}={_clipped(cfg[key])}: must be a whole number")
+    return int(number)
+
+
+def _flag(cfg: Mapping[str, Any], key: str) -> bool:
+    """Whether a key is true; False where it is missing or null."""
+    value = cfg.get(key)
+    if value not in (None, False, True):
+        raise ValueError(f"model.{key}={_clipped(value)}: must be true or false")
+    return bool(value)
+
+
+def _clipped(value: Any) -> str:
+    """A value for messages, of whatever size it is."""
+    return repr(str(value)[:80] if isinstance(value, str | list | dict) else value)[:80]
+
+
+def _is_by_tanh(cfg: Mapping[str, Any], gated: bool) -> bool:
+    """Whether NeMo computes GELU by its approximation: its kernel fused with biases, the default, does.
+
+    This project's archives before the key had a meaning here hold models that were trained with GELU itself.
+    """
+    fused = cfg.get("bias_activation_fusion")
+    is_fused = "hf_model_type" not in cfg if fused is None else _flag(cfg, "bias_activation_fusion")
+    return _flag(cfg, "openai_gelu") or (is_fused and (gated or _flag(cfg, "bias")))
+
+
+_ROPE_NUMBERS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len", "rope_scaling_factor")
+
+
+def _rope_keys(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary scaling in NeMo 1's words. NeMo 2 and Megatron-Bridge have a flag, ``rope_scaling``."""
+    numbers = {
+        key: _number(cfg, key, 0.0)
+        for key in (*_ROPE_NUMBERS, "seq_len_interpolation_factor")
+        if cfg.get(key) is not None
+    }
+    keys: dict[str, Any] = {**cfg, **numbers, "scale_positional_embedding": _flag(cfg, "scale_positional_embedding")}
+    if isinstance(cfg.get("rope_scaling"), bool):
+        del keys["rope_scaling"]
+        if cfg["rope_scaling"]:
+            factor = keys.get("scale_factor") or keys.get("rope_scaling_factor")
+            keys |= {"scale_positional_embedding": True, "scale_factor": factor}
+    return keys

@@ -34,10 +34,15 @@ class ConfigError(UserError, ValueError):
 
 
 # Keys of `model` that come with a checkpoint's own config, so that the YAML files leave them out.
-_MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_length", "make_vocab_size_divisible_by"}
+_MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {
+    "add_qkv_bias",
+    "rope_scaling_factor",
+    "encoder_seq_length",
+    "make_vocab_size_divisible_by",
+}
 
 # Sections in which the user chooses the keys, in the jobs that have them.
-_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix")
+_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.rope_scaling")
 
 
 # Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's do; other such keys are ``???``.

@@ -101,6 +101,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.sync_batch_comm", "has no effect: pipeline stages need no synchronisation after sends"),
     LegacyKey("model.batch_p2p_comm", "has no effect"),
     LegacyKey("model.*_fusion", "has no effect: fused kernels are used where they are available"),
+    LegacyKey("model.openai_gelu", "has no effect: the checkpoint's own activation is used"),
     LegacyKey("model.ub_tp_comm_overlap*", "has no effect: tensor-parallel communication is not overlapped"),
     LegacyKey("model.use_tp_pp_dp_mapping", "ranks are ordered TP, DP, PP", allowed=(False,)),
     LegacyKey("model.virtual_pipeline_model_parallel_size", "not supported", allowed=(*_NONE, 1)),

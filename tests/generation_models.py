@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import engine as engine_module
@@ -16,6 +25,7 @@ from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.rope import RopeScaling
 
 VOCAB = 96
 EOS = 1
@@ -39,8 +49,10 @@ _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 1.5}
 _CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -48,8 +60,11 @@ _CONFIGS: dict[str, Any] = {
     "llama-geglu-bias": lambda: LlamaConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, hidden_act="gelu"
     ),
+    "llama-tanh": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, hidden_act="gelu_pytorch_tanh"),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16),
+    "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layer_interval=2, rope_parameters=_YARN_ROPE),
+    "granite": lambda: GraniteConfig(**_SIZES, tie_word_embeddings=True, **_MULTIPLIERS, attention_multiplier=0.05),
     "nemotron": lambda: NemotronConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
     ),
@@ -57,10 +72,13 @@ _CONFIGS: dict[str, Any] = {
 _FEATURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tied_embeddings": True},
-    "llama-3.1": {"rope_scaling_factor": 8.0, "rotary_base": 500000.0},
+    "llama-3.1": {"rope_scaling": RopeScaling("llama3", 8.0, 64), "rotary_base": 500000.0},
     "llama-geglu-bias": {"bias": True, "activation": "gelu"},
+    "llama-tanh": {"activation": "gelu-tanh"},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16},
+    "smollm3": {"no_rope_layers": (1,), "rope_scaling": RopeScaling("yarn", 4.0, 32), "tied_embeddings": True},
+    "granite": {"softmax_scale": 0.05, "tied_embeddings": True, **_MULTIPLIERS},
     "nemotron": {
         "normalization": "layernorm1p",
         "activation": "squared-relu",

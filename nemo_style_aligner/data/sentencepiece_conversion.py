@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from nemo_style_aligner.data.sentencepiece_settings import SentencePieceSettings, token_of
 
 _SPACE = "▁"
 _LONGEST = 1000  # characters of a piece: finding its merges takes time that grows as the square
@@ -20,18 +23,27 @@ _EXAMPLES = (
 )
 
 
-def to_fast_tokenizer(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
-    """The same tokenizer, with its special tokens marked as such; None if none gives the same ids for `_EXAMPLES`."""
+def to_fast_tokenizer(
+    model: sentencepiece.SentencePieceProcessor, settings: SentencePieceSettings, encode: Callable[[str], list[int]]
+) -> Tokenizer | None:
+    """The same tokenizer, with its special tokens marked as such; None if none gives the same ids for `_EXAMPLES`.
+
+    Args:
+        model: with the added tokens among its pieces.
+        settings: how texts around special tokens are treated.
+        encode: a text's ids, as they should be.
+    """
     try:
-        fast = _convert(model)
+        fast = _convert(model, settings)
     except ImportError:  # no protobuf, which parses the model
         return None
-    if fast is None or any(fast.encode(t, add_special_tokens=False).ids != model.encode(t) for t in _EXAMPLES):
+    examples = [*_EXAMPLES, *(f"It is{token.content}39{token.content} naturally" for token in settings.added[:16])]
+    if fast is None or any(fast.encode(t, add_special_tokens=False).ids != encode(t) for t in examples):
         return None
     return fast
 
 
-def _convert(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
+def _convert(model: sentencepiece.SentencePieceProcessor, settings: SentencePieceSettings) -> Tokenizer | None:
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
@@ -49,18 +61,23 @@ def _convert(model: sentencepiece.SentencePieceProcessor) -> Tokenizer | None:
         fast = Tokenizer(models.Unigram(pieces, model.unk_id(), has_bytes))
     else:
         return None
-    _add_text_handling(fast, proto.normalizer_spec)
+    _add_text_handling(fast, proto.normalizer_spec, settings)
     marks = (proto.pieces[0].CONTROL, proto.pieces[0].UNKNOWN)
-    fast.add_special_tokens(
-        [AddedToken(p.piece, normalized=False, special=True) for p in proto.pieces if p.type in marks]
-    )
-    defined = [p.piece for p in proto.pieces if p.type == p.USER_DEFINED]
+    given = {token.content for token in settings.added}
+    marked = [p.piece for p in proto.pieces if p.type in marks and p.piece not in given]
+    fast.add_tokens([AddedToken(piece, normalized=False, special=True) for piece in marked])
+    defined = [p.piece for p in proto.pieces if p.type == p.USER_DEFINED and p.piece not in given]
     fast.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in defined])
-    if model.bos_id() >= 0:
-        bos = model.id_to_piece(model.bos_id())
-        fast.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, model.bos_id())]
-        )
+    fast.add_tokens(
+        [AddedToken(t.content, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=t.special)
+         for t in settings.added]
+    )  # fmt: skip
+    begin, end = token_of(model, settings, "bos_token"), token_of(model, settings, "eos_token")
+    bos, eos = [begin] if begin and settings.add_bos else [], [end] if end and settings.add_eos else []
+    if bos or eos:
+        ids = [(piece, model.piece_to_id(piece)) for piece in (*bos, *eos)]
+        pair = [*bos, "$A", *eos, *(f"{piece}:1" for piece in bos), "$B:1", *(f"{piece}:1" for piece in eos)]
+        fast.post_processor = processors.TemplateProcessing(single=[*bos, "$A", *eos], pair=pair, special_tokens=ids)
     return fast
 
 
@@ -75,18 +92,22 @@ def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
     return [cut for _, cut in result]
 
 
-def _add_text_handling(fast: Tokenizer, spec: Any) -> None:
+def _add_text_handling(fast: Tokenizer, spec: Any, settings: SentencePieceSettings) -> None:
     """Add normalization and the treatment of spaces, and the decoder that undoes it."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = spec.add_dummy_prefix and settings.add_prefix_space
+    if has_prefix and settings.legacy:
+        steps += [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+    else:
+        scheme = "first" if has_prefix else "never"
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
     if steps:
         fast.normalizer = normalizers.Sequence(steps)
-    scheme = "first" if spec.add_dummy_prefix else "never"
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
     back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if spec.add_dummy_prefix:
+    if has_prefix:
         back.append(decoders.Strip(" ", 1, 0))
     fast.decoder = decoders.Sequence(back)

@@ -23,6 +23,12 @@ import sentencepiece
 
 from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
+from nemo_style_aligner.data.sentencepiece_settings import (
+    SentencePieceSettings,
+    read_settings,
+    token_of,
+    with_added_tokens,
+)
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parsing import parse_json, read_json
 
@@ -42,6 +48,9 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+# Classes that give sentencepiece's own ids; others renumber them, or are code that is not run here.
+_SENTENCEPIECE_CLASSES = (None, "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 _PORTABLE_CLASS = "PreTrainedTokenizerFast"  # which takes a tokenizer.json as it is, in every version of transformers
 
 # `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3).
@@ -303,48 +312,68 @@ class HuggingFaceTokenizer(Tokenizer):
         return found if found is not None and self.ids_to_text([found], keep_special=True) == token else None
 
     def _save(self, directory: Path) -> None:
-        for name, content in self._files.items():
-            file = directory / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        _write_files(directory, self._files)
 
     def _template_variables(self) -> dict[str, str]:
         return {name: value for name, value in self._tokenizer.special_tokens_map.items() if isinstance(value, str)}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a sentencepiece model, as NeMo archives carry one."""
+    """Wraps a sentencepiece model, as NeMo archives carry one, or Hugging Face's directories of older models."""
 
-    def __init__(self, model_file: Path, chat_template: str | None = None) -> None:
+    def __init__(self, model_file: Path, files: Mapping[str, bytes] | None = None) -> None:
+        """``files`` are those of the model's Hugging Face directory, by name; `save` writes them."""
         self._model_file = model_file
+        self._files = dict(files or {})
+        self.chat_template = _chat_template(self._files)
+        self._content = model_file.read_bytes()  # to be saved again, when the file may be gone
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+            self._settings = _sentencepiece_settings(model_file.parent, self._files)
+            sentencepiece.SentencePieceProcessor(model_file=str(model_file))  # raises where the next one would crash
+            content = with_added_tokens(self._content, self._settings) if self._settings.added else self._content
+            model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{model_file} is not a sentencepiece model: {error}") from error
-        model = self._model
-        if model.eos_id() < 0:
-            raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
-        self.eos_id = model.eos_id()
-        self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
-        self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+        except ValueError as error:
+            raise TokenizerError(f"{model_file.parent}: {error}") from error
+        settings, no_prefix = (
+            self._settings,
+            sentencepiece.SentencePieceProcessor(model_proto=content + _NO_DUMMY_PREFIX),
+        )
+        self._model = model if settings.add_prefix_space else no_prefix
+        self._later_parts = self._model if settings.legacy else no_prefix
         self.unk_id = model.unk_id()
+        self.bos_id, eos_id, pad_id = (self._role(role) for role in ("bos_token", "eos_token", "pad_token"))
+        if eos_id is None:
+            raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
+        self.eos_id = eos_id
+        self.pad_id = eos_id if pad_id is None else pad_id
         self.vocab_size = model.get_piece_size()
-        self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
-        self.chat_template = chat_template
+        special = {model.piece_to_id(token.content) for token in settings.added if token.special}
+        self.special_ids = frozenset(special | {i for i in range(self.vocab_size) if model.is_control(i)})
         # sentencepiece itself never encodes text as control pieces, so texts are split at them. It also puts a space
-        # before every text, which only the first part should have.
-        pieces = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
-        self._special = re.compile("(" + ("|".join(map(re.escape, pieces)) or "(?!)") + ")")
-        self._content = model_file.read_bytes()  # to be saved again, when the file may be gone
-        self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=self._content + _NO_DUMMY_PREFIX)
+        # before every text, which only the first part should have, or with `legacy` all.
+        patterns = {model.id_to_piece(i): re.escape(model.id_to_piece(i)) for i in self.special_ids}
+        for token in settings.added:
+            space = [r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip)]
+            patterns[token.content] = space[0] + re.escape(token.content) + space[1]
+        longest_first = [patterns[token] for token in sorted(patterns, key=len, reverse=True)]
+        self._split_at = re.compile("(" + ("|".join(longest_first) or "(?!)") + ")")
+        self._ids_of_split = {token: model.piece_to_id(token) for token in patterns}
+
+    def _role(self, role: str) -> int | None:
+        token = token_of(self._model, self._settings, role)
+        return None if token is None else self._model.piece_to_id(token)
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
-        cut = [self._special.split(text) for text in texts]  # each text: part, special token, part, ...
+        cut = [self._split_at.split(text) for text in texts]  # each text: part, special token, part, ...
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
             for piece, part in zip(parts[1::2], parts[2::2], strict=True):
-                ids += [self._model.piece_to_id(piece), *self._later_parts.encode(part, out_type=int)]
+                found = self._ids_of_split.get(piece)
+                ids.append(self._ids_of_split[piece.strip()] if found is None else found)
+                ids += self._later_parts.encode(part, out_type=int)
         return encoded
 
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
@@ -365,26 +394,50 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _save(self, directory: Path) -> None:
         """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tokenizer.model").write_bytes(self._content)
-        config: dict[str, Any] = {_BACKEND_KEY: "sentencepiece"} | self._template_variables()
-        config["unk_token"] = self._model.id_to_piece(self._model.unk_id())
-        fast = to_fast_tokenizer(self._model)
+        files = {"tokenizer.model": self._content, **self._files}
+        if _BACKEND_KEY not in json.loads(self._files.get(_CONFIG, b"{}")):
+            files |= self._portable_files() | _template_file(self.chat_template)
+        _write_files(directory, files)
+
+    def _portable_files(self) -> dict[str, bytes]:
+        config = json.loads(self._files.get(_CONFIG, b"{}")) | {_BACKEND_KEY: "sentencepiece"}
+        config.pop("auto_map", None)
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "unk_token": self.unk_id}
+        config |= {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
+        fast = to_fast_tokenizer(self._model, self._settings, self.text_to_ids)
         if fast is None:
             logger.warning(
                 "%s has no exact equivalent among Hugging Face's tokenizers: it is saved for sentencepiece only",
                 self._model_file,
             )
-            config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-            config |= {"add_bos_token": self.bos_id is not None, "add_eos_token": False}
-        else:
-            config["tokenizer_class"] = _PORTABLE_CLASS
-            (directory / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
-        _write_config(directory, config, self.chat_template)
+            defaults = {"legacy": False, "add_bos_token": self.bos_id is not None, "add_eos_token": False}
+            config = defaults | config | {"tokenizer_class": "LlamaTokenizer"}
+            return {_CONFIG: _json_bytes(config)}
+        config["tokenizer_class"] = _PORTABLE_CLASS
+        return {_CONFIG: _json_bytes(config), "tokenizer.json": fast.to_str(pretty=True).encode()}
 
     def _template_variables(self) -> dict[str, str]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         return {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
+
+
+def _chat_template(files: Mapping[str, bytes]) -> str | None:
+    if _TEMPLATE in files:
+        return files[_TEMPLATE].decode()
+    given = json.loads(files.get(_CONFIG, b"{}")).get("chat_template")
+    if isinstance(given, list):  # of named ones
+        given = {template["name"]: template["template"] for template in given}.get("default")
+    return given
+
+
+def _sentencepiece_settings(directory: Path, files: Mapping[str, bytes]) -> SentencePieceSettings:
+    read = {name: files[name] for name in (_CONFIG, "special_tokens_map.json", "added_tokens.json") if name in files}
+    if _CONFIG not in read:
+        return SentencePieceSettings()
+    try:
+        return read_settings({name: json.loads(content) for name, content in read.items()})
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise TokenizerError(f"{directory}: {', '.join(read)} cannot be read: {error}") from error
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -414,18 +467,36 @@ def save_made(tokenizer: transformers.PreTrainedTokenizerFast, directory: str | 
 
     ``save_pretrained`` of transformers 5 writes class names and types of values that 4 does not know.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
     special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     config = {"tokenizer_class": _PORTABLE_CLASS, "clean_up_tokenization_spaces": False, **special}
-    _write_config(directory, config, tokenizer.chat_template)
+    files = {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=False).encode(), _CONFIG: _json_bytes(config)}
+    _write_files(Path(directory), files | _template_file(tokenizer.chat_template))
 
 
-def _write_config(directory: Path, config: Mapping[str, Any], chat_template: str | None) -> None:
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if chat_template is not None:
-        (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+def save_sentencepiece(model: bytes, directory: Path, config: Mapping[str, Any], chat_template: str | None) -> None:
+    """Write a sentencepiece model as a directory that `load_tokenizer` reads.
+
+    Args:
+        config: more of ``tokenizer_config.json``: special tokens, ``add_bos_token`` and the like.
+    """
+    whole = {"tokenizer_class": "LlamaTokenizer", "legacy": False, **config}
+    files = {"tokenizer.model": model, _CONFIG: _json_bytes(whole)}
+    _write_files(directory, files | _template_file(chat_template))
+
+
+def _template_file(chat_template: str | None) -> dict[str, bytes]:
+    return {} if chat_template is None else {_TEMPLATE: chat_template.encode()}
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
 def tokenizer_files(directory: Path) -> dict[str, Path]:
@@ -441,26 +512,40 @@ def _load(path: Path) -> Tokenizer:
         return SentencePieceTokenizer(path)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such tokenizer directory or .model file (nothing is downloaded)")
-    backend = _stored_backend(path)
-    if backend != "sentencepiece" and ((path / "tokenizer.json").is_file() or backend is not None):
+    config = _read_config(path)
+    backend = None if config is None else config.get(_BACKEND_KEY, "huggingface")
+    models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))
+    if backend != "sentencepiece" and ((path / "tokenizer.json").is_file() or (backend and not models)):
         return _load_hugging_face(path)
-    models = sorted(path.glob("*.model"))
     if len(models) != 1:
         found = ", ".join(model.name for model in models) or "neither"
         raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {found}")
-    template = path / "chat_template.jinja"
-    return SentencePieceTokenizer(models[0], template.read_text(encoding="utf-8") if template.is_file() else None)
+    kind = (config or {}).get("tokenizer_class")
+    if backend == "huggingface" and str(kind).removesuffix("Fast") not in map(str, _SENTENCEPIECE_CLASSES):
+        raise TokenizerError(
+            f"{path}: the tokenizer_class {kind!r} of a sentencepiece model is not supported without a tokenizer.json: "
+            "make one with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    return SentencePieceTokenizer(models[0], _file_contents(path))
 
 
-def _stored_backend(directory: Path) -> str | None:
-    """The backend for a directory, according to its tokenizer_config.json; None if it has no such file."""
-    file = directory / "tokenizer_config.json"
+def _file_contents(directory: Path) -> dict[str, bytes]:
+    """A directory's tokenizer files by name, without the sentencepiece model and the generation config."""
+    files = {name: file for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
+    return {name: file.read_bytes() for name, file in files.items() if not name.endswith(".model")}
+
+
+def _read_config(directory: Path) -> dict[str, Any] | None:
+    """A directory's tokenizer_config.json; None if it has no such file."""
+    file = directory / _CONFIG
     if not file.is_file():
         return None
     try:
-        return read_json(file).get(_BACKEND_KEY, "huggingface")
+        config: dict[str, Any] = read_json(file)
+        config.get(_BACKEND_KEY)
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}") from error
+    return config
 
 
 def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:

@@ -56,7 +56,7 @@ from nemo_style_aligner.weights.huggingface import (
     write_checkpoint,
 )
 from nemo_style_aligner.weights.huggingface_config import hf_family, read_architecture
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import WeightSource, export_weights, import_weights
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ def _import_and_save(
     if num_attributes:
         config |= _reward_config(num_attributes)
         head = RewardHeadConfig.from_model_config(config)
-    architecture.require_weights(source.shapes().values(), "the source")
+    check_shapes(architecture, source.shapes(), num_attributes)  # before memory is taken for what config.json claims
     on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
     model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +15,11 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
+from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.main_grads import add_in_place
@@ -26,7 +27,12 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, d
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "squared-relu": squared_relu}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
+    "squared-relu": squared_relu,
+}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
@@ -54,14 +60,14 @@ class MegatronModel:
     Attributes:
         module: what the pipeline schedule calls (DDP, `Float16Module` or the bare model).
         gpt: the bare `GPTModel` inside.
-        config: its `TransformerConfig`.
+        config: the `LayerConfig` of its layers.
         architecture: its global shape.
         layout: the parallel layout it was built for.
     """
 
     module: torch.nn.Module
     gpt: GPTModel
-    config: TransformerConfig
+    config: LayerConfig
     architecture: ModelArchitecture
     layout: ParallelLayout
 
@@ -78,12 +84,15 @@ class MegatronModel:
 class GPTLanguageModel(GPTModel):
     """A `GPTModel` that returns log-probs for a `Prediction` passed as ``labels``, without storing all logits."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, true_vocab_size: int, logits_scaling: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
+        self.logits_scaling = logits_scaling
 
     def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """[s, b, h] -> the prediction's log-probs on the last stage, or logits without ``labels``."""
+        if self.post_process and self.logits_scaling != 1:
+            hidden_states = hidden_states / self.logits_scaling
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
         tied = self.share_embeddings_and_output_weights
@@ -121,7 +130,7 @@ class GPTRewardModel(GPTModel):
 
 def transformer_config(
     architecture: ModelArchitecture, model_cfg: Mapping[str, Any], dtype: torch.dtype, layout: ParallelLayout
-) -> TransformerConfig:
+) -> LayerConfig:
     """megatron-core's config for ``architecture`` with the training options of ``model_cfg``.
 
     Raises:
@@ -129,7 +138,7 @@ def transformer_config(
     """
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
-    granularity = model_cfg.get("activations_checkpoint_granularity")
+    granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
     is_te = uses_transformer_engine(dtype)
     recompute: dict[str, Any] = {}
     if granularity == "full":
@@ -141,7 +150,7 @@ def transformer_config(
     elif granularity == "selective":
         # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"] if is_te else []}
-    return TransformerConfig(
+    return LayerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -178,6 +187,10 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        attention_factor=architecture.frequencies()[1],
+        no_rope_freq=[int(layer in skipped) for layer in range(architecture.num_layers)] if skipped else None,
+        softmax_scale=architecture.softmax_scale,
+        residual_multiplier=architecture.residual_multiplier,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
@@ -229,17 +242,20 @@ def build_model(
         "position_embedding_type": "rope",
         "rotary_percent": architecture.rotary_percentage,
         "rotary_base": architecture.rotary_base,
-        "rope_scaling": architecture.rope_scaling_factor is not None,
-        "rope_scaling_factor": architecture.rope_scaling_factor or 8.0,
     }
     if head is None:
         gpt: GPTModel = GPTLanguageModel(
             true_vocab_size=architecture.vocab_size,
+            logits_scaling=architecture.logits_scaling,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             **options,
         )
     else:
         gpt = GPTRewardModel(head=head, **options)
+    rotary = gpt.rotary_pos_emb
+    rotary.inv_freq = architecture.frequencies()[0].to(rotary.inv_freq)  # megatron-core knows few scalings
+    if layout.is_first_stage and architecture.embedding_multiplier != 1:
+        gpt.embedding.register_forward_hook(lambda _module, _ids, out: out * architecture.embedding_multiplier)
     for parameter in gpt.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
@@ -263,7 +279,7 @@ def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
 def _wrap_for_training(
     module: torch.nn.Module,
     gpt: GPTModel,
-    config: TransformerConfig,
+    config: LayerConfig,
     model_cfg: Mapping[str, Any],
     layout: ParallelLayout,
 ) -> DistributedDataParallel:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, num_pages
 from nemo_style_aligner.generation.engine import GenerationEngine
 from nemo_style_aligner.generation.engine_group import EngineGroup
@@ -140,7 +140,16 @@ def _engine_options(
 
 
 def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Options of the vocabulary and the tokenizer that every engine takes; see `EngineLifecycle`."""
+    """Options of the vocabulary and the tokenizer that every engine takes; see `EngineLifecycle`.
+
+    Raises:
+        TokenizerError: the model cannot make the token that ends responses.
+    """
+    if tokenizer.eos_id >= architecture.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer's EOS has the id {tokenizer.eos_id}, but the model's vocabulary has "
+            f"{architecture.vocab_size} tokens: no response would end. Give the model its own tokenizer"
+        )
     return {
         "eos_id": tokenizer.eos_id,
         "more_eos_ids": tokenizer.stop_ids[1:],

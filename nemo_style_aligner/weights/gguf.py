@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.tokenizer import save_made
-
-logger = logging.getLogger(__name__)
+from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
+from nemo_style_aligner.weights.gguf_file import GGUFFile
+from nemo_style_aligner.weights.gguf_tokenizer import TOKENIZER_KEYS, write_tokenizer
+from nemo_style_aligner.weights.stream import check_shapes
 
 HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -35,7 +37,42 @@ HF_NAMES = {
 # GGUF architectures with Llama's tensors. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_KNOWN_SPLITTINGS = ("gpt-2", "smollm")  # beside those that transformers knows
+
+# Every key of a file must match one of these, or one of `TOKENIZER_KEYS`; ARCH is the architecture's name.
+_USED = (
+    "split.count", "ARCH.block_count", "ARCH.context_length", "ARCH.embedding_length", "ARCH.feed_forward_length",
+    "ARCH.vocab_size", "ARCH.attention.head_count", "ARCH.attention.head_count_kv", "ARCH.attention.key_length",
+    "ARCH.attention.value_length", "ARCH.attention.layer_norm_rms_epsilon", "ARCH.rope.dimension_count",
+    "ARCH.rope.freq_base", "ARCH.rope.scale_linear", "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor",
+    "ARCH.rope.scaling.original_context_length", "ARCH.rope.scaling.yarn_beta_fast",
+    "ARCH.rope.scaling.yarn_beta_slow",
+)  # fmt: skip
+_IRRELEVANT = (
+    "general.*", "split.*", "quantize.*", "mradermacher.*", "ARCH.tensor_data_layout", "ARCH.rope.scaling.finetuned",
+)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "general.type": ("model",),  # else an adapter, a projector of images, a vocabulary
+    "general.quantization_version": (2,),  # before it, blocks were laid out otherwise
+    "ARCH.expert_count": (0,),
+    "ARCH.expert_used_count": (0,),
+    "ARCH.attention.sliding_window": (0,),
+    "ARCH.attention.causal": (True,),
+    "ARCH.attention.scale": (0.0,),
+    "ARCH.attention.clamp_kqv": (0.0,),
+    "ARCH.attention.max_alibi_bias": (0.0,),
+    "ARCH.attn_logit_softcapping": (0.0,),
+    "ARCH.final_logit_softcapping": (0.0,),
+    "ARCH.logit_scale": (0.0, 1.0),
+    "ARCH.embedding_scale": (0.0, 1.0),
+    "ARCH.residual_scale": (0.0, 1.0),
+    "ARCH.use_parallel_residual": (False,),
+    "ARCH.pooling_type": (0,),
+    "ARCH.rope.scaling.attn_factor": (1.0,),
+    "ARCH.rope.scaling.yarn_log_multiplier": (0.0,),
+    "ARCH.rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "ARCH.rope.scaling.yarn_attn_factor": (1.0,),
+}  # and the values with which these mean nothing
+_ROPE_FACTORS = "rope_freqs.weight"  # by which each rotary frequency is divided (Llama 3.1 and later)
 
 
 class GGUFCheckpoint:
@@ -47,28 +84,27 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        from gguf import GGUFReader
-
         self.path = Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path} is not a file")
-        try:
-            self._reader = GGUFReader(self.path)  # memory-mapped
-        except (ValueError, LookupError) as error:
-            raise ValueError(f"{self.path} is not a whole GGUF file: {error}") from error
-        if (parts := int(self._value("split.count", 1))) > 1:
+        self._file = GGUFFile(self.path)
+        if (parts := self._file.value("split.count", int, 1)) > 1:
             raise ValueError(f"{self.path} is one of {parts} parts: make one file of them (llama-gguf-split --merge)")
-        self._kind = self._value("general.architecture")
+        self._kind = self._file.value("general.architecture", str)
         if self._kind not in _ARCHITECTURES:
             raise ValueError(f"{self.path}: GGUF architecture {self._kind!r} is not one of {', '.join(_ARCHITECTURES)}")
-        self._tensors = {self._hf_name(tensor.name): tensor for tensor in self._reader.tensors}
-        self.architecture = self._read_architecture()
+        self._check_keys()
+        self._names = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        try:
+            self.architecture = self._read_architecture()
+            check_shapes(self.architecture, self.shapes())
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {str(error).removeprefix(f'{self.path}: ')}") from error
         self._last: tuple[str, torch.Tensor] | None = None  # one parameter is read in several slices
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's Hugging Face name and shape."""
-        # GGUF lists the fastest-varying dimension first.
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """A slice of a tensor, fp32, rows in Hugging Face's order."""
@@ -77,47 +113,26 @@ class GGUFCheckpoint:
         return self._last[1].narrow(dim, start, length)
 
     def save_tokenizer(self, directory: str | Path) -> None:
-        """Write the file's tokenizer and chat template as a Hugging Face tokenizer directory."""
-        from tokenizers import pre_tokenizers
-        from transformers import AutoTokenizer
+        """Write the file's tokenizer and chat template as a tokenizer directory.
 
-        self.check_splitting()
-        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        if self._value("tokenizer.ggml.pre", None) == "smollm":
-            # transformers does not know this one and builds GPT-2's splitting; SmolLM splits off every digit first.
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-                ]
-            )
-        save_made(tokenizer, directory)
-
-    def check_splitting(self) -> None:
-        """Raise ValueError if the splitting of texts before merges apply, ``tokenizer.ggml.pre``, is not known here.
-
-        For any that it does not know, transformers builds GPT-2's, which may give other ids.
+        Raises:
+            ValueError: it is incomplete, or of a kind that cannot be built.
         """
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+        write_tokenizer(self._file, self.architecture.vocab_size, Path(directory))
 
-        if self._value("tokenizer.ggml.model", None) != "gpt2":
-            return  # sentencepiece's vocabularies need no splitting
-        splitting = self._value("tokenizer.ggml.pre", None)
-        if splitting in (None, "default"):
-            logger.warning("%s does not name its pre-tokenizer (tokenizer.ggml.pre): assuming GPT-2's", self.path)
-        elif splitting not in (*GGUF_PRE_TOKENIZER_SPLITS, *_KNOWN_SPLITTINGS):
-            raise ValueError(
-                f"{self.path}: its pre-tokenizer, tokenizer.ggml.pre={splitting!r}, is not supported: "
-                "convert the model's Hugging Face directory instead (convert_hf_to_nemo.py)"
-            )
-
-    def _value(self, key: str, *default: Any) -> Any:
-        field = self._reader.get_field(key)
-        if field is not None:
-            return field.contents()
-        if default:
-            return default[0]
-        raise ValueError(f"{self.path} lacks the key {key}: not a complete GGUF model")
+    def _check_keys(self) -> None:
+        """Refuse keys that are not known, which may change what the model computes, and values that do."""
+        for key, value in self._file.metadata.items():
+            own = f"ARCH{key.removeprefix(self._kind)}" if key.startswith(f"{self._kind}.") else key
+            given = value.tolist() if isinstance(value, np.ndarray) else [value]
+            if own in _NEUTRAL and any(one not in _NEUTRAL[own] for one in given):
+                raise ValueError(f"{self.path}: models with {key}={value} are not supported")
+            known = own in _NEUTRAL or any(fnmatchcase(own, name) for name in (*_USED, *_IRRELEVANT, *TOKENIZER_KEYS))
+            if not known:
+                raise ValueError(
+                    f"{self.path}: the key {key} is not known here, and may change what the model computes. If it "
+                    f"does not, remove it (gguf-new-metadata --remove-metadata {key} IN OUT)"
+                )
 
     def _hf_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
@@ -127,46 +142,92 @@ class GGUFCheckpoint:
         return f"{HF_NAMES[match[2]].format(match[1])}.{match[3]}"
 
     def _read_architecture(self) -> ModelArchitecture:
-        def value(key: str, *default: Any) -> Any:
-            return self._value(f"{self._kind}.{key}", *default)
+        def whole(key: str, *default: int) -> int:
+            return self._file.value(f"{self._kind}.{key}", int, *default)
 
-        scaling = value("rope.scaling.type", "none")
-        if scaling != "none":
-            raise ValueError(f"{self.path}: rotary scaling {scaling!r} is not supported in GGUF files")
-        heads, hidden_size = int(value("attention.head_count")), int(value("embedding_length"))
-        head_size = int(value("attention.key_length", hidden_size // heads))
-        rotary_size = int(value("rope.dimension_count", head_size))
+        def number(key: str, *default: float) -> float:
+            return self._file.value(f"{self._kind}.{key}", float, *default)
+
+        heads, hidden_size = whole("attention.head_count"), whole("embedding_length")
+        head_size = whole("attention.key_length", hidden_size // max(heads, 1))
+        rotary_size = whole("rope.dimension_count", head_size)
+        if whole("attention.value_length", head_size) != head_size:
+            raise ValueError(f"{self._kind}.attention.value_length differs from that of keys, {head_size}")
+        if rotary_size != head_size and self._kind == "llama":
+            raise ValueError(f"llama.rope.dimension_count={rotary_size}, of heads of {head_size}, is not supported")
+        rows = self.shapes().get("model.embed_tokens.weight", (0,))[0]
+        if whole("vocab_size", rows) != rows:
+            raise ValueError(f"{self._kind}.vocab_size={whole('vocab_size')}, but the embedding has {rows} rows")
+        base = number("rope.freq_base", 10000.0)
         return ModelArchitecture(
-            num_layers=int(value("block_count")),
+            num_layers=whole("block_count"),
             hidden_size=hidden_size,
-            ffn_hidden_size=int(value("feed_forward_length")),
+            ffn_hidden_size=whole("feed_forward_length"),
             num_attention_heads=heads,
-            num_query_groups=int(value("attention.head_count_kv", heads)),
-            vocab_size=self.shapes()["model.embed_tokens.weight"][0],
+            num_query_groups=whole("attention.head_count_kv", heads),
+            vocab_size=rows,
             kv_channels=head_size,
-            max_position_embeddings=int(value("context_length")),
+            max_position_embeddings=whole("context_length"),
             # Stored as float32: 9.99999974e-06 was 1e-05.
-            layernorm_epsilon=float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
+            layernorm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
             qkv_bias=self._kind == "qwen2",
             qk_layernorm=self._kind == "qwen3",
-            tied_embeddings="lm_head.weight" not in self._tensors,
-            rotary_base=float(value("rope.freq_base", 10000.0)),
-            rotary_percentage=rotary_size / head_size,
+            tied_embeddings="lm_head.weight" not in self._names,
+            rotary_base=base,
+            rotary_percentage=rotary_size / max(head_size, 1),
+            rope_scaling=self._rope_scaling(base, rotary_size),
             family=self._kind,
         )
 
-    def _dequantize(self, name: str) -> torch.Tensor:
-        from gguf.quants import dequantize
+    def _rope_scaling(self, base: float, rotary_size: int) -> RopeScaling | None:
+        """As llama.cpp reads it: of a type that is not given, a factor is linear."""
 
-        tensor = self._tensors[name]
-        array = dequantize(tensor.data, tensor.tensor_type)
-        # What needs no dequantising is a view of the mapped file, which is read-only.
-        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        def number(key: str, default: float) -> float:
+            return self._file.value(f"{self._kind}.rope.{key}", float, default)
+
+        positions = self._file.value(f"{self._kind}.context_length", int)
+        kind = self._file.value(f"{self._kind}.rope.scaling.type", str, "linear")
+        factor = number("scaling.factor", number("scale_linear", 0.0)) or 1.0
+        scaling: RopeScaling | None = None
+        if kind == "yarn":
+            original = self._file.value(f"{self._kind}.rope.scaling.original_context_length", int, 0) or positions
+            fast, slow = number("scaling.yarn_beta_fast", 32.0), number("scaling.yarn_beta_slow", 1.0)
+            scaling = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow)
+        elif kind == "linear":
+            scaling = RopeScaling("linear", factor) if factor != 1 else None
+        elif kind != "none":
+            raise ValueError(f"rotary scaling {kind!r} is not supported")
+        if _ROPE_FACTORS not in self._file.tensors:
+            return scaling
+        factors = torch.from_numpy(self._file.values(_ROPE_FACTORS))
+        if scaling is not None or factors.shape != (rotary_size // 2,):
+            raise ValueError(
+                f"tensor {_ROPE_FACTORS} has {factors.numel()} factors beside rotary scaling {scaling and kind!r}: "
+                f"only {rotary_size // 2} factors, without another scaling, are supported"
+            )
+        return _scaling_by(factors, base, rotary_size, positions)
+
+    def _dequantize(self, name: str) -> torch.Tensor:
+        values = torch.from_numpy(self._file.values(self._names[name]))
         if self._kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             architecture = self.architecture
             heads = architecture.num_attention_heads if ".q_proj." in name else architecture.num_query_groups
             return _undo_rotary_permutation(values, heads)
         return values
+
+
+def _scaling_by(factors: torch.Tensor, base: float, rotary_size: int, positions: int) -> RopeScaling | None:
+    """The scaling that divides each frequency by its factor: Llama 3.1's, which made them, or these very factors."""
+    if bool((factors == 1).all()):
+        return None
+    plain, _ = inverse_frequencies(base, rotary_size, None)
+    largest = float(f"{factors.max():.6g}")
+    for original in (8192, *(1 << exponent for exponent in range(4, 21))) if largest >= 1 else ():
+        scaling = RopeScaling("llama3", largest, original)
+        scaled, _ = inverse_frequencies(base, rotary_size, scaling)
+        if torch.allclose(plain / scaled, factors, rtol=1e-4):
+            return scaling
+    return RopeScaling.by_frequency(factors.tolist(), positions)
 
 
 def _undo_rotary_permutation(values: torch.Tensor, num_heads: int) -> torch.Tensor:

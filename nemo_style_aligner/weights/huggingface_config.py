@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.checkpoints.directory import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
+from nemo_style_aligner.rope import RopeScaling
+
+logger = logging.getLogger(__name__)
 
 _MOST_OF_ANYTHING = 10_000  # layers, heads, experts, labels
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_new": "gelu-tanh",
+    "relu2": "squared-relu",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +40,10 @@ class Family:
     attention_bias_key: bool = False  # has the key attention_bias: biases on q, k, v and o
     mlp_bias_key: bool = False
     partial_rotary: bool = False
+    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    fused: bool = False  # q, k and v are one tensor, gate and up another
+    no_rope_layers: bool = False
+    multipliers: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -45,7 +60,39 @@ FAMILIES: dict[str, Family] = {
         mlp_bias_key=True,
         partial_rotary=True,
     ),
+    "phi3": Family("Phi3", partial_rotary=True, scalings=("longrope",), fused=True),
+    "smollm3": Family("SmolLM3", attention_bias_key=True, mlp_bias_key=True, no_rope_layers=True),
+    "granite": Family("Granite", attention_bias_key=True, mlp_bias_key=True, multipliers=True),
 }
+
+_POST_NORMS = "norms after attention and MLP"
+_WINDOWS = "layers with sliding windows and a rotary base of their own"
+_NOT_BUILT = {
+    "olmo2": f"{_POST_NORMS} in place of before them, and norms over all heads of q and k together",
+    "gemma2": f"{_POST_NORMS}, sliding windows and capped logits",
+    "gemma3": f"{_POST_NORMS}, {_WINDOWS}, and images",
+    "gemma3_text": f"{_POST_NORMS}, and {_WINDOWS}",
+}
+"""What models of other families need that layers here do not have."""
+
+
+_OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "clip_qkv": (None,),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "alibi": (None, False),
+    "parallel_attn": (None, False),
+    "use_parallel_residual": (None, False),
+    "rope_interleaved": (None, False),
+    "scale_emb": (None, 1),
+    "scale_depth": (None, 1),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+}
+"""Keys that change what models of other families compute, and the values with which they mean nothing."""
 
 
 def read_architecture(directory: str | Path) -> ModelArchitecture:
@@ -60,6 +107,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
     path = Path(directory)
     file = path / "config.json"
     if not file.is_file():
+        refuse_nemo_2(path)
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
     try:
         written = read_json(file)
@@ -68,6 +116,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         _refuse_absurd_counts(written)
         _family_name(written)
         _refuse_quantization(written)
+        _refuse_other_models(written)
         options = {"local_files_only": True, "trust_remote_code": False}  # what `auto_map` names is not executed
         config = AutoConfig.from_pretrained(path, **options)
         return architecture_from_config(config.to_dict())  # fills in the family's defaults
@@ -93,7 +142,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
             f"partial_rotary_factor={turned}, which transformers ignores in {name} models: it rotates all "
             "channels. If this one was trained that way, remove the key"
         )
-    heads = config["num_attention_heads"]
+    heads, scaling = config["num_attention_heads"], _rope_scaling(config)
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -102,7 +151,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         num_query_groups=config.get("num_key_value_heads") or heads,
         vocab_size=config["vocab_size"],
         kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
-        max_position_embeddings=config["max_position_embeddings"],
+        max_position_embeddings=_positions(config, scaling),
         normalization=family.normalization,
         layernorm_epsilon=config[family.norm_eps_key],
         activation=_ACTIVATIONS[config["hidden_act"]],
@@ -113,7 +162,10 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         tied_embeddings=bool(config["tie_word_embeddings"]),
         rotary_base=rope["rope_theta"],
         rotary_percentage=turned,
-        rope_scaling_factor=_rope_scaling_factor(rope),
+        rope_scaling=scaling,
+        no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
+        softmax_scale=float(config["attention_multiplier"]) if family.multipliers else None,
+        **{key: float(config[key]) for key in MULTIPLIERS if family.multipliers},
         init_method_std=config["initializer_range"],
         family=name,
     )
@@ -124,7 +176,9 @@ def _family_name(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     name = "mistral" if model_type == "ministral" else model_type
     if name not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
+        missing = _NOT_BUILT.get(str(model_type))
+        why = f": its models have {missing}" if missing else ""
+        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}{why}")
     return str(name)
 
 
@@ -138,11 +192,33 @@ def _refuse_absurd_counts(config: Mapping[str, Any]) -> None:
 def _refuse_quantization(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
+        named = quantization if isinstance(quantization, Mapping) else {}
+        method = named.get("quant_method") or named.get("quant_algo") or "unnamed"
         raise ValueError(
             f"the weights are quantized (quantization_config: {method}), which is not supported: take the model's "
             "unquantized weights (bf16, fp16 or fp32)"
         )
+
+
+def _refuse_other_models(config: Mapping[str, Any]) -> None:
+    """Refuse what a config names and transformers' class of the model does not compute."""
+    for name in config.get("architectures") or ():
+        if not str(name).endswith(("ForCausalLM", "ForSequenceClassification")):
+            raise ValueError(
+                f"architectures: {name} is neither a language model (...ForCausalLM) nor a classifier of whole texts "
+                "(...ForSequenceClassification, a reward model): its outputs have no meaning here"
+            )
+    if code := (config.get("auto_map") or {}).get("AutoModelForCausalLM"):
+        raise ValueError(
+            f"auto_map: the model has code of its own ({code}), which is not run here. If transformers' class of its "
+            "model_type computes the same, remove the key"
+        )
+    for key, plain in _OF_OTHER_MODELS.items():
+        if config.get(key) not in plain:
+            raise ValueError(
+                f"{key}={config[key]}, which transformers ignores in {config['model_type']} models. If this one was "
+                "trained with it, it cannot be computed here; else remove the key"
+            )
 
 
 def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
@@ -158,16 +234,31 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope_scaling_factor(rope: Mapping[str, Any]) -> float | None:
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r} is not supported: only 'default' and 'llama3' (Llama 3.1) are")
-    for key, value in LLAMA3_ROPE.items():
-        if rope[key] != value:
-            raise ValueError(f"rope scaling with {key}={rope[key]} is not supported: megatron-core has {value}")
-    return float(rope["factor"])
+def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    rotates = config["no_rope_layers"][: config["num_hidden_layers"]]
+    return tuple(layer for layer, does in enumerate(rotates) if not does)
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling, with the values that transformers takes from the rest of the config."""
+    rope, positions = dict(config["rope_parameters"]), config["max_position_embeddings"]
+    if rope.get("rope_type") == "dynamic":
+        rope["original_max_position_embeddings"] = positions
+    elif "original_max_position_embeddings" in rope and rope.get("factor") is None:
+        rope["factor"] = positions / rope["original_max_position_embeddings"]
+    return RopeScaling.from_mapping(rope)
+
+
+def _positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
+    positions: int = config["max_position_embeddings"]
+    if scaling is None or scaling.limit is None or positions <= scaling.limit:
+        return positions
+    logger.warning(
+        "max_position_embeddings is %d here, not %d: in longer sequences rope_type %r turns all tokens otherwise than "
+        "in shorter ones, and a response would change what comes before it as it grows",
+        *(scaling.limit, positions, scaling.rope_type),
+    )
+    return scaling.limit
 
 
 def hf_family(architecture: ModelArchitecture) -> str:
@@ -183,7 +274,8 @@ def hf_family(architecture: ModelArchitecture) -> str:
         f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's normalization="
         f"{architecture.normalization}, gated={architecture.gated}, bias={architecture.bias}, qkv_bias="
         f"{architecture.qkv_bias}, qk_layernorm={architecture.qk_layernorm}, rotary_percentage="
-        f"{architecture.rotary_percentage}"
+        f"{architecture.rotary_percentage}, rope_scaling={architecture.rope_scaling}, no_rope_layers="
+        f"{architecture.no_rope_layers}, multipliers={architecture.has_multipliers}"
     )
 
 
@@ -195,7 +287,19 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
         and family.qk_layernorm == a.qk_layernorm
         and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
         and (family.partial_rotary or a.rotary_percentage == 1.0)
+        and (a.rope_scaling is None or a.rope_scaling.rope_type in family.scalings)
+        and (family.no_rope_layers or not a.no_rope_layers)
+        and (family.multipliers or not a.has_multipliers)
+        and not (family.fused and a.kv_channels * a.num_attention_heads != a.hidden_size)
     )
+
+
+def _exported_positions(a: ModelArchitecture) -> int:
+    """What ``max_position_embeddings`` was before `_positions` limited it."""
+    scaling = a.rope_scaling
+    if scaling is None or scaling.rope_type != "longrope" or a.max_position_embeddings != scaling.limit:
+        return a.max_position_embeddings
+    return round(scaling.factor * scaling.limit)
 
 
 def hf_config(
@@ -219,7 +323,7 @@ def hf_config(
     a = architecture
     model_type = hf_family(a)
     family = FAMILIES[model_type]
-    activation = {value: key for key, value in _ACTIVATIONS.items()}[a.activation]
+    activation = next(key for key, value in _ACTIVATIONS.items() if value == a.activation)
     config: dict[str, Any] = {
         "architectures": [family.class_prefix + ("ForSequenceClassification" if num_attributes else "ForCausalLM")],
         "model_type": model_type,
@@ -231,7 +335,7 @@ def hf_config(
         "num_key_value_heads": a.num_query_groups,
         "head_dim": a.kv_channels,
         "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_position_embeddings,
+        "max_position_embeddings": _exported_positions(a),
         "hidden_act": activation,
         family.norm_eps_key: a.layernorm_epsilon,
         "initializer_range": a.init_method_std,
@@ -239,17 +343,24 @@ def hf_config(
         "rope_theta": a.rotary_base,
         "rope_scaling": None,
         "use_cache": True,
+        "pad_token_id": None,  # some families' default lies beyond small vocabularies
         **(token_ids or {}),
     }
-    if a.rope_scaling_factor is not None:
-        config["rope_scaling"] = {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
+    if a.rope_scaling is not None:
+        config["rope_scaling"] = a.rope_scaling.to_mapping()
+    if a.rope_scaling is not None and a.rope_scaling.rope_type == "longrope":
+        config["original_max_position_embeddings"] = a.rope_scaling.original_max_position_embeddings
     if family.attention_bias_key:
         config["attention_bias"] = a.bias
     if family.mlp_bias_key:
         config["mlp_bias"] = a.bias
     if family.partial_rotary:
         config["partial_rotary_factor"] = a.rotary_percentage
-    if model_type in ("mistral", "qwen2", "qwen3"):
+    if family.no_rope_layers:
+        config["no_rope_layers"] = [int(layer not in a.no_rope_layers) for layer in range(a.num_layers)]
+    if family.multipliers:
+        config |= {key: getattr(a, key) for key in MULTIPLIERS} | {"attention_multiplier": a.attention_scale}
+    if model_type in ("mistral", "qwen2", "qwen3", "phi3", "smollm3"):
         config["sliding_window"] = None
     if num_attributes:
         config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_attributes)}

@@ -18,13 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.wording import some_of
 
 Order = Literal["plain", "vocabulary", "query groups", "gated"]
 
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 PADDING = -1  # the `part` of a segment that comes from no tensor
 
 
@@ -140,7 +146,7 @@ def weight_layout(
         padded_vocab_size: rows of the embedding over all ranks; the plain vocabulary where None.
         num_attributes: outputs of the reward head, for a model that has one in place of the output layer.
     """
-    vocab = HFTensor("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
+    vocab = HFTensor(EMBEDDING, (architecture.vocab_size, architecture.hidden_size))
     padded = padded_vocab_size or architecture.vocab_size
     head: tuple[LayoutEntry, ...]
     if num_attributes:
@@ -154,7 +160,7 @@ def weight_layout(
     elif architecture.tied_embeddings:
         head = (LayoutEntry(("output_layer.weight",), (vocab,), 0, "vocabulary", "last", padded, is_copy=True),)
     else:
-        output = HFTensor("lm_head.weight", vocab.shape)
+        output = HFTensor(OUTPUT, vocab.shape)
         head = (LayoutEntry(("output_layer.weight",), (output,), 0, "vocabulary", "last", padded),)
     return (
         LayoutEntry(("embedding.word_embeddings.weight",), (vocab,), 0, "vocabulary", "first", padded),
@@ -164,9 +170,46 @@ def weight_layout(
     )
 
 
+def fused_name(name: str) -> str:
+    """Phi-3's name for the tensor that holds ``name`` and others, one after the other; ``name`` where there is none."""
+    module, _, kind = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    return f"{parent}.{_FUSED[last]}.{kind}" if last in _FUSED else name
+
+
 def hf_tensors(entries: tuple[LayoutEntry, ...]) -> dict[str, HFTensor]:
     """The Hugging Face tensors of a table by name, in the order in which they are streamed."""
     return {part.name: part for entry in entries if not entry.is_copy for part in entry.parts}
+
+
+def check_shapes(
+    architecture: ModelArchitecture, shapes: Mapping[str, tuple[int, ...]], num_attributes: int = 0
+) -> None:
+    """Check the tensors of all stages against the table, so that every rank finds the same fault.
+
+    Args:
+        shapes: of the weights' tensors, by name.
+        num_attributes: outputs of a reward head; 0 for a language model.
+
+    Raises:
+        ValueError: a tensor is missing, superfluous or of the wrong shape; the message names it.
+    """
+    if architecture.num_layers > len(shapes):  # a lie that would fill the memory with the table
+        raise ValueError(f"the weights have {len(shapes)} tensors, too few for {architecture.num_layers} layers")
+    entries = weight_layout(architecture, num_attributes=num_attributes)
+    ignored = (OUTPUT,) if architecture.tied_embeddings else ()  # which may have the embedding again
+    expected = hf_tensors(entries)
+    optional = {part.name for entry in entries if entry.optional for part in entry.parts}
+    missing = [name for name in expected if name not in shapes and name not in optional]
+    if missing:
+        raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
+    for name, shape in shapes.items():
+        if name in ignored:
+            continue
+        if name not in expected:
+            raise ValueError(f"the weights have {name}, which the model has no place for")
+        if shape != expected[name].shape:
+            raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(expected[name].shape)}")
 
 
 def _layer(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:

@@ -17,17 +17,24 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
-from nemo_style_aligner.weights.layout import PADDING, HFTensor, LayoutEntry, Piece, hf_tensors
+from nemo_style_aligner.weights.layout import (
+    EMBEDDING,
+    OUTPUT,
+    PADDING,
+    HFTensor,
+    LayoutEntry,
+    Piece,
+    check_shapes,
+    hf_tensors,
+)
 from nemo_style_aligner.weights.sharded_model import is_head, layout_table, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
-from nemo_style_aligner.wording import some_of
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes, of tensors in shared memory
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 1024
 
 
@@ -238,14 +245,14 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
         progress: called after each tensor that this rank has read.
 
     Raises:
-        ValueError: a tensor is missing, superfluous or of the wrong shape, or the model is tied and the source has an
-            output layer that differs from the embedding; the message names it.
+        ValueError: a tensor is missing, superfluous, of the wrong shape or not finite, or the model is tied and the
+            source has an output layer that differs from the embedding; the message names it.
     """
     entries, _ = layout_table(model)
-    present = source.shapes()
+    present, head = source.shapes(), hf_tensors(entries).get("score.weight")
     is_tied = model.architecture.tied_embeddings
-    _check_shapes(present, entries, ignored=(_OUTPUT,) if is_tied else ())  # which may have the embedding again
-    if is_tied and _OUTPUT in present and not model.has_reward_head:
+    check_shapes(model.architecture, present, head.shape[0] if head else 0)
+    if is_tied and OUTPUT in present and not model.has_reward_head:
         _check_tie(present, source)
     places: dict[str, list[tuple[torch.Tensor, int, Piece]]] = {}
     for entry, parameter in local_parameters(model, entries).items():
@@ -263,25 +270,9 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
     for name, own in places.items():
         for place, dim, piece in own:
             place.copy_(source.read(name, dim, piece.start, piece.length))
+            if not place.isfinite().all():
+                raise ValueError(f"{name} has values that are NaN or infinite: the weights are damaged")
         progress()
-
-
-def _check_shapes(
-    shapes: Mapping[str, tuple[int, ...]], entries: tuple[LayoutEntry, ...], ignored: tuple[str, ...]
-) -> None:
-    """Check the tensors of all stages against the table, so that every rank finds the same fault."""
-    expected = hf_tensors(entries)
-    optional = {part.name for entry in entries if entry.optional for part in entry.parts}
-    missing = [name for name in expected if name not in shapes and name not in optional]
-    if missing:
-        raise ValueError(f"the weights lack {some_of(sorted(missing))}: not a checkpoint of this architecture")
-    for name, shape in shapes.items():
-        if name in ignored:
-            continue
-        if name not in expected:
-            raise ValueError(f"the weights have {name}, which the model has no place for")
-        if shape != expected[name].shape:
-            raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(expected[name].shape)}")
 
 
 def _check_tie(shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> None:
@@ -289,16 +280,16 @@ def _check_tie(shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> N
 
     Every rank compares all rows, some at a time, so that every rank finds the fault.
     """
-    num_rows = shapes[_EMBEDDING][0]
-    same = shapes[_OUTPUT] == shapes[_EMBEDDING]
+    num_rows = shapes[EMBEDDING][0]
+    same = shapes[OUTPUT] == shapes[EMBEDDING]
     for start in range(0, num_rows if same else 0, _COMPARED_ROWS):
         length = min(_COMPARED_ROWS, num_rows - start)
-        embedding = source.read(_EMBEDDING, 0, start, length)
-        same = torch.equal(source.read(_OUTPUT, 0, start, length).to(embedding.dtype), embedding)
+        embedding = source.read(EMBEDDING, 0, start, length)
+        same = torch.equal(source.read(OUTPUT, 0, start, length).to(embedding.dtype), embedding)
         if not same:
             break
     if not same:
         raise ValueError(
-            f"embedding and output layer are tied, but {_OUTPUT} differs from {_EMBEDDING}: it was trained "
+            f"embedding and output layer are tied, but {OUTPUT} differs from {EMBEDDING}: it was trained "
             "separately (PEFT's modules_to_save does that). Set tie_word_embeddings=false in config.json"
         )

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.weights.checked import checked
@@ -73,10 +73,15 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         ValueError: TensorRT-LLM's model of this type cannot express the architecture, or there is no such type here.
     """
     a = architecture
+    require_told(a)
     if a.qk_layernorm:
         raise ValueError(
             "TensorRT engines of models with qk_layernorm (Qwen3) are not supported: set "
             "trainer.ppo.trt_llm.backend=pytorch or trainer.ppo.generation.engine=embedded"
+        )
+    if a.activation == "gelu-tanh":
+        raise ValueError(
+            "TensorRT engines of models with GELU by tanh are not supported: set trainer.ppo.generation.engine=embedded"
         )
     config: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -92,7 +97,7 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         "position_embedding_type": "rope_gpt_neox",
         "norm_epsilon": a.layernorm_epsilon,
         "rotary_base": a.rotary_base,
-        "rotary_scaling": _rotary_scaling(a),
+        "rotary_scaling": None if a.rope_scaling is None else a.rope_scaling.to_mapping(),
         "use_parallel_embedding": False,
     }
     if model_type == "llama":
@@ -131,10 +136,23 @@ def _require(fits: bool, model_type: str, a: ModelArchitecture) -> None:
         )
 
 
-def _rotary_scaling(a: ModelArchitecture) -> dict[str, Any] | None:
-    if a.rope_scaling_factor is None:
-        return None
-    return {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
+def require_told(a: ModelArchitecture) -> None:
+    """Refuse what TensorRT-LLM is not told of here, or has another formula for.
+
+    Raises:
+        ValueError: the model has such a feature.
+    """
+    features = {
+        f"rope_type={a.rope_scaling.rope_type}" if a.rope_scaling else "": a.rope_scaling is not None
+        and a.rope_scaling.rope_type != "llama3",
+        "layers without a rotary embedding": bool(a.no_rope_layers),
+        "multipliers of embeddings, attention, residual stream or logits": a.has_multipliers,
+    }
+    if untold := [name for name, has in features.items() if has]:
+        raise ValueError(
+            f"TensorRT-LLM cannot be used for models with {' and '.join(untold)}: use "
+            "trainer.ppo.generation.engine=embedded"
+        )
 
 
 # ---- weights --------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ static double activation_error() {
         const double relu = std::max(0.0f, x);
         const double expected = ACTIVATION == 0   ? x / (1 + std::exp(-(double)x))
                                 : ACTIVATION == 1 ? 0.5 * x * std::erfc(-x * 0.7071067811865476)
+                                : ACTIVATION == 3 ? x / (1 + std::exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
                                                   : relu * relu;
         error = worse(error, std::abs(activate(splat(x))[LANES - 1] - expected) / std::max(1.0, std::abs(expected)));
     }

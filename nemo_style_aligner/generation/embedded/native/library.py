@@ -37,7 +37,7 @@ _CHECK_VERDICTS = (1, 2, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS, -signa
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
 
@@ -145,6 +145,10 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "ACTIVATION": _ACTIVATIONS[a.activation],
         "GATED": int(a.gated),
         "QK_NORM": int(a.qk_layernorm),
+        "SOFTMAX_SCALE": repr(a.attention_scale),
+        "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
+        "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
+        "LOGITS_SCALING": repr(float(a.logits_scaling)),
         "STORAGE_F32": int(shape.dtype == torch.float32),
         "STORAGE_INT8": int(shape.weight_format == "int8"),
     }
