@@ -164,7 +164,7 @@ def random_weights(architecture: ModelArchitecture) -> Iterator[tuple[str, torch
 
 def _is_plain_llama(a: ModelArchitecture) -> bool:
     plain = (a.normalization, a.activation, a.gated) == ("rmsnorm", "silu", True)
-    return plain and not (a.bias or a.qkv_bias or a.qk_layernorm or a.rope_scaling_factor)
+    return plain and not (a.bias or a.qkv_bias or a.qk_layernorm or a.rope_scaling)
 
 
 def _write_gguf(path: Path, kind: str, files: ModelFiles, template: Path | None) -> None:

@@ -13,6 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
+
+from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
+
 Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
 Activation = Literal["silu", "gelu", "squared-relu"]
 
@@ -27,17 +31,12 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "squared-relu": ("squared-relu", False),
 }
 
-# The constants of Llama 3.1's frequency scaling, as Hugging Face names them; only the factor differs between models.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_FACTOR = 8.0  # NeMo's default
-
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
-_POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "rope_scaling_factor", "init_method_std")
+_POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std")
 
 _OFF = (None, False)
-_ZERO_CENTERED, _INTERPOLATION = "layernorm_zero_centered_gamma", "seq_len_interpolation_factor"
+_ZERO_CENTERED = "layernorm_zero_centered_gamma"
 NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    _INTERPOLATION: (None, 1),
     "rotary_interleaved": _OFF,
     "window_size": (None, [-1, -1]),
     "num_moe_experts": _OFF,
@@ -52,9 +51,6 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
     _ZERO_CENTERED: _OFF,  # except with LayerNorm, which it turns into layernorm1p
-    "low_freq_factor": (None, LLAMA3_ROPE["low_freq_factor"]),
-    "high_freq_factor": (None, LLAMA3_ROPE["high_freq_factor"]),
-    "old_context_len": (None, LLAMA3_ROPE["original_max_position_embeddings"]),
 }
 """Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
@@ -85,7 +81,7 @@ class ModelArchitecture:
     tied_embeddings: bool = False
     rotary_base: float = 10000.0
     rotary_percentage: float = 1.0
-    rope_scaling_factor: float | None = None  # Llama-3.1 frequency scaling; None: plain RoPE
+    rope_scaling: RopeScaling | None = None
     init_method_std: float = 0.02
     family: str = "llama"  # the Hugging Face `model_type` written on export
 
@@ -111,6 +107,8 @@ class ModelArchitecture:
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
                 "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -119,6 +117,19 @@ class ModelArchitecture:
         if self.qk_layernorm and self.normalization != "rmsnorm":
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
+            )
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if scaling.limit is not None and self.max_position_embeddings > scaling.limit:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings}: in sequences of more than {scaling.limit} "
+                f"tokens rope_type {scaling.rope_type!r} turns all tokens otherwise than in shorter ones: a response "
+                f"would change what comes before it as it grows. Set max_position_embeddings to {scaling.limit} or less"
+            )
+        if scaling.short_factor and len(scaling.short_factor) != self.turned_channels // 2:
+            raise ValueError(
+                f"rope scaling has factors for {len(scaling.short_factor)} frequencies, the model has "
+                f"{self.turned_channels // 2} (half of the channels of a head that are rotated)"
             )
 
     # ---- NeMo model_config.yaml -------------------------------------------------------------
@@ -155,17 +166,8 @@ class ModelArchitecture:
             del foreign[_ZERO_CENTERED]
         if foreign:
             named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
-            hint = ""
-            if _INTERPOLATION in foreign and cfg.get("scale_positional_embedding"):
-                # NeMo 2.0's and 2.1's converter of Llama 3.1 sets both.
-                hint = (
-                    ". If the checkpoint was trained with Llama 3.1's frequency scaling alone "
-                    f"(scale_positional_embedding), set model.{_INTERPOLATION}=1 in a job, or {_INTERPOLATION}: 1 in "
-                    "the archive's model_config.yaml for the conversion"
-                )
-            raise ValueError(f"models with {named} are not supported: their results would be wrong{hint}")
+            raise ValueError(f"models with {named} are not supported: their results would be wrong")
         act, gated = _NEMO_ACTIVATIONS[activation]
-        scaling = cfg.get("scale_factor") or _LLAMA3_FACTOR if cfg.get("scale_positional_embedding") else None
         qkv_bias = cfg.get("add_qkv_bias") if cfg.get("qkv_bias") is None else cfg["qkv_bias"]  # NeMo's and megatron's
         return cls(
             num_layers=int(cfg["num_layers"]),
@@ -186,7 +188,7 @@ class ModelArchitecture:
             tied_embeddings=bool(cfg.get("share_embeddings_and_output_weights", False)),
             rotary_base=float(cfg.get("rotary_base", 10000.0)),
             rotary_percentage=float(cfg.get("rotary_percentage", 1.0)),
-            rope_scaling_factor=float(scaling) if scaling else None,
+            rope_scaling=RopeScaling.from_nemo_config(cfg),
             init_method_std=float(cfg.get("init_method_std", 0.02)),
             family=str(cfg.get("hf_model_type", "llama")),
         )
@@ -218,9 +220,7 @@ class ModelArchitecture:
             "init_method_std": self.init_method_std,
             "hf_model_type": self.family,
         }
-        if self.rope_scaling_factor is not None:
-            config |= {"scale_positional_embedding": True, "scale_factor": self.rope_scaling_factor}
-        return config
+        return config if self.rope_scaling is None else config | self.rope_scaling.to_nemo_config()
 
     # ---- sizes ------------------------------------------------------------------------------
 
@@ -233,6 +233,10 @@ class ModelArchitecture:
     def turned_channels(self) -> int:
         """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
         return (self.rotary_size + 1) // 2 * 2
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Of the rotary embedding: radians per position, fp32 [turned channels / 2]; factor of cosines and sines."""
+        return inverse_frequencies(self.rotary_base, self.rotary_size, self.rope_scaling)
 
     @property
     def num_parameters(self) -> int:

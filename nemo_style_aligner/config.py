@@ -37,7 +37,7 @@ class ConfigError(UserError, ValueError):
 _MODEL_KEYS = frozenset(ARCHITECTURE_KEYS) | {"add_qkv_bias", "encoder_seq_length", "make_vocab_size_divisible_by"}
 
 # Sections in which the user chooses the keys, in the jobs that have them.
-_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix")
+_OPEN_SECTIONS = ("exp_manager.wandb_logger_kwargs", "model.data.data_prefix", "model.rope_scaling")
 
 
 # Keys that must be given, though the YAML files have null for them, as NeMo-Aligner's do; other such keys are ``???``.

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.rope import RopeScaling
 
 Types = tuple[type, ...]
 
@@ -110,15 +111,19 @@ OF_THE_JOB: tuple[str, ...] = (
 )
 """Keys directly below ``model`` for which a checkpoint's value has no meaning."""
 
-ARCHITECTURE_KEYS: Mapping[str, Any] = ModelArchitecture(
-    num_layers=1,
-    hidden_size=2,
-    ffn_hidden_size=1,
-    num_attention_heads=1,
-    num_query_groups=1,
-    vocab_size=1,
-    rope_scaling_factor=1.0,
-).to_nemo_config()
+_EVERY_SCALING: dict[str, Any] = {"seq_len_interpolation_factor": 2.0, "rope_scaling": {}}
+ARCHITECTURE_KEYS: Mapping[str, Any] = (
+    _EVERY_SCALING
+    | ModelArchitecture(
+        num_layers=1,
+        hidden_size=2,
+        ffn_hidden_size=1,
+        num_attention_heads=1,
+        num_query_groups=1,
+        vocab_size=1,
+        rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
+    ).to_nemo_config()
+)
 """The keys of ``model`` that describe an architecture, each with an example value: the YAML files have no defaults."""
 
 

@@ -16,6 +16,7 @@ from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
 from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.rope import RopeScaling
 
 VOCAB = 96
 EOS = 1
@@ -39,7 +40,7 @@ _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 64,
 }
 _CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
@@ -57,7 +58,7 @@ _CONFIGS: dict[str, Any] = {
 _FEATURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tied_embeddings": True},
-    "llama-3.1": {"rope_scaling_factor": 8.0, "rotary_base": 500000.0},
+    "llama-3.1": {"rope_scaling": RopeScaling("llama3", 8.0, 64), "rotary_base": 500000.0},
     "llama-geglu-bias": {"bias": True, "activation": "gelu"},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16},

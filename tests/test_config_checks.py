@@ -32,6 +32,7 @@ from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rollout.engine_setup import engine_size
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
 
@@ -78,8 +79,8 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     "setting",
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
-        "rotary_interleaved: true", "seq_len_interpolation_factor: 2", "apply_embedding_scaling: true",
-        "layernorm_zero_centered_gamma: true", "high_freq_factor: 8",
+        "rotary_interleaved: true", "apply_embedding_scaling: true",
+        "layernorm_zero_centered_gamma: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
@@ -104,10 +105,23 @@ def test_archives_as_nemo_writes_them(model: Path) -> None:
     assert ModelArchitecture.from_nemo_config(config | usual) == plain
     assert ModelArchitecture.from_nemo_config(config | {"normalization": "RMSNorm"}) == plain  # as megatron writes it
     scaled = ModelArchitecture.from_nemo_config(config | {"scale_positional_embedding": True, "qkv_bias": True})
-    assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling_factor=8.0)
+    assert scaled == dataclasses.replace(plain, qkv_bias=True, rope_scaling=RopeScaling("llama3", 8.0, 8192))
     assert ModelArchitecture.from_nemo_config(config | {"add_qkv_bias": True}).qkv_bias
     assert ModelArchitecture.from_nemo_config(lay_over(config | {"qkv_bias": False}, {"add_qkv_bias": True})).qkv_bias
-    assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+    named = {"old_context_len": 4096, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "scale_factor": 32.0}
+    scalings = {
+        RopeScaling("llama3", 32.0, 4096, 2.0, 8.0): {"scale_positional_embedding": True, **named},
+        RopeScaling("linear", 4.0): {"seq_len_interpolation_factor": 4},
+        RopeScaling("yarn", 4.0, 32768, attention_factor=1.5, truncate=False): {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+                             "attention_factor": 1.5, "truncate": False}
+        },
+        RopeScaling.by_frequency([1.0] * (plain.rotary_size // 2), 64): {},
+    }  # fmt: skip
+    for scaling, keys in scalings.items():
+        scaled = dataclasses.replace(plain, rope_scaling=scaling)
+        assert ModelArchitecture.from_nemo_config(scaled.to_nemo_config()) == scaled
+        assert not keys or ModelArchitecture.from_nemo_config(config | keys) == scaled
 
 
 def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
@@ -135,7 +149,7 @@ def test_llama31_as_nemo_2s_converter_wrote_it_can_be_gone_on_with(model: Path, 
     both = "seq_len_interpolation_factor: 8.0\nscale_positional_embedding: true\n"
     (tmp_path / "model_config.yaml").write_text(config + both)
     (problem,) = problems(tmp_path, "gpt_sft", "")
-    assert "seq_len_interpolation_factor=8.0 are not supported" in problem
+    assert "seq_len_interpolation_factor=8.0: a rotary embedding is scaled in one way only" in problem
     assert "set model.seq_len_interpolation_factor=1 in a job" in problem
     assert not problems(tmp_path, "gpt_sft", "model.seq_len_interpolation_factor=1")
 

@@ -75,6 +75,7 @@ from nemo_style_aligner.models.supervised_losses import (
 )
 from nemo_style_aligner.models.whole_layer import whole_layer
 from nemo_style_aligner.parallel.groups import current_layout
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
@@ -86,7 +87,7 @@ EOS = 1
 ARCHITECTURES = {
     "llama": ModelArchitecture(**SHAPE),
     "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),
-    "qk-norm": ModelArchitecture(**SHAPE, qk_layernorm=True, kv_channels=16, rope_scaling_factor=8.0),
+    "qk-norm": ModelArchitecture(**SHAPE, qk_layernorm=True, kv_channels=16, rope_scaling=RopeScaling("yarn", 8.0, 64)),
     "layernorm1p": ModelArchitecture(
         **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True, rotary_percentage=0.5
     ),

@@ -58,6 +58,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+FREQUENCIES = [1.0 + i / 2 for i in range(8)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 256,
+    "short_factor": FREQUENCIES,
+    "long_factor": [2 * factor for factor in FREQUENCIES],
+}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -66,10 +73,37 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama 3.1": lambda: transformers.LlamaConfig(
         **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rope_scaling=LLAMA3_ROPE
     ),
+    "llama 3.2, short": lambda: transformers.LlamaConfig(
+        **SIZES, rope_scaling={**LLAMA3_ROPE, "original_max_position_embeddings": 128, "high_freq_factor": 6.0}
+    ),
+    "llama linear": lambda: transformers.LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "llama dynamic": lambda: transformers.LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 256}, rope_scaling={"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "llama longrope": lambda: transformers.LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 1024}, rope_scaling=LONGROPE
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, head_dim=24, rope_theta=1e6),
     "qwen2.5 tied": lambda: transformers.Qwen2Config(
         **{**SIZES, "num_key_value_heads": 1}, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-5
+    ),
+    "qwen2.5 yarn": lambda: transformers.Qwen2Config(
+        **SIZES, rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ),
+    "qwen3 yarn": lambda: transformers.Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6, tie_word_embeddings=True),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
@@ -229,8 +263,9 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 8.0}}, "high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor of rope_type 'linear' must be above 0"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "1 frequencies, the model has 8"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"config\.json: Missing required keys"),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "window of 32"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers ignores in llama"),

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models.gpu_kernels import gpu_kernels
+from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 class LocalSelfAttention(SelfAttention):
     """megatron-core's `SelfAttention`, with the rotary angles of packed rows computed once for all layers."""
+
+    config: LayerConfig
 
     def forward(  # type: ignore[override]
         self,
@@ -40,9 +43,11 @@ class LocalSelfAttention(SelfAttention):
         drops_out = self.training and self.core_attention.dropout > 0
         kernels = None if drops_out else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
-        rotary = packed_seq_params.rotate_by(rotary_pos_emb, torch.float32 if in_fp32 else hidden_states.dtype)
+        angles = rotary_pos_emb if self.config.rotates(self.layer_number) else None
+        dtype = torch.float32 if in_fp32 else hidden_states.dtype
+        rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
         if kernels:
-            return self.linear_proj(self._attend_compiled(kernels, hidden_states, packed_seq_params))
+            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.sizes))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
@@ -50,7 +55,11 @@ class LocalSelfAttention(SelfAttention):
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
 
     def _attend_compiled(
-        self, kernels: LayerKernels, hidden_states: torch.Tensor, packed: PackedSequences
+        self,
+        kernels: LayerKernels,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor,
     ) -> torch.Tensor:
         """[t, 1, h] -> [t, 1, heads * d]: rotary embedding and attention on ``linear_qkv``'s output as it lies."""
         d = self.hidden_size_per_attention_head
@@ -60,7 +69,7 @@ class LocalSelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), packed.rotary, packed.sizes, d**-0.5, kernels)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), rotary, lengths, d**-0.5, kernels)
         return out.view(t, 1, -1)
 
 

@@ -14,11 +14,11 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
+from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.main_grads import add_in_place
@@ -54,14 +54,14 @@ class MegatronModel:
     Attributes:
         module: what the pipeline schedule calls (DDP, `Float16Module` or the bare model).
         gpt: the bare `GPTModel` inside.
-        config: its `TransformerConfig`.
+        config: the `LayerConfig` of its layers.
         architecture: its global shape.
         layout: the parallel layout it was built for.
     """
 
     module: torch.nn.Module
     gpt: GPTModel
-    config: TransformerConfig
+    config: LayerConfig
     architecture: ModelArchitecture
     layout: ParallelLayout
 
@@ -121,7 +121,7 @@ class GPTRewardModel(GPTModel):
 
 def transformer_config(
     architecture: ModelArchitecture, model_cfg: Mapping[str, Any], dtype: torch.dtype, layout: ParallelLayout
-) -> TransformerConfig:
+) -> LayerConfig:
     """megatron-core's config for ``architecture`` with the training options of ``model_cfg``.
 
     Raises:
@@ -141,7 +141,7 @@ def transformer_config(
     elif granularity == "selective":
         # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"] if is_te else []}
-    return TransformerConfig(
+    return LayerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -178,6 +178,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        attention_factor=architecture.frequencies()[1],
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
@@ -229,8 +230,6 @@ def build_model(
         "position_embedding_type": "rope",
         "rotary_percent": architecture.rotary_percentage,
         "rotary_base": architecture.rotary_base,
-        "rope_scaling": architecture.rope_scaling_factor is not None,
-        "rope_scaling_factor": architecture.rope_scaling_factor or 8.0,
     }
     if head is None:
         gpt: GPTModel = GPTLanguageModel(
@@ -240,6 +239,8 @@ def build_model(
         )
     else:
         gpt = GPTRewardModel(head=head, **options)
+    rotary = gpt.rotary_pos_emb
+    rotary.inv_freq = architecture.frequencies()[0].to(rotary.inv_freq)  # megatron-core knows few scalings
     for parameter in gpt.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
@@ -263,7 +264,7 @@ def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
 def _wrap_for_training(
     module: torch.nn.Module,
     gpt: GPTModel,
-    config: TransformerConfig,
+    config: LayerConfig,
     model_cfg: Mapping[str, Any],
     layout: ParallelLayout,
 ) -> DistributedDataParallel:

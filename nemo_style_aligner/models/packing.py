@@ -57,11 +57,20 @@ class PackedSequences(PackedSeqParams):
     blocks: AttentionBlocks | None = None
     _sizes: torch.Tensor | None = None
 
-    def rotate_by(self, angles: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute ``rotary`` in ``dtype``, if no layer has yet, from the angles of all positions [s, 1, 1, r]."""
-        if angles is not None and self.rotary is None:
+    def rotate_by(
+        self, angles: torch.Tensor | None, dtype: torch.dtype, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``rotary`` in ``dtype``, computed if no layer has yet; None for a layer without rotation.
+
+        Args:
+            angles: of all positions [s, 1, 1, r]; None: no rotation.
+            factor: of cosines and sines.
+        """
+        if angles is None:
+            return None
+        if self.rotary is None:
             angles = angles[self.positions, 0, 0].float()
-            self.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+            self.rotary = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return self.rotary
 
     @property

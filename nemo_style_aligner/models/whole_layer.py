@@ -59,7 +59,8 @@ def whole_layer(
     )
     if x.dtype != weights.qkv.dtype:
         return None
-    rotary = packed.rotate_by(angles, torch.float32)
+    angles = angles if config.rotates(layer.layer_number) else None
+    rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
     channels = layer.self_attention.hidden_size_per_attention_head
     row = _Row(kernels, rotary, packed.sizes, config.num_query_groups, channels, config.layernorm_epsilon)
     if not torch.is_grad_enabled():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.architecture import Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.rope import RopeScaling
+
+logger = logging.getLogger(__name__)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
 
@@ -90,7 +94,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
             f"partial_rotary_factor={turned}, which transformers ignores in {name} models: it rotates all "
             "channels. If this one was trained that way, remove the key"
         )
-    heads = config["num_attention_heads"]
+    heads, scaling = config["num_attention_heads"], _rope_scaling(config)
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -99,7 +103,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         num_query_groups=config.get("num_key_value_heads") or heads,
         vocab_size=config["vocab_size"],
         kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
-        max_position_embeddings=config["max_position_embeddings"],
+        max_position_embeddings=_positions(config, scaling),
         normalization=family.normalization,
         layernorm_epsilon=config[family.norm_eps_key],
         activation=_ACTIVATIONS[config["hidden_act"]],
@@ -110,7 +114,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         tied_embeddings=bool(config["tie_word_embeddings"]),
         rotary_base=rope["rope_theta"],
         rotary_percentage=turned,
-        rope_scaling_factor=_rope_scaling_factor(rope),
+        rope_scaling=scaling,
         init_method_std=config["initializer_range"],
         family=name,
     )
@@ -148,16 +152,26 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope_scaling_factor(rope: Mapping[str, Any]) -> float | None:
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r} is not supported: only 'default' and 'llama3' (Llama 3.1) are")
-    for key, value in LLAMA3_ROPE.items():
-        if rope[key] != value:
-            raise ValueError(f"rope scaling with {key}={rope[key]} is not supported: megatron-core has {value}")
-    return float(rope["factor"])
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling, with the values that transformers takes from the rest of the config."""
+    rope, positions = dict(config["rope_parameters"]), config["max_position_embeddings"]
+    if rope.get("rope_type") == "dynamic":
+        rope["original_max_position_embeddings"] = positions
+    elif "original_max_position_embeddings" in rope and rope.get("factor") is None:
+        rope["factor"] = positions / rope["original_max_position_embeddings"]
+    return RopeScaling.from_mapping(rope)
+
+
+def _positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
+    positions: int = config["max_position_embeddings"]
+    if scaling is None or scaling.limit is None or positions <= scaling.limit:
+        return positions
+    logger.warning(
+        "max_position_embeddings is %d here, not %d: in longer sequences rope_type %r turns all tokens otherwise than "
+        "in shorter ones, and a response would change what comes before it as it grows",
+        *(scaling.limit, positions, scaling.rope_type),
+    )
+    return scaling.limit
 
 
 def hf_family(architecture: ModelArchitecture) -> str:
@@ -186,6 +200,14 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
         and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
         and (family.partial_rotary or a.rotary_percentage == 1.0)
     )
+
+
+def _exported_positions(a: ModelArchitecture) -> int:
+    """What ``max_position_embeddings`` was before `_positions` limited it."""
+    scaling = a.rope_scaling
+    if scaling is None or scaling.rope_type != "longrope" or a.max_position_embeddings != scaling.limit:
+        return a.max_position_embeddings
+    return round(scaling.factor * scaling.limit)
 
 
 def hf_config(
@@ -221,7 +243,7 @@ def hf_config(
         "num_key_value_heads": a.num_query_groups,
         "head_dim": a.kv_channels,
         "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_position_embeddings,
+        "max_position_embeddings": _exported_positions(a),
         "hidden_act": activation,
         family.norm_eps_key: a.layernorm_epsilon,
         "initializer_range": a.init_method_std,
@@ -231,8 +253,8 @@ def hf_config(
         "use_cache": True,
         **(token_ids or {}),
     }
-    if a.rope_scaling_factor is not None:
-        config["rope_scaling"] = {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
+    if a.rope_scaling is not None:
+        config["rope_scaling"] = a.rope_scaling.to_mapping()
     if family.attention_bias_key:
         config["attention_bias"] = a.bias
     if family.mlp_bias_key:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nemo_style_aligner.architecture import LLAMA3_ROPE, ModelArchitecture
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.weights.checked import checked
@@ -132,9 +132,14 @@ def _require(fits: bool, model_type: str, a: ModelArchitecture) -> None:
 
 
 def _rotary_scaling(a: ModelArchitecture) -> dict[str, Any] | None:
-    if a.rope_scaling_factor is None:
+    if a.rope_scaling is None:
         return None
-    return {"rope_type": "llama3", "factor": a.rope_scaling_factor, **LLAMA3_ROPE}
+    if a.rope_scaling.rope_type != "llama3":
+        raise ValueError(
+            f"TensorRT engines cannot be built for models with rope_type={a.rope_scaling.rope_type}: use "
+            "trainer.ppo.generation.engine=embedded"
+        )
+    return a.rope_scaling.to_mapping()
 
 
 # ---- weights --------------------------------------------------------------------------------------
