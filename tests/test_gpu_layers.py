@@ -140,7 +140,7 @@ def test_with_transformer_engine_selective_recomputation_is_of_the_mlp(
 @pytest.mark.usefixtures("uncached")
 def test_what_is_recomputed_depends_on_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(gpt, "TransformerConfig", lambda **options: asked.append(options))
+    monkeypatch.setattr(gpt, "LayerConfig", lambda **options: asked.append(options))
     with single_process() as layout:
         for is_te in (False, True):
             monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype, is_te=is_te: is_te)
