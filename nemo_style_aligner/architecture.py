@@ -32,7 +32,11 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 }
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
-_POSITIVE = ("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # 1: none
+_POSITIVE = (
+    *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std", "softmax_scale"),
+    *MULTIPLIERS,
+)
 
 _OFF = (None, False)
 _ZERO_CENTERED = "layernorm_zero_centered_gamma"
@@ -44,7 +48,6 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "attention_type": (None, "multihead"),
     "multi_latent_attention": _OFF,
     "normalize_attention_scores": (None, True),
-    "softmax_scale": (None,),
     "headscale": _OFF,
     "openai_gelu": _OFF,  # the tanh approximation
     "apply_embedding_scaling": _OFF,  # Gemma
@@ -82,6 +85,11 @@ class ModelArchitecture:
     rotary_base: float = 10000.0
     rotary_percentage: float = 1.0
     rope_scaling: RopeScaling | None = None
+    no_rope_layers: tuple[int, ...] = ()  # layers (0-based) that do not rotate (SmolLM3)
+    softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
+    embedding_multiplier: float = 1.0  # of embeddings (this and the next two: Granite)
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_scaling: float = 1.0  # what logits are divided by
     init_method_std: float = 0.02
     family: str = "llama"  # the Hugging Face `model_type` written on export
 
@@ -107,6 +115,8 @@ class ModelArchitecture:
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
                 "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
+        if not set(self.no_rope_layers) <= set(range(self.num_layers)):
+            raise ValueError(f"no_rope_layers {self.no_rope_layers} are not among the {self.num_layers} layers")
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
         if self.num_attention_heads % self.num_query_groups:
@@ -189,6 +199,9 @@ class ModelArchitecture:
             rotary_base=float(cfg.get("rotary_base", 10000.0)),
             rotary_percentage=float(cfg.get("rotary_percentage", 1.0)),
             rope_scaling=RopeScaling.from_nemo_config(cfg),
+            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), int(cfg["num_layers"])),
+            softmax_scale=None if cfg.get("softmax_scale") is None else float(cfg["softmax_scale"]),
+            **{key: float(cfg[key]) for key in MULTIPLIERS if cfg.get(key) is not None},
             init_method_std=float(cfg.get("init_method_std", 0.02)),
             family=str(cfg.get("hf_model_type", "llama")),
         )
@@ -220,7 +233,12 @@ class ModelArchitecture:
             "init_method_std": self.init_method_std,
             "hf_model_type": self.family,
         }
-        return config if self.rope_scaling is None else config | self.rope_scaling.to_nemo_config()
+        if self.rope_scaling is not None:
+            config |= self.rope_scaling.to_nemo_config()
+        if self.no_rope_layers:
+            config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
+        config |= {key: getattr(self, key) for key in MULTIPLIERS if getattr(self, key) != 1}
+        return config if self.softmax_scale is None else config | {"softmax_scale": self.softmax_scale}
 
     # ---- sizes ------------------------------------------------------------------------------
 
@@ -233,6 +251,16 @@ class ModelArchitecture:
     def turned_channels(self) -> int:
         """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
         return (self.rotary_size + 1) // 2 * 2
+
+    @property
+    def has_multipliers(self) -> bool:
+        """Whether embeddings, attention scores, residual stream or logits are scaled otherwise than in most models."""
+        return self.softmax_scale is not None or any(getattr(self, key) != 1 for key in MULTIPLIERS)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
         """Of the rotary embedding: radians per position, fp32 [turned channels / 2]; factor of cosines and sines."""
@@ -312,3 +340,14 @@ class ModelArchitecture:
         if self.num_layers % pp_size:
             problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
         return problems
+
+
+def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
+    """The layers that Megatron-Core's ``no_rope_freq`` names: every n-th, or those with a 1 in a list."""
+    if not frequency:
+        return ()
+    if isinstance(frequency, int):
+        return tuple(range(frequency - 1, num_layers, frequency))
+    if len(frequency) != num_layers:
+        raise ValueError(f"no_rope_freq has {len(frequency)} numbers for {num_layers} layers")
+    return tuple(layer for layer, skips in enumerate(frequency) if skips)

@@ -122,6 +122,11 @@ ARCHITECTURE_KEYS: Mapping[str, Any] = (
         num_query_groups=1,
         vocab_size=1,
         rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
+        no_rope_layers=(0,),
+        softmax_scale=2.0,
+        embedding_multiplier=2.0,
+        residual_multiplier=2.0,
+        logits_scaling=2.0,
     ).to_nemo_config()
 )
 """The keys of ``model`` that describe an architecture, each with an example value: the YAML files have no defaults."""

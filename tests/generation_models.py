@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import engine as engine_module
@@ -42,6 +51,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 1.5}
 _CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -51,6 +62,9 @@ _CONFIGS: dict[str, Any] = {
     ),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16),
+    "qwen3-yarn": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16, rope_parameters=_YARN_ROPE),
+    "smollm3": lambda: SmolLM3Config(**_SIZES, tie_word_embeddings=True, no_rope_layer_interval=2),
+    "granite": lambda: GraniteConfig(**_SIZES, tie_word_embeddings=True, **_MULTIPLIERS, attention_multiplier=0.05),
     "nemotron": lambda: NemotronConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
     ),
@@ -62,6 +76,9 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "llama-geglu-bias": {"bias": True, "activation": "gelu"},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16},
+    "qwen3-yarn": {"qk_layernorm": True, "kv_channels": 16, "rope_scaling": RopeScaling("yarn", 4.0, 32)},
+    "smollm3": {"no_rope_layers": (1,), "rotary_base": 2000000.0, "tied_embeddings": True},
+    "granite": {"softmax_scale": 0.05, "tied_embeddings": True, **_MULTIPLIERS},
     "nemotron": {
         "normalization": "layernorm1p",
         "activation": "squared-relu",

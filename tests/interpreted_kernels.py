@@ -46,7 +46,7 @@ with pytest.MonkeyPatch.context() as patch:
     for name, wrong in (
         ("norm", lambda ops, hidden, *_: hidden * 2),
         ("activation", lambda ops, x: torch.relu(x[:, : x.shape[1] // 2])),
-        ("attention", lambda ops, batch: lambda qkv, norms, pages: qkv[:, : ops.groups * ops.heads * 8]),
+        ("attention", lambda ops, batch: lambda qkv, norms, pages, rotates: qkv[:, : ops.groups * ops.heads * 8]),
     ):
         method = {"norm": "add_and_norm", "activation": "activate", "attention": "attention_of"}[name]
         with patch.context() as one, pytest.raises(ArithmeticError, match=f"{name} by Triton"):
@@ -56,7 +56,7 @@ with pytest.MonkeyPatch.context() as patch:
 # What is not a number reaches those that see it, and nobody else.
 for num_pages in (4, 80):
     batch = example(num_pages, 120, CPU)
-    attention = PagedAttention(1, 2, 16, PROCESSORS)
+    attention = PagedAttention(1, 2, 16, 0.25, PROCESSORS)
     assert (attention.num_parts(3, num_pages) == 1) == (num_pages == 4)  # both ways are compared
     pages = torch.ones(120, 16, 2, 16)
     pages[batch.tables[1, -1], -1] = torch.nan  # the last that the second token sees

@@ -72,7 +72,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     for batch in batches:
         size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
         qkv = torch.empty(size, dtype=torch.bfloat16)
-        operations.attention_of(batch)(qkv, norms, qkv)
+        operations.attention_of(batch)(qkv, norms, qkv, True)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,22 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         },
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6, tie_word_embeddings=True),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "phi3, part turned": lambda: transformers.Phi3Config(
+        **{**SIZES, "max_position_embeddings": 1024},
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=256,
+        rope_scaling={**LONGROPE, "short_factor": FREQUENCIES[:4], "long_factor": [2.0] * 4},
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "granite": lambda: transformers.GraniteConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        embedding_multiplier=12,
+        residual_multiplier=0.22,
+        attention_multiplier=0.05,
+        logits_scaling=8,
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
 }
 TINY = ModelArchitecture(
@@ -260,6 +276,9 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "olmo2"}, "norms after attention and MLP in place of before them"),
+        ({"model_type": "gemma3_text"}, "sliding windows and a rotary base of their own"),
+        ({"model_type": "phi3", "sliding_window": 32}, "set max_position_embeddings to 32"),
         ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),

@@ -69,7 +69,8 @@ class LocalSelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), rotary, lengths, d**-0.5, kernels)
+        scale = self.config.softmax_scale or d**-0.5
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), rotary, lengths, scale, kernels)
         return out.view(t, 1, -1)
 
 
@@ -84,6 +85,7 @@ class CausalAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
         self.dropout = config.attention_dropout
+        self.scale = config.softmax_scale  # None: torch's own, 1 / sqrt(d)
 
     def forward(
         self,
@@ -115,7 +117,7 @@ class CausalAttention(MegatronModule):
         drops_out = self.training and self.dropout > 0
         if not drops_out and has_varlen_attention(query, key):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return varlen_attention(query, key, value, boundaries, longest).flatten(1)[:, None]
+            return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
         if packed.blocks is None:
             packed.blocks = AttentionBlocks.of(packed.lengths, query.device)
         outputs = []
@@ -143,6 +145,7 @@ class CausalAttention(MegatronModule):
                 value.permute(1, 2, 0, 3),
                 is_causal=s > 1,  # a single new token sees the whole KV cache
                 dropout_p=dropout,
+                scale=self.scale,
                 enable_gqa=has_groups,
             )
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)

@@ -78,12 +78,15 @@ class MegatronModel:
 class GPTLanguageModel(GPTModel):
     """A `GPTModel` that returns log-probs for a `Prediction` passed as ``labels``, without storing all logits."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, true_vocab_size: int, logits_scaling: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
+        self.logits_scaling = logits_scaling
 
     def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """[s, b, h] -> the prediction's log-probs on the last stage, or logits without ``labels``."""
+        if self.post_process and self.logits_scaling != 1:
+            hidden_states = hidden_states / self.logits_scaling
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
         tied = self.share_embeddings_and_output_weights
@@ -129,7 +132,7 @@ def transformer_config(
     """
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
-    granularity = model_cfg.get("activations_checkpoint_granularity")
+    granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
     is_te = uses_transformer_engine(dtype)
     recompute: dict[str, Any] = {}
     if granularity == "full":
@@ -179,6 +182,9 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         attention_factor=architecture.frequencies()[1],
+        no_rope_freq=[int(layer in skipped) for layer in range(architecture.num_layers)] if skipped else None,
+        softmax_scale=architecture.softmax_scale,
+        residual_multiplier=architecture.residual_multiplier,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
@@ -234,6 +240,7 @@ def build_model(
     if head is None:
         gpt: GPTModel = GPTLanguageModel(
             true_vocab_size=architecture.vocab_size,
+            logits_scaling=architecture.logits_scaling,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             **options,
         )
@@ -241,6 +248,8 @@ def build_model(
         gpt = GPTRewardModel(head=head, **options)
     rotary = gpt.rotary_pos_emb
     rotary.inv_freq = architecture.frequencies()[0].to(rotary.inv_freq)  # megatron-core knows few scalings
+    if layout.is_first_stage and architecture.embedding_multiplier != 1:
+        gpt.embedding.register_forward_hook(lambda _module, _ids, out: out * architecture.embedding_multiplier)
     for parameter in gpt.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())

@@ -14,9 +14,11 @@ class LayerConfig(TransformerConfig):
 
     Attributes:
         attention_factor: what cosines and sines of the rotary embedding are multiplied by.
+        residual_multiplier: of what attention and MLP add to the residual stream.
     """
 
     attention_factor: float = 1.0
+    residual_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

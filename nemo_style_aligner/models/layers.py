@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from nemo_style_aligner.models.attention import CausalAttention, LocalSelfAttention
 from nemo_style_aligner.models.fused import SwiGLU, rms_norm
+from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
@@ -110,7 +112,7 @@ class Layer(TransformerLayer):
     token when a reward is.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._is_one_function = is_one_function(config)
         if recomputes_mlp(config) and config.add_bias_linear:
@@ -143,13 +145,32 @@ def _copy_bias(
     return output, None if bias is None else bias.clone()
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+def _get_scaled_add(multiplier: float) -> Callable[[bool, bool], Callable[..., torch.Tensor]]:
+    """As `get_bias_dropout_add`, with ``multiplier`` times what is added to the residual stream."""
+
+    def get(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def scaled(
+            with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+        ) -> torch.Tensor:
+            x, bias = with_bias
+            return add((x * multiplier, None if bias is None else bias * multiplier), residual, dropout)
+
+        return scaled
+
+    return get
+
+
+def block_spec(config: LayerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The specification of one transformer block for megatron-core's `GPTModel`."""
+    add = get_bias_dropout_add if config.residual_multiplier == 1 else _get_scaled_add(config.residual_multiplier)
     if uses_transformer_engine(config.params_dtype):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.module = Layer
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         if config.use_te_activation_func:
             # megatron-core's, unfused, keeps 5 numbers per token and unit for the backward pass; ours keeps 3.
             spec.submodules.mlp.submodules.activation_func = SwiGLU
@@ -170,7 +191,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
                     k_layernorm=head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(
                 module=MLP,
@@ -180,7 +201,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
                     linear_fc2=RowLinear,
                 ),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

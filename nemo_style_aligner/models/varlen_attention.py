@@ -23,6 +23,7 @@ def varlen_attention(
     value: torch.Tensor,
     boundaries: torch.Tensor,
     longest: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of each token to its own and all earlier tokens of its sequence. Differentiable.
 
@@ -33,13 +34,14 @@ def varlen_attention(
         key, value: [t, groups, d]; ``heads`` is a multiple of ``groups``.
         boundaries: int32 [n + 1], where each of the n sequences begins, and t.
         longest: tokens of the longest sequence, at least.
+        scale: factor of the scores; None: 1 / sqrt(d).
 
     Returns:
         [t, heads, d].
     """
     from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, which takes a second or two
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     causal = (-1, 0)

@@ -4,8 +4,8 @@ A layer's parts are some ten modules and as many nodes of autograd's graph, and 
 a pass that shows (docs/decisions/0004-layer-kernels.md). Here a layer is one node, which computes the same numbers, bit
 for bit, and keeps the same tensors for the backward pass.
 
-Layers with biases, other norms or activations, dropout, recomputed activations or tensor parallelism are computed
-module by module (`layers.Layer`).
+Layers with biases, other norms, activations or scales, dropout, recomputed activations or tensor parallelism are
+computed module by module (`layers.Layer`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
 from nemo_style_aligner.models.linear import input_gradient, multiplied, weight_gradient
 from nemo_style_aligner.models.main_grads import main_grad_of
@@ -25,12 +25,14 @@ from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.products import widened
 
 
-def is_one_function(config: TransformerConfig) -> bool:
+def is_one_function(config: LayerConfig) -> bool:
     """Whether layers of a model can be computed as a whole."""
     return (
         config.normalization == "RMSNorm"
         and config.use_te_activation_func  # SwiGLU
         and not (config.add_bias_linear or config.add_qkv_bias or config.qk_layernorm)
+        and config.softmax_scale is None
+        and config.residual_multiplier == 1
         and config.tensor_model_parallel_size == 1
         and config.recompute_granularity != "selective"
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, load_tokenizer, tokenizer_files
-from nemo_style_aligner.weights.huggingface_config import hf_config, hf_family
+from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family, read_architecture
+from nemo_style_aligner.weights.layout import fused_name, hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,32 @@ _GIT_LFS = b"version https://git-lfs"  # how a file begins that git has cloned w
 
 
 # ---- weights in -----------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: a file, the name of a tensor in it, and the row of that one where it begins."""
+
+    file: Any
+    stored: str
+    first: int
+    shape: tuple[int, ...]
+
+
+def _unfused(places: Mapping[str, _Place], architecture: ModelArchitecture) -> Iterator[tuple[str, _Place]]:
+    """The tensors of ``places``; in place of fused ones their parts, which lie one after the other."""
+    whole = dict(places)
+    table = hf_tensors(weight_layout(architecture)).values()
+    for fused, parts in itertools.groupby(table, lambda tensor: fused_name(tensor.name)):
+        tensors = list(parts)
+        if fused == tensors[0].name or fused not in whole:
+            continue
+        file, first, rows = whole[fused].file, 0, sum(tensor.shape[0] for tensor in tensors)
+        if whole.pop(fused).shape != (rows, *tensors[0].shape[1:]):
+            raise ValueError(f"{fused} has not the shape {[rows, *tensors[0].shape[1:]]} that config.json gives it")
+        for tensor in tensors:
+            yield tensor.name, _Place(file, fused, first, tensor.shape)
+            first += tensor.shape[0]
+    yield from whole.items()
 
 
 class HuggingFaceCheckpoint:
@@ -47,22 +75,26 @@ class HuggingFaceCheckpoint:
         if missing:
             hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
             raise FileNotFoundError(f"{self.directory} lacks {', '.join(missing)}{hint}")
-        self._files = [_open_safetensors(self.directory / name) for name in files]
-        self._file_of = {
-            name: file
-            for file in self._files
+        self._places = {
+            name: _Place(file, name, 0, tuple(file.get_slice(name).get_shape()))
+            for file in (_open_safetensors(self.directory / name) for name in files)
             for name in file.keys()  # noqa: SIM118 (not a dict)
             if not name.endswith("rotary_emb.inv_freq")  # a buffer that old Llama checkpoints carry
         }
+        if any(name.endswith(".qkv_proj.weight") for name in self._places):
+            self._places = dict(_unfused(self._places, read_architecture(directory)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's name and shape."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+        """Every tensor's name and shape; fused ones' parts in place of them."""
+        return {name: place.shape for name, place in self._places.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """A slice of a tensor, in the file's dtype."""
-        lazy = self._file_of[name].get_slice(name)
-        return lazy[start : start + length] if dim == 0 else lazy[:, start : start + length]
+        file, stored, first, shape = self._places[name]
+        lazy = file.get_slice(stored)
+        if dim == 0:
+            return lazy[first + start : first + start + length]
+        return lazy[first : first + shape[0], start : start + length]
 
     @property
     def num_attributes(self) -> int:
@@ -121,12 +153,13 @@ def write_checkpoint(
     """
     target = Path(directory).resolve()
     require_empty(target)
-    hf_family(architecture)  # fails before any work
+    family = hf_family(architecture)  # fails before any work
     exists = target.exists()
     work = (target if exists else target.parent) / _unfinished(target)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    dtype = _write_shards(work, weights, max_shard_bytes)
+    is_fused = FAMILIES[family].fused
+    dtype = _write_shards(work, _fused(weights) if is_fused else weights, max_shard_bytes)
     token_ids = {}
     if tokenizer_dir:
         copy_tokenizer_files(tokenizer_dir, work)
@@ -267,6 +300,13 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], 
         weight_map = {name: names[i] for name, i in file_of.items()}
         _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return dtype
+
+
+def _fused(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream, with one tensor for those that are fused, which follow each other."""
+    for fused, parts in itertools.groupby(weights, lambda named: fused_name(named[0])):
+        tensors = [tensor for _, tensor in parts]
+        yield fused, torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchitecture, Normalization
 from nemo_style_aligner.rope import RopeScaling
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ class Family:
     attention_bias_key: bool = False  # has the key attention_bias: biases on q, k, v and o
     mlp_bias_key: bool = False
     partial_rotary: bool = False
+    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    fused: bool = False  # q, k and v are one tensor, gate and up another
+    no_rope_layers: bool = False
+    multipliers: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -48,7 +52,20 @@ FAMILIES: dict[str, Family] = {
         mlp_bias_key=True,
         partial_rotary=True,
     ),
+    "phi3": Family("Phi3", partial_rotary=True, scalings=("longrope",), fused=True),
+    "smollm3": Family("SmolLM3", attention_bias_key=True, mlp_bias_key=True, no_rope_layers=True),
+    "granite": Family("Granite", attention_bias_key=True, mlp_bias_key=True, multipliers=True),
 }
+
+_POST_NORMS = "norms after attention and MLP"
+_WINDOWS = "layers with sliding windows and a rotary base of their own"
+_NOT_BUILT = {
+    "olmo2": f"{_POST_NORMS} in place of before them, and norms over all heads of q and k together",
+    "gemma2": f"{_POST_NORMS}, sliding windows and capped logits",
+    "gemma3": f"{_POST_NORMS}, {_WINDOWS}, and images",
+    "gemma3_text": f"{_POST_NORMS}, and {_WINDOWS}",
+}
+"""What models of other families need that layers here do not have."""
 
 
 def read_architecture(directory: str | Path) -> ModelArchitecture:
@@ -115,6 +132,9 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         rotary_base=rope["rope_theta"],
         rotary_percentage=turned,
         rope_scaling=scaling,
+        no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
+        softmax_scale=float(config["attention_multiplier"]) if family.multipliers else None,
+        **{key: float(config[key]) for key in MULTIPLIERS if family.multipliers},
         init_method_std=config["initializer_range"],
         family=name,
     )
@@ -125,7 +145,9 @@ def _family_name(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     name = "mistral" if model_type == "ministral" else model_type
     if name not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
+        missing = _NOT_BUILT.get(str(model_type))
+        why = f": its models have {missing}" if missing else ""
+        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}{why}")
     return str(name)
 
 
@@ -150,6 +172,11 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
             f"attention with a sliding window of {window} tokens is not supported. If no sequence of yours is "
             f"longer, set max_position_embeddings to {window}: then the window makes no difference"
         )
+
+
+def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    rotates = config["no_rope_layers"][: config["num_hidden_layers"]]
+    return tuple(layer for layer, does in enumerate(rotates) if not does)
 
 
 def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -187,7 +214,8 @@ def hf_family(architecture: ModelArchitecture) -> str:
         f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's normalization="
         f"{architecture.normalization}, gated={architecture.gated}, bias={architecture.bias}, qkv_bias="
         f"{architecture.qkv_bias}, qk_layernorm={architecture.qk_layernorm}, rotary_percentage="
-        f"{architecture.rotary_percentage}"
+        f"{architecture.rotary_percentage}, rope_scaling={architecture.rope_scaling}, no_rope_layers="
+        f"{architecture.no_rope_layers}, multipliers={architecture.has_multipliers}"
     )
 
 
@@ -199,6 +227,10 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
         and family.qk_layernorm == a.qk_layernorm
         and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
         and (family.partial_rotary or a.rotary_percentage == 1.0)
+        and (a.rope_scaling is None or a.rope_scaling.rope_type in family.scalings)
+        and (family.no_rope_layers or not a.no_rope_layers)
+        and (family.multipliers or not a.has_multipliers)
+        and not (family.fused and a.kv_channels * a.num_attention_heads != a.hidden_size)
     )
 
 
@@ -251,17 +283,24 @@ def hf_config(
         "rope_theta": a.rotary_base,
         "rope_scaling": None,
         "use_cache": True,
+        "pad_token_id": None,  # some families' default lies beyond small vocabularies
         **(token_ids or {}),
     }
     if a.rope_scaling is not None:
         config["rope_scaling"] = a.rope_scaling.to_mapping()
+    if a.rope_scaling is not None and a.rope_scaling.rope_type == "longrope":
+        config["original_max_position_embeddings"] = a.rope_scaling.original_max_position_embeddings
     if family.attention_bias_key:
         config["attention_bias"] = a.bias
     if family.mlp_bias_key:
         config["mlp_bias"] = a.bias
     if family.partial_rotary:
         config["partial_rotary_factor"] = a.rotary_percentage
-    if model_type in ("mistral", "qwen2", "qwen3"):
+    if family.no_rope_layers:
+        config["no_rope_layers"] = [int(layer not in a.no_rope_layers) for layer in range(a.num_layers)]
+    if family.multipliers:
+        config |= {key: getattr(a, key) for key in MULTIPLIERS} | {"attention_multiplier": a.attention_scale}
+    if model_type in ("mistral", "qwen2", "qwen3", "phi3", "smollm3"):
         config["sliding_window"] = None
     if num_attributes:
         config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_attributes)}

@@ -25,6 +25,10 @@ from nemo_style_aligner.architecture import ModelArchitecture
 
 Order = Literal["plain", "vocabulary", "query groups", "gated"]
 
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
 PADDING = -1  # the `part` of a segment that comes from no tensor
 
 
@@ -162,6 +166,13 @@ def weight_layout(
         *_norm(architecture, ("decoder.final_layernorm.",), "model.norm", "last"),
         *head,
     )
+
+
+def fused_name(name: str) -> str:
+    """Phi-3's name for the tensor that holds ``name`` and others, one after the other; ``name`` where there is none."""
+    module, _, kind = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    return f"{parent}.{_FUSED[last]}.{kind}" if last in _FUSED else name
 
 
 def hf_tensors(entries: tuple[LayoutEntry, ...]) -> dict[str, HFTensor]:

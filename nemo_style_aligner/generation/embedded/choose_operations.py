@@ -76,12 +76,13 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     head_norms = None
     if a.qk_layernorm:
         head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
-    for num_pages in (4, 80):  # pages of decoding tokens: attended to in one part, and in several
+    cases = [(4, True), (80, True)] + [(4, False)] * bool(a.no_rope_layers)
+    for num_pages, rotates in cases:  # pages of decoding tokens: attended to in one part, and in several
         batch = example(num_pages, len(pages), device)
         qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
         exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
-        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages)
-        attended = operations.attention_of(batch)(qkv, head_norms, pages)
+        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages, rotates)
+        attended = operations.attention_of(batch)(qkv, head_norms, pages, rotates)
         compare("attention", attended, exact)
         compare("keys and values", pages, exact_pages)
 

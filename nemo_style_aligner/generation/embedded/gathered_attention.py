@@ -23,7 +23,9 @@ with queries [t, groups, heads per group, d] and keys and values [t, 2, groups, 
 class GatheredAttention:
     """Attention by `scaled_dot_product_attention`: one call for all decoding tokens, and one for each chunk."""
 
-    def __init__(self, heads_per_group: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads_per_group: int, dtype: torch.dtype, scale: float) -> None:
+        """``scale``: factor of the scores."""
+        self._scale = scale
         self._heads = heads_per_group
         self._dtype = dtype
 
@@ -36,8 +38,8 @@ class GatheredAttention:
 
         def attend(pages: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
             num_decode = len(mask)
-            attended = [_attend_decoding(pages, query[:num_decode], tables, mask)] if num_decode else []
-            attended += [_attend_chunk(pages, query, key_value, *chunk) for chunk in chunks]
+            attended = [_attend_decoding(pages, query[:num_decode], tables, mask, self._scale)] if num_decode else []
+            attended += [_attend_chunk(pages, query, key_value, *chunk, self._scale) for chunk in chunks]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attend
@@ -52,7 +54,7 @@ class GatheredAttention:
 
 
 def _attend_decoding(
-    pages: torch.Tensor, query: torch.Tensor, tables: torch.Tensor, mask: torch.Tensor
+    pages: torch.Tensor, query: torch.Tensor, tables: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """One token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d]. ``tables`` [n * p] is flat.
 
@@ -60,7 +62,8 @@ def _attend_decoding(
     """
     n, groups, _, channels = query.shape
     seen = pages.index_select(0, tables).view(n, -1, 2 * groups, channels).transpose(1, 2)
-    return F.scaled_dot_product_attention(query, seen[:, :groups], seen[:, groups:], attn_mask=mask).reshape(n, -1)
+    keys, values = seen[:, :groups], seen[:, groups:]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(n, -1)
 
 
 def _attend_chunk(
@@ -70,6 +73,7 @@ def _attend_chunk(
     segment: ChunkSegment,
     seen_pages: torch.Tensor | None,
     mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of one chunk, [length, heads * d]; ``query`` and ``key_value`` are those of the whole pass."""
     tokens = slice(segment.first, segment.first + segment.length)
@@ -80,7 +84,13 @@ def _attend_chunk(
         seen = seen.unflatten(1, (2, -1))
     keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
     out = F.scaled_dot_product_attention(
-        query[tokens].permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        query[tokens].permute(1, 2, 0, 3),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
     )
     return out.permute(2, 0, 1, 3).flatten(1)
 

@@ -56,8 +56,9 @@ class _Blocks:
 class PagedAttention:
     """The kernels for one shape of heads; each is compiled at its first call, for passes of all sizes."""
 
-    def __init__(self, groups: int, heads_per_group: int, channels: int, num_processors: int) -> None:
-        """``num_processors``: of the GPU (streaming multiprocessors)."""
+    def __init__(self, groups: int, heads_per_group: int, channels: int, scale: float, num_processors: int) -> None:
+        """``scale``: factor of the scores. ``num_processors``: of the GPU (streaming multiprocessors)."""
+        self._scale = scale * math.log2(math.e)  # the kernels compute powers of two
         self._groups = groups
         self._heads = heads_per_group
         self._channels = channels
@@ -116,7 +117,7 @@ class PagedAttention:
         attend_kernel[blocks.num_programs, self._groups, parts](
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
             *(out, partial, log_sums),
-            self._channels**-0.5 * math.log2(math.e),
+            self._scale,
             # Strides in heads, so that Triton sees that a head's channels can be loaded side by side.
             *(query.stride(0) // self._channels, query.stride(1) // self._channels),
             *(blocks.tables.stride(0), positions.stride(0)),

@@ -35,10 +35,13 @@ class TorchModel:
         ops, weights = self._operations, self._weights
         attention = ops.attention_of(batch)
         hidden = self._embed(batch.token_ids)
+        if self._a.embedding_multiplier != 1:
+            hidden *= self._a.embedding_multiplier
         product, bias = None, None  # not yet added to the hidden states
-        for layer, pages in zip(weights.layers, self._pages, strict=True):
+        for index, (layer, pages) in enumerate(zip(weights.layers, self._pages, strict=True)):
+            rotates = index not in self._a.no_rope_layers
             normed = ops.add_and_norm(hidden, product, bias, layer.input_norm, layer.input_norm_bias)
-            attended = attention(layer.qkv.product(normed, layer.qkv_bias), layer.head_norms, pages)
+            attended = attention(layer.qkv.product(normed, layer.qkv_bias), layer.head_norms, pages, rotates)
             product, bias = self._product(attended, layer.output), layer.output_bias
             normed = ops.add_and_norm(hidden, product, bias, layer.mlp_norm, layer.mlp_norm_bias)
             active = ops.activate(layer.fc1.product(normed, layer.fc1_bias))
@@ -71,6 +74,8 @@ class TorchModel:
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [o, vocab_size], joined from the ranks' columns."""
         logits = self._weights.head.logits(last, logits_dtype(self._dtype, last.device))
+        if self._a.logits_scaling != 1:
+            logits /= self._a.logits_scaling
         if self._tensor_parallel.size == 1:
             return logits
         return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]

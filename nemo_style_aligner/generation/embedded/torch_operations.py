@@ -16,12 +16,13 @@ from nemo_style_aligner.generation.embedded.step import EngineShape
 HeadNorms: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
 """Weights of the norms of query and key heads, float32 [d] each, of models that have them."""
 
-Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor], torch.Tensor]
+Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor, bool], torch.Tensor]
 """Attention of one pass in one layer: [t, heads * d], before the output projection.
 
 Called with the output of the qkv projection [t, groups * (heads per group + 2) * d] (for each group its query heads,
-its key head and its value head), which it may overwrite; with the weights of the head norms; and with the layer's pages
-[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values.
+its key head and its value head), which it may overwrite; with the weights of the head norms; with the layer's pages
+[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values; and with whether the layer rotates
+queries and keys.
 """
 
 
@@ -39,7 +40,7 @@ class TorchOperations:
         self.dtype = shape.dtype
         self.cos, self.sin = rotary_tables(a, shape.max_sequence_length, device)
         self.norm_offset = 1.0 if a.normalization == "layernorm1p" else 0.0
-        self._gathered = GatheredAttention(self.heads, shape.dtype)
+        self._gathered = GatheredAttention(self.heads, shape.dtype, a.attention_scale)
 
     def add_and_norm(
         self,
@@ -51,14 +52,17 @@ class TorchOperations:
     ) -> torch.Tensor:
         """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; return its norm in the engine's dtype.
 
+        What is added is multiplied by the model's ``residual_multiplier``.
+
         Args:
             product: [t, h] in the engine's dtype, the output of the preceding projection; None: there is none.
             weight, bias: float32 [h], of the norm; only RMSNorm has no bias.
         """
+        multiplier = self.architecture.residual_multiplier
         if product is not None:
-            hidden += product
+            hidden.add_(product, alpha=multiplier)
         if product_bias is not None:
-            hidden += product_bias
+            hidden.add_(product_bias, alpha=multiplier)
         shape, epsilon = (hidden.shape[-1],), self.architecture.layernorm_epsilon
         if bias is None:
             return F.rms_norm(hidden, shape, weight, epsilon).to(self.dtype)
@@ -80,17 +84,18 @@ class TorchOperations:
         cos, sin = self.cos[batch.positions][:, None, None], self.sin[batch.positions][:, None, None]
         attend = self._gathered.of_pass(batch)
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor) -> torch.Tensor:
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
             heads, channels = self.heads, self.architecture.kv_channels
             qkv = qkv.view(len(qkv), self.groups, heads + 2, channels)
             turning = qkv[:, :, : heads + 1]
             if norms is None:
-                turning.copy_(apply_rotary(turning, cos, sin))
+                normed = turning
             else:
                 parts = zip(turning.float().split([heads, 1], dim=2), norms, strict=True)
                 epsilon = self.architecture.layernorm_epsilon
-                normed = [F.rms_norm(part, (channels,), weight, epsilon) for part, weight in parts]
-                turning.copy_(apply_rotary(torch.cat(normed, dim=2), cos, sin))
+                normed = torch.cat([F.rms_norm(part, (channels,), weight, epsilon) for part, weight in parts], dim=2)
+            if norms is not None or rotates:
+                turning.copy_(apply_rotary(normed, cos, sin) if rotates else normed)
             query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
             pages.view(-1, 2, self.groups, channels).index_copy_(0, batch.places, key_value)
             return attend(pages, query, key_value)

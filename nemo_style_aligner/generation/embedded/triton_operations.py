@@ -33,7 +33,7 @@ class TritonOperations(TorchOperations):
         self._activation = _ACTIVATIONS[a.activation]
         self._rows = triton.next_power_of_2(self.heads + 1)
         self._width = triton.next_power_of_2(a.kv_channels)
-        self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, num_processors)
+        self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
 
     def add_and_norm(
         self,
@@ -58,6 +58,7 @@ class TritonOperations(TorchOperations):
             SIZE=size,
             BLOCK=block,
             OFFSET=self.norm_offset,
+            MULTIPLIER=self.architecture.residual_multiplier,
             HAS_PRODUCT=product is not None,
             HAS_PRODUCT_BIAS=product_bias is not None,
             IS_LAYER_NORM=bias is not None,
@@ -86,7 +87,7 @@ class TritonOperations(TorchOperations):
         """As `TorchOperations.attention_of`."""
         attend = self._paged.of_pass(batch)
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor) -> torch.Tensor:
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
             channels, turned = self.architecture.kv_channels, self.cos.shape[1]
             qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
             query_norm, key_norm = (self.cos, self.cos) if norms is None else norms  # not touched where there are none
@@ -101,6 +102,7 @@ class TritonOperations(TorchOperations):
                 ROWS=self._rows,
                 WIDTH=self._width,
                 HAS_NORMS=norms is not None,
+                ROTATES=rotates,
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
             )
@@ -126,6 +128,7 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OFFSET: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
     HAS_PRODUCT_BIAS: tl.constexpr,
     IS_LAYER_NORM: tl.constexpr,
@@ -136,9 +139,9 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
     x = tl.load(hidden + places, mask=is_column, other=0.0)
     if HAS_PRODUCT:
-        x += tl.load(product + places, mask=is_column, other=0.0).to(tl.float32)
+        x += tl.load(product + places, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
     if HAS_PRODUCT_BIAS:
-        x += tl.load(product_bias + columns, mask=is_column, other=0.0).to(tl.float32)
+        x += tl.load(product_bias + columns, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
     if HAS_PRODUCT or HAS_PRODUCT_BIAS:
         tl.store(hidden + places, x, mask=is_column)
     if IS_LAYER_NORM:
@@ -190,11 +193,13 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """Norm, rotate and store one token's heads of one group; token and group are the program's place in the grid.
 
     Query heads and key head are normed and rotated in place; then key and value are stored at their place in ``pages``.
-    For i < TURNED channels i and i + TURNED are rotated by one angle; channels from 2 * TURNED on stay as they are.
+    For i < TURNED channels i and i + TURNED are rotated by one angle; channels from 2 * TURNED on stay as they are, and
+    all do unless ROTATES.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, channels = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -215,11 +220,12 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         of_query = tl.load(query_norm + other_channels, mask=is_channel, other=0.0)[None, :]
         of_key = tl.load(key_norm + other_channels, mask=is_channel, other=0.0)[None, :]
         other = other * scale * tl.where(is_query, of_query, of_key)
-    angles = tl.load(positions + token * position_stride) * TURNED + channels % TURNED
-    cosines = tl.load(cos + angles, mask=is_turned, other=1.0)[None, :]
-    sines = tl.load(sin + angles, mask=is_turned, other=0.0)[None, :]
-    turned = x * cosines + tl.where(channels < TURNED, -1.0, 1.0)[None, :] * other * sines
-    turned = turned.to(qkv.dtype.element_ty)
+    if ROTATES:
+        angles = tl.load(positions + token * position_stride) * TURNED + channels % TURNED
+        cosines = tl.load(cos + angles, mask=is_turned, other=1.0)[None, :]
+        sines = tl.load(sin + angles, mask=is_turned, other=0.0)[None, :]
+        x = x * cosines + tl.where(channels < TURNED, -1.0, 1.0)[None, :] * other * sines
+    turned = x.to(qkv.dtype.element_ty)
     tl.debug_barrier()  # all threads have read what is overwritten now
     tl.store(own + heads[:, None] * CHANNELS + channels[None, :], turned, mask=is_real)
     place = pages + tl.load(places + token) * (2 * GROUPS * CHANNELS) + group * CHANNELS

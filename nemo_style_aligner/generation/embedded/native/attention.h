@@ -63,7 +63,7 @@ static INLINE void score_pages(const act_t* const* query, int rows, const Cached
 // Overwrites one row of scores with weights, as act_t, and returns the factor that makes these sum to 1. Positions from
 // `length` on get 0.
 static INLINE float softmax_row(float* scores, int length, int padded) {
-    const float scale = 1.0f / std::sqrt((float)HEAD_DIM);
+    constexpr float scale = (float)SOFTMAX_SCALE;
     for (int i = length; i < padded; ++i) scores[i] = -INFINITY;
     vf most = splat(-INFINITY);
     for (int i = 0; i < padded; i += LANES) most = vmax(most, load<vf>(scores + i));

@@ -145,6 +145,10 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "ACTIVATION": _ACTIVATIONS[a.activation],
         "GATED": int(a.gated),
         "QK_NORM": int(a.qk_layernorm),
+        "SOFTMAX_SCALE": repr(a.attention_scale),
+        "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
+        "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
+        "LOGITS_SCALING": repr(float(a.logits_scaling)),
         "STORAGE_F32": int(shape.dtype == torch.float32),
         "STORAGE_INT8": int(shape.weight_format == "int8"),
     }

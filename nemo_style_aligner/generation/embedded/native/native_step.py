@@ -251,6 +251,8 @@ class NativeStep(ModelStep):
                     setattr(layer, f"{norm}_bias", weights[f"{index}.{norm}_bias"].data_ptr())
             for norm in ("query_norm", "key_norm"):
                 setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
+            if index not in a.no_rope_layers:
+                layer.cosines, layer.sines = (table.data_ptr() for table in self._rotary)
             layer.keys = self._pages[f"keys.{index}"].data_ptr()
             layer.values = self._pages[f"values.{index}"].data_ptr()
         activations: dict[str, Any] = {
@@ -263,8 +265,6 @@ class NativeStep(ModelStep):
             final_norm_bias=weights["final_norm_bias"].data_ptr() if has_norm_bias else None,
             head=self._matrices["head"].pointers,
             embedding=weights["embedding"].data_ptr() if "embedding" in weights else None,
-            cosines=self._rotary[0].data_ptr(),
-            sines=self._rotary[1].data_ptr(),
             **activations,
             max_length=self._shape.max_sequence_length,
             vocab_start=self._shape.shard.vocab_start,

@@ -4,6 +4,8 @@
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
 //   NORM (0 RMSNorm, 1 LayerNorm, 2 LayerNorm with weights stored less one)  EPSILON
 //   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU)  GATED  QK_NORM
+//   SOFTMAX_SCALE (factor of attention scores)  EMBEDDING_MULTIPLIER  RESIDUAL_MULTIPLIER (of what layers add)
+//   LOGITS_SCALING (what logits are divided by)
 //   RANKS: how many ranks hold the model together
 //   STORAGE_F32, STORAGE_INT8 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
@@ -20,6 +22,7 @@ struct Layer {
     Matrix qkv, output, fc1, fc2;
     const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias; // null: none
     const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+    const float *cosines, *sines; // [positions][ROTARY / 2]; null: the layer does not rotate
     panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
 };
 struct Model {
@@ -27,7 +30,6 @@ struct Model {
     const float *final_norm, *final_norm_bias;
     Matrix head;
     const panel_t* embedding;     // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
-    const float *cosines, *sines; // [positions][ROTARY / 2]
     // Activations of t, the most tokens of a pass, and o, the most outputs; both rounded up to 32.
     float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [o][round_up(VOCAB_ROWS, 32)]
     act_t *normed, *queries, *attended, *inner; // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
@@ -99,16 +101,18 @@ static INLINE vf activate(vf x) {
     return y;
 }
 
-// out = row + bias, or out += row + bias, for `width` numbers of a panel's row: PANEL, or fewer in the last panel.
-template <bool ADD> static INLINE void write_row(float* out, const float* row, const float* bias, int width) {
+// out = (row + bias) * multiplier, or out += that, for `width` numbers of a panel's row: PANEL, or fewer in the last panel.
+template <bool ADD>
+static INLINE void write_row(float* out, const float* row, const float* bias, int width, float multiplier = 1.0f) {
     int j = 0;
     for (; j + LANES <= width; j += LANES) {
         vf y = load<vf>(row + j);
         if (bias) y += load<vf>(bias + j);
+        y *= multiplier;
         store(out + j, ADD ? load<vf>(out + j) + y : y);
     }
     for (; j < width; ++j) {
-        const float y = row[j] + (bias ? bias[j] : 0.0f);
+        const float y = (row[j] + (bias ? bias[j] : 0.0f)) * multiplier;
         out[j] = ADD ? out[j] + y : y;
     }
 }
@@ -129,8 +133,7 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
     const int position = pass.positions[row];
     const int page = pass.block_table[(size_t)pass.slots[row] * pass.pages_per_sequence + position / PAGE];
     const int at = position % PAGE;
-    const float *cosines = m.cosines + (size_t)position * (ROTARY / 2),
-                *sines = m.sines + (size_t)position * (ROTARY / 2);
+    const size_t angles = (size_t)position * (ROTARY / 2);
     const float* source = m.qkv + (size_t)row * QKV;
     for (int head = 0; head < HEADS + GROUPS; ++head, source += HEAD_DIM) {
         float x[HEAD_DIM], y[HEAD_DIM];
@@ -143,9 +146,12 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
         for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * weight[i];
 #endif
         memcpy(y, x, sizeof x);
-        for (int i = 0; i < ROTARY / 2; ++i) {
-            y[i] = x[i] * cosines[i] - x[i + ROTARY / 2] * sines[i];
-            y[i + ROTARY / 2] = x[i + ROTARY / 2] * cosines[i] + x[i] * sines[i];
+        if (layer.cosines) {
+            const float *cosines = layer.cosines + angles, *sines = layer.sines + angles;
+            for (int i = 0; i < ROTARY / 2; ++i) {
+                y[i] = x[i] * cosines[i] - x[i + ROTARY / 2] * sines[i];
+                y[i + ROTARY / 2] = x[i + ROTARY / 2] * cosines[i] + x[i] * sines[i];
+            }
         }
         if (head < HEADS) {
             store_row(m.queries + ((size_t)row * HEADS + head) * CHANNELS, y, HEAD_DIM);
@@ -165,11 +171,12 @@ static void embed_row(const Model& m, int token, float* out) {
     if (row < 0 || row >= VOCAB_ROWS) { // another rank's
         memset(out, 0, HIDDEN * sizeof(float));
     } else if (m.embedding) {
-        for (int i = 0; i < HIDDEN; ++i) out[i] = widen(m.embedding[(size_t)row * HIDDEN + i]);
+        for (int i = 0; i < HIDDEN; ++i) out[i] = widen(m.embedding[(size_t)row * HIDDEN + i]) * (float)EMBEDDING_MULTIPLIER;
     } else {
 #if !STORAGE_INT8
         const panel_t* panel = m.head.data + (size_t)(row / PANEL) * HIDDEN_K * PANEL;
-        for (int i = 0; i < HIDDEN; ++i) out[i] = widen(panel[pair_index(i, row % PANEL, PANEL)]);
+        for (int i = 0; i < HIDDEN; ++i)
+            out[i] = widen(panel[pair_index(i, row % PANEL, PANEL)]) * (float)EMBEDDING_MULTIPLIER;
 #endif
     }
 }
@@ -266,7 +273,10 @@ class Worker {
         product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), next, [&](int panel, int first, int n, float* block) {
             for (int i = 0; i < n; ++i) {
                 float* logits = m.logits + (size_t)(first + i) * STRIDE + panel * PANEL;
-                for (int j = 0; j < PANEL; j += 8) stream(logits + j, load<vu8>(block + i * PANEL + j));
+                float* row = block + i * PANEL;
+                if (LOGITS_SCALING != 1)
+                    for (int j = 0; j < PANEL; j += LANES) store(row + j, load<vf>(row + j) / (float)LOGITS_SCALING);
+                for (int j = 0; j < PANEL; j += 8) stream(logits + j, load<vu8>(row + j));
             }
         });
     }
@@ -280,7 +290,7 @@ class Worker {
                 for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(out + (size_t)i * HIDDEN + j, 1);
             for (int i = 0; i < n; ++i)
                 write_row<!SUM_RANKS>(out + (size_t)(first + i) * HIDDEN, block + i * PANEL, panel_bias(bias, panel),
-                                      width);
+                                      width, (float)RESIDUAL_MULTIPLIER);
         });
     }
 

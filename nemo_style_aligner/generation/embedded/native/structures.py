@@ -25,7 +25,7 @@ class Layer(ctypes.Structure):
         *[(name, Matrix) for name in ("qkv", "output", "fc1", "fc2")],
         *[(name, Pointer) for name in ("qkv_bias", "output_bias", "fc1_bias", "fc2_bias")],
         *[(name, Pointer) for name in ("input_norm", "input_norm_bias", "mlp_norm", "mlp_norm_bias")],
-        *[(name, Pointer) for name in ("query_norm", "key_norm", "keys", "values")],
+        *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values")],
     ]
 
 
@@ -36,7 +36,7 @@ class Model(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         *[(name, Pointer) for name in ("final_norm", "final_norm_bias")],
         ("head", Matrix),
-        *[(name, Pointer) for name in ("embedding", "cosines", "sines", "hidden", "qkv", "partial", "logits")],
+        *[(name, Pointer) for name in ("embedding", "hidden", "qkv", "partial", "logits")],
         *[(name, Pointer) for name in ("normed", "queries", "attended", "inner")],
         ("max_length", ctypes.c_int32),
         ("vocab_start", ctypes.c_int32),
