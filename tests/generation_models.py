@@ -62,8 +62,7 @@ _CONFIGS: dict[str, Any] = {
     ),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16),
-    "qwen3-yarn": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=False, head_dim=16, rope_parameters=_YARN_ROPE),
-    "smollm3": lambda: SmolLM3Config(**_SIZES, tie_word_embeddings=True, no_rope_layer_interval=2),
+    "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layer_interval=2, rope_parameters=_YARN_ROPE),
     "granite": lambda: GraniteConfig(**_SIZES, tie_word_embeddings=True, **_MULTIPLIERS, attention_multiplier=0.05),
     "nemotron": lambda: NemotronConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
@@ -76,8 +75,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "llama-geglu-bias": {"bias": True, "activation": "gelu"},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_layernorm": True, "kv_channels": 16},
-    "qwen3-yarn": {"qk_layernorm": True, "kv_channels": 16, "rope_scaling": RopeScaling("yarn", 4.0, 32)},
-    "smollm3": {"no_rope_layers": (1,), "rotary_base": 2000000.0, "tied_embeddings": True},
+    "smollm3": {"no_rope_layers": (1,), "rope_scaling": RopeScaling("yarn", 4.0, 32), "tied_embeddings": True},
     "granite": {"softmax_scale": 0.05, "tied_embeddings": True, **_MULTIPLIERS},
     "nemotron": {
         "normalization": "layernorm1p",

@@ -26,7 +26,8 @@ LARGE = ModelArchitecture(
     num_layers=1, hidden_size=1100, ffn_hidden_size=1300, num_attention_heads=12, num_query_groups=3, vocab_size=8,
     kv_channels=80, rotary_percentage=0.4, qk_layernorm=True,
 )  # fmt: skip
-ONE_GROUP = dataclasses.replace(LARGE, num_attention_heads=20, num_query_groups=1, kv_channels=32, activation="gelu")
+ONE_GROUP = dataclasses.replace(LARGE, num_attention_heads=20, num_query_groups=1, kv_channels=32, activation="gelu",
+                                no_rope_layers=(0,), residual_multiplier=0.25, softmax_scale=0.1)  # fmt: skip
 
 
 def operations_for(shape: EngineShape, device: torch.device) -> TritonOperations:

@@ -38,6 +38,7 @@ from nemo_style_aligner.parallel.groups import (
     neighbour_group,
 )
 from nemo_style_aligner.rollout.engine_setup import training_group
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.shared_buckets import shared_buckets
@@ -56,10 +57,13 @@ BASE = {
 }
 ARCHITECTURES = {
     "llama": ModelArchitecture(**BASE),
-    "tied": ModelArchitecture(**BASE, tied_embeddings=True, kv_channels=8),
+    "tied": ModelArchitecture(
+        **BASE, tied_embeddings=True, kv_channels=8, no_rope_layers=(1, 2), rope_scaling=RopeScaling("yarn", 4.0, 8),
+        softmax_scale=0.3, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.5,
+    ),
     "qwen": ModelArchitecture(**BASE, qkv_bias=True, qk_layernorm=True),
     "gpt": ModelArchitecture(**BASE, bias=True, gated=False, activation="gelu", normalization="layernorm"),
-}
+}  # fmt: skip
 MODEL_CFG = {"make_vocab_size_divisible_by": 8}
 # Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
 ENGINE_SIZES = {

@@ -88,10 +88,14 @@ ARCHITECTURES = {
     "llama": ModelArchitecture(**SHAPE),
     "tied": ModelArchitecture(**SHAPE, tied_embeddings=True, qkv_bias=True),
     "qk-norm": ModelArchitecture(**SHAPE, qk_layernorm=True, kv_channels=16, rope_scaling=RopeScaling("yarn", 8.0, 64)),
+    "scaled": ModelArchitecture(
+        **SHAPE, no_rope_layers=(1,), rope_scaling=RopeScaling("linear", 2.0), softmax_scale=0.5, tied_embeddings=True,
+        embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.5,
+    ),
     "layernorm1p": ModelArchitecture(
         **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True, rotary_percentage=0.5
     ),
-}
+}  # fmt: skip
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -514,7 +518,7 @@ def test_a_layer_as_one_function_has_gradients_only_once() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p"])
+@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled"])
 def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, norms of queries and keys, other norms and activations; with dropout, while training; on GPUs."""
 

@@ -29,6 +29,7 @@ from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.generation.trtllm.engine_weights import EngineModel, EngineWeights, engine_model
 from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
 from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary, stop_words
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,6 +142,12 @@ def test_models_that_tensorrt_llm_cannot_express_are_refused() -> None:
         engine_model(architecture("nemotron"), "llama", torch.bfloat16)
     with pytest.raises(ValueError, match=r"model_type=gptnext does not fit.*llama"):
         engine_model(architecture("llama"), "gptnext", torch.bfloat16)
+    for family, feature in {"smollm3": "layers without a rotary", "granite": "multipliers"}.items():
+        with pytest.raises(ValueError, match=rf"{feature}.*engine=embedded"):
+            engine_model(architecture(family), "llama", torch.bfloat16)
+    yarn = dataclasses.replace(architecture("llama"), rope_scaling=RopeScaling("yarn", 2.0, 64))
+    with pytest.raises(ValueError, match=r"rope_type=yarn.*engine=embedded"):
+        engine_model(yarn, "llama", torch.bfloat16)
     with pytest.raises(ValueError, match=r"model_type='gemma'"):
         engine_model(architecture("llama"), "gemma", torch.bfloat16)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: .*num_attention_heads=6"):

@@ -28,6 +28,8 @@ from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, trai
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import push, stream
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
@@ -183,6 +185,32 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     for key, tensor in reference.state_dict().items():
         assert torch.equal(written[key], tensor), key
     assert read_architecture(tmp_path / "out") == architecture
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned"])
+def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
+    """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
+    reference = random_hf_model(FAMILIES[name]())
+    reference.save_pretrained(tmp_path)
+    model = build_model(read_architecture(tmp_path), {"optim": {"name": "adam"}}, torch.float32)
+    import_weights(model, HuggingFaceCheckpoint(tmp_path))
+    tokens = torch.randint(1, VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))  # 0 is padding there
+    logprobs = reference(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    (-logprobs.mean()).backward()
+
+    wanted = torch.ones(2, 89, dtype=torch.bool)
+
+    def loss(out: torch.Tensor, _: Tokens) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return -out.sum(), torch.tensor(out.numel()), {}
+
+    train_step(model, Tokens(tokens), wanted, MicroBatching(2), loss, scoring=Scoring())
+    for parameter in model.gpt.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    write_checkpoint(tmp_path / "gradients", model.architecture, export_weights(model))
+    gradients = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gradients").state_dict()
+    for key, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        assert (gradients[key] - parameter.grad).abs().max() < 1e-4 * parameter.grad.abs().max(), key
 
 
 def test_llama31_scaling_matters_in_this_test() -> None:

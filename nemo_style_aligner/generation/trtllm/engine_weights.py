@@ -73,6 +73,7 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         ValueError: TensorRT-LLM's model of this type cannot express the architecture, or there is no such type here.
     """
     a = architecture
+    require_told(a)
     if a.qk_layernorm:
         raise ValueError(
             "TensorRT engines of models with qk_layernorm (Qwen3) are not supported: set "
@@ -92,7 +93,7 @@ def engine_model(architecture: ModelArchitecture, model_type: str, dtype: torch.
         "position_embedding_type": "rope_gpt_neox",
         "norm_epsilon": a.layernorm_epsilon,
         "rotary_base": a.rotary_base,
-        "rotary_scaling": _rotary_scaling(a),
+        "rotary_scaling": None if a.rope_scaling is None else a.rope_scaling.to_mapping(),
         "use_parallel_embedding": False,
     }
     if model_type == "llama":
@@ -131,15 +132,23 @@ def _require(fits: bool, model_type: str, a: ModelArchitecture) -> None:
         )
 
 
-def _rotary_scaling(a: ModelArchitecture) -> dict[str, Any] | None:
-    if a.rope_scaling is None:
-        return None
-    if a.rope_scaling.rope_type != "llama3":
+def require_told(a: ModelArchitecture) -> None:
+    """Refuse what TensorRT-LLM is not told of here, or has another formula for.
+
+    Raises:
+        ValueError: the model has such a feature.
+    """
+    features = {
+        f"rope_type={a.rope_scaling.rope_type}" if a.rope_scaling else "": a.rope_scaling is not None
+        and a.rope_scaling.rope_type != "llama3",
+        "layers without a rotary embedding": bool(a.no_rope_layers),
+        "multipliers of embeddings, attention, residual stream or logits": a.has_multipliers,
+    }
+    if untold := [name for name, has in features.items() if has]:
         raise ValueError(
-            f"TensorRT engines cannot be built for models with rope_type={a.rope_scaling.rope_type}: use "
+            f"TensorRT-LLM cannot be used for models with {' and '.join(untold)}: use "
             "trainer.ppo.generation.engine=embedded"
         )
-    return a.rope_scaling.to_mapping()
 
 
 # ---- weights --------------------------------------------------------------------------------------

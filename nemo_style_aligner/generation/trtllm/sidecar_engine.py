@@ -24,10 +24,11 @@ from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.lifecycle import NO_WEIGHTS, EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.stopping import StopCondition
+from nemo_style_aligner.generation.trtllm.engine_weights import require_told
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
 from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, ipc_handles
 from nemo_style_aligner.weights.checked import checked
-from nemo_style_aligner.weights.huggingface_config import hf_config
+from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class SidecarEngine(EngineLifecycle):
         """
         super().__init__(architecture.vocab_size, **options)
         self._architecture = architecture
-        self._config = json.dumps(hf_config(architecture, dtype), indent=2)  # raises, if at all, on every rank alike
+        require_told(architecture)  # raises, if at all, on every rank alike; so does the next line
+        self._config = json.dumps(hf_config(_with_tensors_apart(architecture), dtype), indent=2)
         self._settings = settings
         self._dtype = dtype
         self._group = group or EngineGroup()
@@ -357,3 +359,20 @@ def _end_of_response(tokens: list[int], stop: StopCondition, limit: int) -> tupl
         if reason := stop.check(grown, limit):
             return len(grown), reason
     return len(grown), None
+
+
+def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
+    """The same model in a family that does not fuse tensors: refits bring them one by one.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    if not FAMILIES[hf_family(architecture)].fused:
+        return architecture
+    apart = dataclasses.replace(architecture, family="llama")
+    if FAMILIES[hf_family(apart)].fused:
+        raise ValueError(
+            "TensorRT-LLM cannot be used for Phi models of which part of each head is rotated: use "
+            "trainer.ppo.generation.engine=embedded"
+        )
+    return apart
