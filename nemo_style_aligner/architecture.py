@@ -149,7 +149,8 @@ class ModelArchitecture:
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings}: in sequences of more than {scaling.limit} "
                 f"tokens rope_type {scaling.rope_type!r} turns all tokens otherwise than in shorter ones: a response "
-                f"would change what comes before it as it grows. Set max_position_embeddings to {scaling.limit} or less"
+                f"would change what comes before it as it grows. Set it (in a job: model.encoder_seq_length) to "
+                f"{scaling.limit} or less"
             )
         if scaling.short_factor and len(scaling.short_factor) != self.turned_channels // 2:
             raise ValueError(

@@ -109,7 +109,7 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
         ValueError: a model or feature that is not supported, or weights that do not fit the config.
     """
     architecture = read_architecture(input_dir)
-    source = HuggingFaceCheckpoint(input_dir)
+    source = HuggingFaceCheckpoint(input_dir, architecture)
     with temporary_folder(f"the tokenizer of {input_dir}") as folder:
         copy_tokenizer_files(input_dir, folder)
         try:

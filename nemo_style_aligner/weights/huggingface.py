@@ -71,7 +71,8 @@ class HuggingFaceCheckpoint:
         ValueError: one of these, or the index, cannot be read.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, architecture: ModelArchitecture | None = None) -> None:
+        """``architecture``: the directory's, if it has been read; fused tensors are divided by it."""
         self.directory = Path(directory)
         index = self.directory / INDEX_NAME
         files = _indexed_files(index) if index.is_file() else ["model.safetensors"]
@@ -93,7 +94,7 @@ class HuggingFaceCheckpoint:
                     "unquantized weights (bf16, fp16 or fp32)"
                 )
         if any(name.endswith(".qkv_proj.weight") for name in self._places):
-            self._places = dict(_unfused(self._places, read_architecture(directory)))
+            self._places = dict(_unfused(self._places, architecture or read_architecture(directory)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape; fused ones' parts in place of them."""

@@ -295,11 +295,17 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
 
 
 def _exported_positions(a: ModelArchitecture) -> int:
-    """What ``max_position_embeddings`` was before `_positions` limited it."""
+    """What ``max_position_embeddings`` was before `_positions` or a job limited it, where the scaling depends on it."""
     scaling = a.rope_scaling
-    if scaling is None or scaling.rope_type != "longrope" or a.max_position_embeddings != scaling.limit:
+    if scaling is None or scaling.limit is None:
         return a.max_position_embeddings
-    return round(scaling.factor * scaling.limit)
+    if scaling.rope_type == "dynamic":
+        return scaling.limit
+    return (
+        round(scaling.factor * scaling.limit)
+        if a.max_position_embeddings == scaling.limit
+        else a.max_position_embeddings
+    )
 
 
 def hf_config(

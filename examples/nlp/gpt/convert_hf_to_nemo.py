@@ -1,4 +1,6 @@
-"""Make a .nemo checkpoint from a Hugging Face model directory (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Nemotron).
+"""Make a .nemo checkpoint from a Hugging Face model directory (Llama, Mistral, Qwen, Phi, Granite and more).
+
+docs/checkpoints.md lists the families.
 
     python convert_hf_to_nemo.py --input-dir Llama-3.1-8B-Instruct --output llama.nemo
 
