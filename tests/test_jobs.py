@@ -477,7 +477,8 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     assert results["summary"]["num_prompts"] == 10 == len(results["responses"])
     assert '"num_prompts": 10,' in output.read_text()  # a count
     row = results["responses"][0]
-    assert row["is_right"] == (row["response"].strip() == row["answer"])
+    assert row["is_right"] == (row["response"].strip().removesuffix(".") == row["answer"])
+    assert row["given_answer"] == row["response"].strip()
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 

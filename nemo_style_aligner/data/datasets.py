@@ -295,6 +295,10 @@ class PromptDataset:
         extra = {key: value for key, value in record.fields.items() if key != "text"}
         return PromptItem(token_ids, record.fields["text"], extra)
 
+    def record(self, index: int) -> Record:
+        """The line of a prompt, which can say where it stands."""
+        return self._records[index]
+
 
 # ---- comparisons ------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Generate responses to prompts and measure them: exact match with the prompts' answers, rewards, lengths.
+"""Generate responses to prompts and measure them: right answers, rewards, lengths.
 
     python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \\
         [--reward-model rm.nemo] [--greedy] [--max-length 32] [--end-strings "User:"] [--add-bos]
 
-Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match. Responses are compared
-without the end string that ended them. docs/jobs.md says what the results mean.
+Prompts are JSONL lines {"text": ..., "answer": ..., "answer_extraction": ...}; docs/data.md (Right answers) says how
+responses are compared with "answer", without which there is no accuracy. docs/jobs.md says what the results mean.
 """
 
 import argparse
