@@ -133,7 +133,6 @@ def test_a_service_listens_as_its_config_says(
 
 
 def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_setup, "ArchiveOfRun", SimpleNamespace(at=lambda path: None))  # there is no archive
     asked: dict[str, Any] = {}  # of the optimizer: on a CPU it offloads nothing
     monkeypatch.setattr(
         service_setup, "Optimizer", lambda *arguments, **options: asked.update(options) or Optimizer(*arguments)

@@ -50,6 +50,7 @@ from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models import conversion
@@ -477,7 +478,7 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     assert results["summary"]["num_prompts"] == 10 == len(results["responses"])
     assert '"num_prompts": 10,' in output.read_text()  # a count
     row = results["responses"][0]
-    assert row["is_right"] == (row["response"].strip().removesuffix(".") == row["answer"])
+    assert row["is_right"] == is_right(row["response"], row)
     assert row["given_answer"] == row["response"].strip()
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 

@@ -18,7 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.algorithms.run_settings import changed_settings, digests_of_data, job_of, settings_of_run
+from nemo_style_aligner.algorithms.run_settings import (
+    base_of_run,
+    changed_settings,
+    digests_of_data,
+    job_of,
+    settings_of_run,
+    why_another_base,
+)
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
@@ -77,11 +84,11 @@ class Run:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
 
         Raises:
-            ConfigError: it is a checkpoint of another kind of job.
+            ConfigError: it is a checkpoint of another kind of job, or of a run that began with another archive.
             CheckpointMismatchError: it is another model's.
         """
         try:
-            state = self.checkpoints.resume(model, optimizer, self._require_same_job)
+            state = self.checkpoints.resume(model, optimizer, self._require_same_run)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
@@ -92,13 +99,19 @@ class Run:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
 
-    def _require_same_job(self, path: Path, state: Mapping[str, Any]) -> None:
-        before, now = job_of(state.get(RUN_SETTINGS) or {}), job_of(self.checkpoints.run_settings or {})
+    def _require_same_run(self, path: Path, state: Mapping[str, Any]) -> None:
+        settings, own_settings = state.get(RUN_SETTINGS) or {}, self.checkpoints.run_settings or {}
+        before, now = job_of(settings), job_of(own_settings)
         if None not in (before, now) and before != now:
             raise ConfigError(
                 f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
                 "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
                 "convert_checkpoint_to_nemo.py"
+            )
+        if (reason := why_another_base(settings, own_settings)) is not None:
+            raise ConfigError(
+                f"{path} cannot be continued: {reason}. To start a new run from the latter, give another "
+                "exp_manager.explicit_log_dir"
             )
 
     def _warn_of_other_settings(self, before: Mapping[str, str]) -> None:
@@ -249,9 +262,14 @@ def forward_batching(section: DictConfig) -> MicroBatching:
 
 
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
-    """Log the model once, and tell the checkpoints what their archives need."""
+    """Log the model once; tell the checkpoints what their archives need, and what the run begins with. Collective.
+
+    For the errors see `base_of_run`.
+    """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
+    began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
+    run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
     )

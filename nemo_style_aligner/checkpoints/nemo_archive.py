@@ -12,7 +12,6 @@ to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -55,7 +54,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
 
@@ -79,7 +78,12 @@ _WHAT_TO_DO = (
     f"unpack it (tar -xf) and put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they "
     "read the archive"
 )
+_BYTES_OF_IDENTITY = 1 << 20  # of each file
 _COPIED_AT_ONCE = 16 << 20  # bytes; tarfile's default is 16 KiB
+
+
+class ArchiveError(UserError, ValueError):
+    """Not an archive, or one that cannot be read; the message says what it is and what to do."""
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -205,7 +209,7 @@ def load_nemo_config(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no archive, or one without a config.
-        ValueError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
+        ArchiveError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
             convert it), or the config is not a YAML mapping.
     """
     with open_source(path) as source:
@@ -225,20 +229,20 @@ def _read_config(source: FileSource) -> dict[str, Any]:
     try:
         config = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
+        raise ArchiveError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{source.location}: {_CONFIG} is not a mapping")
+        raise ArchiveError(f"{source.location}: {_CONFIG} is not a mapping")
     return config
 
 
 def _name_what_it_is(location: Path) -> None:
-    """Raise ValueError for a training checkpoint or a Hugging Face directory: it names the script that converts it."""
+    """Raise ArchiveError for a training checkpoint or a Hugging Face directory, naming the script that converts it."""
     if is_training_checkpoint(location):
-        raise ValueError(
+        raise ArchiveError(
             f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
         )
     if (location / _HF_CONFIG).is_file():
-        raise ValueError(
+        raise ArchiveError(
             f"{location} is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"
         )
 
@@ -259,51 +263,24 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
 
 
 def archive_identity(path: Path) -> str:
-    """SHA-256, in hex, of an archive's ``checksums.json``; of its files' names and sizes if it has none.
+    """SHA-256, in hex, of what an archive's ``checksums.json`` says of its config, tokenizer and weights.
 
-    A tar and the directory that it was made of have the same. Weights are not read. Not collective.
+    A tar and the directory that it was made of have the same, and so has an archive that is made again of the same
+    model. Of an archive without checksums, the names, sizes and first bytes of its files count. Not collective.
 
     Raises:
         FileNotFoundError: no archive at ``path``.
-        ValueError: not an archive.
+        ArchiveError: not an archive.
+        DamagedCheckpointError: its checksums cannot be read.
     """
-    digest = hashlib.sha256()
     with open_source(path) as source:
-        names = source.names()
-        if _CHECKSUMS in names:
-            with source.open(_CHECKSUMS) as stream:
-                digest.update(stream.read())
-        else:
-            for name in names:
-                with source.open(name) as stream:
-                    digest.update(f"{name}\0{stream.seek(0, os.SEEK_END)}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-@dataclasses.dataclass
-class ArchiveOfRun:
-    """The archive that a run began with, compared with what is at its path now.
-
-    Attributes:
-        path: of the archive.
-        identity: `archive_identity` of what is there now.
-        began_with: `archive_identity` of what was there when the run began.
-    """
-
-    path: Path
-    identity: str
-    began_with: str
-
-    @classmethod
-    def at(cls, path: Path) -> ArchiveOfRun:
-        """For a run that begins now. For the errors see `archive_identity`."""
-        identity = archive_identity(path)
-        return cls(path, identity, identity)
-
-    @property
-    def is_another(self) -> bool:
-        """Whether the run began with another archive."""
-        return self.identity != self.began_with
+        files: dict[str, Any] = _stored_checksums(source)
+        for name in () if files else source.names():
+            with source.open(name) as stream:
+                head = hashlib.sha256(stream.read(_BYTES_OF_IDENTITY)).hexdigest()
+                files[name] = [stream.seek(0, os.SEEK_END), head]
+    told = {name: files[name] for name in sorted(files) if not name.endswith(".metadata")}  # has a random number
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = False) -> None:

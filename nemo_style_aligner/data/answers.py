@@ -1,7 +1,7 @@
-"""Right answers: where a response has its answer, by the rule of its prompt's own line, and whether it is the right one.
+"""Right answers: where a response has its answer, by the rule of its prompt's own line, and whether it is right.
 
-A line's ``answer`` is the right one, or a list of right ones. Its ``answer_extraction`` says which part of a response is
-compared with it:
+A line's ``answer`` is the right one, or a list of right ones. Its ``answer_extraction`` says which part of a response
+is compared with it:
 
     "whole"          all of it
     "after MARKER"   what stands in the line after the last MARKER ("after ####" for GSM8K)

@@ -11,8 +11,8 @@ and writes into --output:
 
     train_sft.jsonl          test_sft.jsonl           the worked answers
     train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: a right model answer, then a wrong one
-    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer", "answer_extraction"}: the question, the number to find,
-                                                      and where responses have it: "after ####"
+    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer", "answer_extraction"}: the question, the number
+                                                      to find, and where responses have it ("after ####")
 
 Comparisons are split by question, and a question with training comparisons is left out of all test
 files, so that no model has seen anything in them. Texts are "User: ...\\nAssistant: ...", or what the
