@@ -38,7 +38,6 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 112, 96
 SEQUENCE_LENGTH = PROMPT_LENGTH + RESPONSE_LENGTH
 COMMON = [
     "trainer.precision=bf16", f"model.encoder_seq_length={SEQUENCE_LENGTH}", "exp_manager.create_wandb_logger=False",
-    "model.optim.sched.constant_steps=0",
 ]  # fmt: skip
 
 # The phases of a PPO step, as the actor's timers name them.

@@ -83,7 +83,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
     )
     run.resume(cfg, actor.model, actor.optimizer, trainer)
-    actor.optimizer.schedule.warn_if_nothing_decays()
+    actor.optimizer.schedule.announce()
     critic.begin()
     return trainer
 

@@ -96,7 +96,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
 
     service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
     run.resume(cfg, model, critic.optimizer, service)
-    schedule.warn_if_nothing_decays()
+    schedule.announce()
     return service
 
 
