@@ -217,6 +217,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         lock = tmp_path / "nemo_experiments" / "inference_rm" / LOCK_FILE
         assert lock.read_text().startswith("inference_rm on host ")
         assert service.stop() == 0, service.describe()
+        assert not (tmp_path / "nemo_experiments").exists()
     finally:
         service.kill()
 

@@ -9,6 +9,11 @@ questions. Writes results/demo/report.json and results/demo/report.html.
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import json
 import shutil

@@ -10,6 +10,11 @@ rollouts do not teach a model of this size arithmetic. Writes results/demo-smoll
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import json
 import os

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.algorithms.log_lock import hold_log_directory
+from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.algorithms.run_settings import (
     base_of_run,
@@ -30,6 +32,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
@@ -41,8 +44,8 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object,
 from nemo_style_aligner.parallel.machine import is_on_one_machine
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
-from nemo_style_aligner.wording import some_of
+from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog, remove_old_runs
+from nemo_style_aligner.wording import size_of, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class Resumable(Protocol):
         ...
 
 
+_BYTES_OF_STATE = 12  # of a parameter in a checkpoint, beside the weight: fp32 main weight and Adam's two moments
+_SURELY_NEEDED = 0.9  # of the estimated size of a checkpoint: a reward model has no output layer
 _SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may keep what they knew for some seconds
 # Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
 _WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
@@ -230,6 +235,22 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     return start_watchdog(exp_manager.watchdog_minutes, log_dir)
 
 
+def end_service_watchdog(watchdog: Watchdog | None, exp_manager: DictConfig) -> None:
+    """End what `start_service_watchdog` started; in the folder that nobody has named, nothing is left. Collective."""
+    if watchdog is None:
+        return
+    watchdog.stop()
+    dist.barrier()
+    if dist.get_rank() or exp_manager.explicit_log_dir or exp_manager.exp_dir:
+        return
+    log_dir = log_directory(exp_manager)
+    shutil.rmtree(log_dir / WATCHDOG_FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there are other things in it
+        (log_dir / LOCK_FILE).unlink()
+        log_dir.rmdir()
+        log_dir.parent.rmdir()
+
+
 def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     """Start the watchdog of all of the job's ranks in a directory that is this job's alone; None: no watchdog.
 
@@ -261,13 +282,29 @@ def forward_batching(section: DictConfig) -> MicroBatching:
     return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
 
 
+def _announce_checkpoints(run: Run, base: BaseModel) -> None:
+    """Log how large checkpoints will be, before anything is trained that could not be saved. Collective."""
+    size = base.architecture.num_parameters * (base.dtype.itemsize + _BYTES_OF_STATE)
+    free = on_first_rank(lambda: shutil.disk_usage(run.log_dir).free)
+    logger.info("a checkpoint takes about %s; %s are free in %s", size_of(size), size_of(free), run.log_dir)
+    if free < size * _SURELY_NEEDED:
+        raise NotWrittenError(
+            f"a checkpoint takes about {size_of(size)}, and {size_of(free)} are free in {run.log_dir}: make room, or "
+            "give another exp_manager.explicit_log_dir"
+        )
+
+
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     """Log the model once; tell the checkpoints what their archives need, and what the run begins with. Collective.
 
-    For the errors see `base_of_run`.
+    Raises:
+        NotWrittenError: the disk has no room for a checkpoint.
+
+    For other errors see `base_of_run`.
     """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
+    _announce_checkpoints(run, base)
     began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(

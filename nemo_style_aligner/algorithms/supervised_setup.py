@@ -89,7 +89,7 @@ def build_supervised_trainer(
     global_batch = int(cfg.model.global_batch_size)
     val_batch = global_batch if task.val_global_batch_size is None else task.val_global_batch_size
     seed = int(cfg.model.seed)
-    train_sampler = EpochSampler(len(task.train), global_batch, seed, task.shuffle_train, drop_last=True)
+    train_sampler = training_sampler(cfg, task)
     validation = task.validation if task.validation is not None and len(task.validation) else None
     val_sampler = None
     if validation is not None:
@@ -124,6 +124,12 @@ def build_supervised_trainer(
     run.resume(cfg, model, optimizer, trainer)
     optimizer.schedule.announce()
     return trainer
+
+
+def training_sampler(cfg: DictConfig, task: SupervisedTask) -> EpochSampler:
+    """The order of the training examples. Raises DataError if they do not fill a global batch."""
+    batch, seed = int(cfg.model.global_batch_size), int(cfg.model.seed)
+    return EpochSampler(len(task.train), batch, seed, task.shuffle_train, drop_last=True)
 
 
 def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: bool) -> None:

@@ -16,12 +16,17 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.wording import download_hint
 
 
 class DamagedCheckpointError(UserError, ValueError):
     """A checkpoint's files are not what was written."""
 
     exit_status = 1
+
+
+class ArchiveError(UserError, ValueError):
+    """Not an archive, or one that cannot be read; the message says what it is and what to do."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -129,8 +134,14 @@ class TarSource(FileSource):
             }
             self._check_end()
         except (tarfile.TarError, EOFError) as error:
+            with location.open("rb") as file:
+                is_gguf = file.read(4) == b"GGUF"
+            if is_gguf:
+                raise ArchiveError(
+                    f"{location} is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py"
+                ) from error
             reason = str(error).partition(":\n")[0]  # what follows is a line for each compression that tarfile tried
-            raise ValueError(f"{location} is not a readable tar file: {reason}; it may be cut short") from error
+            raise ArchiveError(f"{location} is not a readable tar file: {reason}; it may be cut short") from error
 
     def _check_end(self) -> None:
         """Check that the tar ends with zeros. One that was cut between two files would otherwise pass as complete."""
@@ -163,10 +174,10 @@ def open_source(location: Path) -> Iterator[FileSource]:
 
     Raises:
         MissingFileError: nothing is there.
-        ValueError: it is neither a directory nor a readable tar file.
+        ArchiveError: it is neither a directory nor a readable tar file.
     """
     if not location.exists():
-        raise MissingFileError(f"there is no checkpoint at {location}")
+        raise MissingFileError(f"there is no checkpoint at {location}{download_hint(str(location))}")
     source: FileSource = DirectorySource(location) if location.is_dir() else TarSource(location)
     try:
         yield source

@@ -38,6 +38,7 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_tree,
 )
 from nemo_style_aligner.checkpoints.file_source import (
+    ArchiveError,
     DamagedCheckpointError,
     FileSource,
     MissingFileError,
@@ -54,7 +55,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.telemetry import activity
 
@@ -80,10 +81,6 @@ _WHAT_TO_DO = (
 )
 _BYTES_OF_IDENTITY = 1 << 20  # of each file
 _COPIED_AT_ONCE = 16 << 20  # bytes; tarfile's default is 16 KiB
-
-
-class ArchiveError(UserError, ValueError):
-    """Not an archive, or one that cannot be read; the message says what it is and what to do."""
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -297,6 +294,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
             archive has no reward head, or a critic's; or the archive has one, and the model has none.
     """
+    logger.info("loading the weights of %s", path)
     with open_source(path) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")

@@ -24,6 +24,7 @@ import sentencepiece
 
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.wording import download_hint
 
 if TYPE_CHECKING:
     import transformers  # functions import it when they need it: it takes half a second
@@ -442,7 +443,8 @@ def _load(path: Path) -> Tokenizer:
             raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")
         return SentencePieceTokenizer(path)
     if not path.is_dir():
-        raise TokenizerError(f"{path}: no such tokenizer directory or .model file (nothing is downloaded)")
+        hint = download_hint(str(path)) or " (nothing is downloaded)"
+        raise TokenizerError(f"{path}: no such tokenizer directory or .model file{hint}")
     backend = _stored_backend(path)
     if backend != "sentencepiece" and ((path / "tokenizer.json").is_file() or backend is not None):
         return _load_hugging_face(path)

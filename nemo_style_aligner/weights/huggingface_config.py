@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import LLAMA3_ROPE, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.wording import download_hint
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "relu2": "squared-relu"}
 
@@ -59,6 +60,8 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
 
     path = Path(directory)
     file = path / "config.json"
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no directory{download_hint(str(directory))}")
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
     try:

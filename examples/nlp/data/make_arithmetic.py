@@ -16,6 +16,11 @@ the SFT model makes mistakes that PPO, whose reward model knows better, can corr
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import dataclasses
 import operator

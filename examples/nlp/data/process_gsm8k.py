@@ -21,6 +21,11 @@ chat template of --tokenizer makes of question and answer, up to the token that 
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import random
 import re

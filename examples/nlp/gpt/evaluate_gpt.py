@@ -7,6 +7,11 @@ Prompts are JSONL lines {"text": ..., "answer": ..., "answer_extraction": ...}; 
 responses are compared with "answer", without which there is no accuracy. docs/jobs.md says what the results mean.
 """
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import json
 from pathlib import Path
@@ -14,7 +19,7 @@ from pathlib import Path
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.wording import unescaped
+from nemo_style_aligner.wording import download_hint, unescaped
 
 
 def main() -> None:
@@ -66,7 +71,7 @@ def main() -> None:
         parser.error(f"--prompts {args.prompts}: no such file")
     for option, archive in (("--model", args.model), ("--reward-model", args.reward_model)):
         if archive is not None and not archive.exists():
-            parser.error(f"{option} {archive} does not exist")
+            parser.error(f"{option} {archive} does not exist{download_hint(str(archive))}")
     for option, number in (("--limit", args.limit), ("--max-length", args.max_length), ("--num-slots", args.num_slots)):
         if number is not None and number < 1:
             parser.error(f"{option} {number}: give at least 1")
@@ -86,7 +91,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
     from nemo_style_aligner.generation.engine import SamplingParams
     from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.telemetry.log_lines import configure_logging
 
+    configure_logging()
     max_length = args.max_length or default_max_length(args.model)
     try:
         sampling = SamplingParams(

@@ -11,6 +11,11 @@ The function gets the texts of prompt and response and the prompt's line with al
 docs/service.md says how to start the actor and the critic with it.
 """
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import logging
 import signal
