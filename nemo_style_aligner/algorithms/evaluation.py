@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def evaluate(
     engine.refit(export_weights(base.load(trainable=False)), 0)
     rows: list[EvaluatedResponse | None] = [None] * len(items)
     requests = (GenerationRequest(i, bos + item.token_ids, seed=i) for i, item in enumerate(items))
+    started = time.monotonic()
     with ProgressBar(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
@@ -160,7 +162,8 @@ def evaluate(
                 ended=result.finish_reason == "stop",
                 line=item.extra,
             )
-            progress.update()
+            made, seconds = engine.statistics.generated_tokens, time.monotonic() - started
+            progress.update(1, {"tokens/s": made / max(seconds, 1e-9)})
     return Responses([row for row in rows if row is not None])
 
 

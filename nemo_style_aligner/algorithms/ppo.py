@@ -26,6 +26,7 @@ from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -177,8 +178,11 @@ class PPOTrainer(TrainingLoop):
 
     def train_policy(self, experience: Experience) -> None:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
-        with self.timer("train_time"):
-            for epoch in range(self.settings.num_ppo_epochs):
+        first, size, epochs = self.ppo_optimization_step, self.settings.global_batch_size, self.settings.num_ppo_epochs
+        updates = -(-len(experience) // size) * epochs
+        counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
+        with self.timer("train_time"), counting:
+            for epoch in range(epochs):
                 for minibatch in self._minibatches(len(experience), epoch):
                     origin = f"samples {minibatch.tolist()} (prompts {experience.prompt_ids[minibatch].tolist()})"
                     metrics = self.actor.update(self._policy_batch(experience, minibatch), origin)
