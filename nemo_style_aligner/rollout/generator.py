@@ -139,7 +139,7 @@ class LocalRound:
         self._number = number
         self._seed = seed
         self._totals = GenerationTotals()
-        self._added = generator.engine.statistics  # which the totals have, or which are of an earlier round
+        self._is_generating = False
 
     def run(self, sink: ResponseSink) -> None:
         """See `Round.run`; responses still missing when it is stopped are lost."""
@@ -155,13 +155,13 @@ class LocalRound:
             stop_signals.interruptible(group.control is None),
         ):
             while supply.wait():  # until the round is complete, ids of lost workers included
-                started = time.monotonic()
+                started, self._is_generating = time.monotonic(), True
                 for result in engine.generate(supply, generator.sampling):
                     activity.progress()
                     supply.num_running -= 1
                     if group.is_leader:
                         accepted.add(result)
-                self._added = engine.statistics
+                self._is_generating = False
                 self._totals.add(engine, time.monotonic() - started)
                 accepted.flush()
         if stop_signals.received() and group.is_leader:
@@ -172,8 +172,8 @@ class LocalRound:
 
     def _num_tokens(self) -> int:
         """Tokens of this rank's engine so far."""
-        statistics = self._generator.engine.statistics
-        return self._totals.tokens + (0 if statistics is self._added else statistics.generated_tokens)
+        under_way = self._generator.engine.statistics.generated_tokens if self._is_generating else 0
+        return self._totals.tokens + under_way
 
     def _release_others(self) -> None:
         """Abandon the round: take and complete all ids, so that no rank waits for this one's or begins more."""
