@@ -45,6 +45,7 @@ from nemo_style_aligner.checkpoints.directory import (
     staging_of,
 )
 from nemo_style_aligner.checkpoints.file_source import (
+    ArchiveError,
     DamagedCheckpointError,
     DirectorySource,
     MissingFileError,
@@ -231,10 +232,18 @@ def test_what_is_no_archive_is_told_which_script_makes_one_of_it(tmp_path: Path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     for read in (load_nemo_config, load_nemo_tokenizer):
-        with pytest.raises(ValueError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
             read(checkpoint)
-        with pytest.raises(ValueError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
             read(hugging_face)
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(2000))
+    with pytest.raises(ArchiveError, match=r"is a GGUF file.*convert_gguf_to_nemo.py"):
+        load_nemo_config(gguf)
+    with pytest.raises(FileNotFoundError, match=r"`hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M`"):
+        load_nemo_config(Path("HuggingFaceTB/SmolLM2-135M"))
+    with pytest.raises(FileNotFoundError, match=r"^there is no checkpoint at models/sft\.nemo$"):
+        load_nemo_config(Path("models/sft.nemo"))
 
 
 def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) -> None:
