@@ -619,6 +619,26 @@ def test_options_out_of_range_are_refused_in_a_line(
     assert f"{name}: error: {message}" in last_words(name, *given[name], f"--output={tmp_path / 'output'}", mistake)
 
 
+def test_what_cannot_be_evaluated_is_told_in_a_line(
+    artefacts: Artefacts, tmp_path: Path, last_words: Callable[..., str]
+) -> None:
+    hugging_face, gguf, prompts = tmp_path / "llama", tmp_path / "llama.gguf", tmp_path / "prompts.jsonl"
+    hugging_face.mkdir()
+    (hugging_face / "config.json").write_text("{}")
+    gguf.write_bytes(b"GGUF" + bytes(2000))
+    checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
+    prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
+    for model, told in (
+        (hugging_face, "is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"),
+        (checkpoint, "is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"),
+        (gguf, "is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py"),
+        ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
+        (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
+    ):
+        flags = (f"--model={model}", f"--prompts={prompts}", f"--output={tmp_path / 'results.json'}", "--max-length=8")
+        assert told in last_words("evaluate_gpt.py", *flags)
+
+
 def test_rewards_are_not_of_a_head_that_nobody_trained(
     artefacts: Artefacts, tmp_path: Path, last_words: Callable[..., str], run_here: Callable[..., None]
 ) -> None:

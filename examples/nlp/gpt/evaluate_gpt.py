@@ -14,6 +14,8 @@ except ModuleNotFoundError as error:
 
 import argparse
 import json
+import logging
+import sys
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
@@ -87,13 +89,13 @@ def main() -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    print(f"loading torch and megatron-core, then {args.model}", file=sys.stderr, flush=True)
     from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
     from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
     from nemo_style_aligner.generation.engine import SamplingParams
     from nemo_style_aligner.parallel.groups import single_process
-    from nemo_style_aligner.telemetry.log_lines import configure_logging
 
-    configure_logging()
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     max_length = args.max_length or default_max_length(args.model)
     try:
         sampling = SamplingParams(
