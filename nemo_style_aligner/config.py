@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config_types import ARCHITECTURE_KEYS, wrong_types
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.legacy_keys import LEGACY_KEYS, LegacyKey
+from nemo_style_aligner.legacy_keys import COMMON_NAMES, LEGACY_KEYS, LegacyKey
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
@@ -356,8 +356,9 @@ def _describe_unknown(unknown: Sequence[str], known: set[str], job: str) -> str:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> list[str]:
-    """Up to three known keys: those spelt alike, then those with the same last part."""
+    """Up to three known keys: those spelt alike, then those with the same last part, or with what it is called here."""
     last = key.rsplit(".", 1)[-1]
-    same_name = [candidate for candidate in candidates if candidate.rsplit(".", 1)[-1] == last]
-    alike = difflib.get_close_matches(key, candidates, n=2, cutoff=0.75)
+    names = [last, *(name for name, others in COMMON_NAMES.items() if last.lower() in others)]
+    same_name = [c for name in names for c in candidates if c.rsplit(".", 1)[-1] == name]
+    alike = [] if len(names) > 1 else difflib.get_close_matches(key, candidates, n=2, cutoff=0.75)
     return list(dict.fromkeys([*alike, *same_name]))[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_style_aligner.architecture import NEMO_FEATURES_NOT_BUILT
@@ -169,3 +170,44 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.data.*output_original_text", "has no effect"),
     LegacyKey("model.data.*concat_sampling_probabilities", "not supported: put the files together", allowed=_NONE),
 )
+
+COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lr": ("learning_rate", "actor_lr", "critic_lr", "max_lr"),
+    "min_lr": ("lr_min", "min_learning_rate", "end_lr"),
+    "weight_decay": ("wd", "decay"),
+    "betas": ("adam_betas", "beta1", "beta2", "adam_beta1", "adam_beta2"),
+    "eps": ("epsilon", "adam_eps", "adam_epsilon"),
+    "warmup_steps": ("warmup", "num_warmup_steps", "lr_warmup_steps", "warmup_ratio", "lr_warmup_iters"),
+    "global_batch_size": ("batch_size", "train_batch_size", "mini_batch_size", "gbs", "ppo_mini_batch_size"),
+    "micro_batch_size": ("batch_size", "micro_batch", "per_device_train_batch_size", "mbs", "micro_train_batch_size"),
+    "num_rollout_samples": ("rollout_batch_size", "num_rollouts", "rollouts", "num_rollouts_per_step"),
+    "max_epochs": ("epochs", "num_epochs", "num_train_epochs", "total_epochs", "n_epochs"),
+    "num_ppo_epochs": ("ppo_epochs", "update_epochs"),
+    "max_steps": ("steps", "num_steps", "total_steps", "train_steps", "max_iters", "train_iters", "num_iterations"),
+    "save_interval": ("save_steps", "save_freq", "save_every", "checkpoint_interval"),
+    "val_check_interval": ("eval_steps", "eval_interval", "val_interval", "eval_every", "test_freq", "eval_iters"),
+    "gradient_clip_val": ("grad_clip", "max_grad_norm", "clip_grad", "gradient_clip", "clip_grad_norm"),
+    "initial_policy_kl_penalty": ("kl_coef", "kl_penalty", "init_kl_coef", "beta", "kl_loss_coef", "kl_coeff"),
+    "discount_factor": ("gamma",),
+    "gae_lambda": ("lam", "lambda", "lambd", "gae_lam"),
+    "ratio_eps": ("cliprange", "clip_range", "clip_ratio", "eps_clip", "epsilon", "clip_eps", "clip_coef"),
+    "entropy_bonus": ("entropy_coef", "entropy_coeff", "ent_coef"),
+    "max_length": ("max_new_tokens", "max_tokens", "max_response_length", "response_length", "max_completion_length"),
+    "encoder_seq_length": ("max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "context_length"),
+    "end_strings": ("stop", "stop_strings", "stop_token", "stop_words"),
+    "use_greedy": ("greedy", "do_sample"),
+    "explicit_log_dir": ("output_dir", "log_dir", "save_dir", "out_dir", "results_dir", "default_local_dir"),
+    "restore_from_path": ("model_name_or_path", "model_path", "model_name", "pretrained", "base_model", "load"),
+    "rm_model_file": ("model_name_or_path", "model_path", "reward_model_path"),
+    "data_prefix": ("data_path", "dataset", "train_files", "train_file", "prompt_data", "dataset_name", "data_dir"),
+    "file_path": ("data_path", "dataset", "train_files", "train_file", "dataset_name", "file", "path"),
+    "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size", "tensor_parallel"),
+    "pipeline_model_parallel_size": ("pp", "pp_size", "pipeline_parallel_size", "pipeline_parallel"),
+    "devices": ("gpus", "num_gpus", "n_gpus", "nproc", "nproc_per_node", "n_gpus_per_node", "gpus_per_node"),
+    "num_nodes": ("nodes", "nnodes"),
+    "precision": ("dtype", "bf16", "fp16", "torch_dtype"),
+    "create_wandb_logger": ("wandb", "use_wandb", "report_to"),
+    "resume_if_exists": ("resume", "auto_resume"),
+    "resume_from_checkpoint": ("checkpoint", "resume_path", "load_checkpoint"),
+}
+"""Last parts of this project's keys, with the names of the same settings elsewhere: for errors about unknown keys."""

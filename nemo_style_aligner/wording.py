@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
 _ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
+
+_FILE = re.compile(r"\.(nemo|gguf|model|jsonl?|py|yaml)$")
 
 
 def some_of(names: Sequence[str], shown: int = 5) -> str:
@@ -17,6 +20,27 @@ def some_of(names: Sequence[str], shown: int = 5) -> str:
 def counted(number: int, plural: str) -> str:
     """``number`` of something: "1 step", "2 steps"."""
     return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
+
+
+def download_hint(path: str) -> str:
+    """What to add to a message that nothing is at ``path``: how to get it, if that is a model's name on the Hub."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) or _FILE.search(path):
+        return ""
+    return (
+        "; nothing is downloaded: if this is a name on the Hugging Face Hub, run "
+        f"`hf download {path} --local-dir {path.split('/')[1]}` first"
+    )
+
+
+def size_of(num_bytes: float) -> str:
+    """A number of bytes for people: "1.8 GB", "25 MB"."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 0.5e9 else f"{num_bytes / 1e6:,.3g} MB"
+
+
+def common_start(one: str, other: str) -> str:
+    """The longest common prefix of two texts."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in pairs)
 
 
 def unescaped(text: str) -> str:

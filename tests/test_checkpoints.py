@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import IO, Any
 from unittest.mock import Mock
 
@@ -39,10 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -55,6 +52,7 @@ from nemo_style_aligner.checkpoints.directory import (
     staging_of,
 )
 from nemo_style_aligner.checkpoints.file_source import (
+    ArchiveError,
     DamagedCheckpointError,
     DirectorySource,
     MissingFileError,
@@ -63,7 +61,6 @@ from nemo_style_aligner.checkpoints.file_source import (
 from nemo_style_aligner.checkpoints.inert_pickle import UnsafeCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.checkpoints.nemo_archive import (
-    ArchiveOfRun,
     archive_identity,
     load_nemo_config,
     load_nemo_tokenizer,
@@ -77,7 +74,6 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 )
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import ConfigError, load_defaults
-from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
@@ -86,8 +82,6 @@ from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rollout.prompts import PromptSource
-from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, MetricsLogger
 
 ROOT = Path(__file__).parent.parent
@@ -245,10 +239,18 @@ def test_what_is_no_archive_is_told_which_script_makes_one_of_it(tmp_path: Path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     for read in (load_nemo_config, load_nemo_tokenizer):
-        with pytest.raises(ValueError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
             read(checkpoint)
-        with pytest.raises(ValueError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
             read(hugging_face)
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(2000))
+    with pytest.raises(ArchiveError, match=r"is a GGUF file.*convert_gguf_to_nemo.py"):
+        load_nemo_config(gguf)
+    with pytest.raises(FileNotFoundError, match=r"`hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M`"):
+        load_nemo_config(Path("HuggingFaceTB/SmolLM2-135M"))
+    with pytest.raises(FileNotFoundError, match=r"^there is no checkpoint at models/sft\.nemo$"):
+        load_nemo_config(Path("models/sft.nemo"))
 
 
 def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) -> None:
@@ -268,70 +270,16 @@ def test_an_archives_identity_is_its_contents_whatever_its_form(tmp_path: Path) 
                 _add(tar, f"./{name}", content)
         return archive_identity(folder / "tar.nemo")
 
-    assert identity("{}") == identity("{}", as_tar=True) != identity("[]")
-    # Others' archives have no checksums: names and sizes have to do.
-    assert identity(None) == identity(None, as_tar=True) == identity(None, b"WEIGHTS") != identity("{}")
+    def sums(weights: str, number: str = "0") -> str:
+        return json.dumps({f: {"bytes": 1, "sha256": h} for f, h in (("0.distcp", weights), (".metadata", number))})
+
+    # torch writes a random number beside the weights: an archive that is made again is the same.
+    assert identity(sums("a")) == identity(sums("a", "1"), as_tar=True) != identity(sums("b"))
+    # Others' archives have no checksums: names, sizes and first bytes have to do.
+    assert identity(None) == identity(None, as_tar=True) != identity(None, b"WEIGHTS")
     assert identity(None) != identity(None, b"weights of another size")
     with pytest.raises(FileNotFoundError):
         archive_identity(tmp_path / "nowhere.nemo")
-
-
-def test_a_run_that_goes_on_with_another_initial_policy_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    prompts = [PromptItem([i], "", {}) for i in range(8)]
-
-    def trainer(identity: str | None, penalty: float = 0.1) -> PPOTrainer:
-        cfg = load_defaults("gpt_ppo_actor")
-        cfg.trainer.ppo.initial_policy_kl_penalty = penalty
-        cfg.model.global_batch_size = 4
-        missing: Any = None
-        critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-        actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
-        archive = None if identity is None else ArchiveOfRun(Path("/models/sft.nemo"), identity, identity)
-        return PPOTrainer(
-            PPOSettings.from_config(cfg, 2), actor, missing, critic, PromptSource(prompts, 4, 7, True), missing,
-            missing, missing, missing, missing, archive,
-        )  # fmt: skip
-
-    def resumed(state: dict[str, Any], identity: str | None, penalty: float = 0.1) -> tuple[dict[str, Any], str]:
-        caplog.clear()
-        other = trainer(identity, penalty)
-        other.load_state_dict(state)
-        return json.loads(json.dumps(other.state_dict())), caplog.text
-
-    state, warning = resumed(trainer("first").state_dict(), "first")
-    assert not warning
-    for _ in range(2):  # what the run began with is remembered, and not what it was started again with
-        state, warning = resumed(state, "second")
-        assert "/models/sft.nemo" in warning and "NOT the archive that this run began with" in warning
-        assert "put the archive back, or start a new run" in warning
-    state, warning = resumed(state, "first")
-    assert not warning
-    assert not resumed(state, "second", penalty=0.0)[1]  # nothing refers to the initial policy
-    assert not resumed(state, None)[1]  # another rank
-
-
-def test_a_critic_that_goes_on_with_another_reward_model_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    missing: Any = None
-    critic: Any = SimpleNamespace(optimizer=SimpleNamespace(step_count=3))
-    metrics: Any = SimpleNamespace(log_scope=None)
-
-    def resumed(state: dict[str, Any] | None, identity: str | None) -> tuple[dict[str, Any], str]:
-        caplog.clear()
-        archive = None if identity is None else ArchiveOfRun(Path("/models/rm.nemo"), identity, identity)
-        service = CriticService(critic, missing, TrainingLedger(), missing, metrics, missing, archive)
-        if state is not None:
-            service.load_state_dict(state)
-        return json.loads(json.dumps(service.state_dict())), caplog.text
-
-    first, _ = resumed(None, "first")
-    for _ in range(2):
-        state, warning = resumed(first, "second")
-        assert "/models/rm.nemo" in warning and "the rewards are now those of another reward model" in warning
-        assert state["reward_archive"] == "first"
-    assert not resumed(first, "first")[1] and not resumed(first, None)[1]
-    without, _ = resumed(None, None)  # a run that had no reward model
-    state, warning = resumed(without, "second")
-    assert not warning and state["reward_archive"] == "second"
 
 
 # ---- foreign files --------------------------------------------------------------------------
@@ -636,6 +584,16 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
         run("training_rm", model).resume(config, model, optimizer, trainer)
         assert trainer.load_state_dict.call_args.args[0]["step"] == 1
         assert (tmp_path / HYPERPARAMETERS_FILE).read_text() == "job: rm\n"
+        base = {"base archive": "/a.nemo", "fingerprint of the base archive": "1", "fingerprint of the tokenizer": "2"}
+        first = run("training_rm", model, base).checkpoints
+        first.save(model, optimizer, {"step": 1}, {})
+        first.finish()
+        run("training_rm", model, base | {"base archive": "/moved.nemo"}).resume(config, model, optimizer, trainer)
+        assert "moved" not in caplog.text
+        for changes, what in (({}, "has other"), ({"fingerprint of the tokenizer": "4"}, "has another tokenizer and")):
+            other_base = base | {"base archive": "/b.nemo", "fingerprint of the base archive": "3"} | changes
+            with pytest.raises(ConfigError, match=rf"began with /a\.nemo \(fingerprint 1\); /b\.nemo .* {what}"):
+                run("training_rm", model, other_base).resume(config, model, optimizer, trainer)
         file = tmp_path / "train.jsonl"
         data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
         for step, contents in enumerate(("a", "a", "b"), 2):

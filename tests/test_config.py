@@ -27,7 +27,7 @@ from nemo_style_aligner.config import (
     prepare_overrides,
     register_resolvers,
 )
-from nemo_style_aligner.legacy_keys import LEGACY_KEYS
+from nemo_style_aligner.legacy_keys import COMMON_NAMES, LEGACY_KEYS
 
 JOBS = ("gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft", "inference_rm")
 
@@ -256,6 +256,27 @@ def test_unknown_keys_are_all_named_with_their_nearest() -> None:
     assert "trainer.ppo.gradient_clip; did you mean trainer.ppo.gradient_clip_val" in message
     assert "granularty; did you mean model.activations_checkpoint_granularity" in message
     assert "\n  zzz\n" in message
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "names"),
+    [
+        ("gpt_sft", "model.optim.learning_rate", "model.optim.lr?"),
+        ("training_rm", "model.batch_size", "model.global_batch_size or model.micro_batch_size?"),
+        ("gpt_ppo_actor", "trainer.ppo.kl_coef", "trainer.ppo.initial_policy_kl_penalty?"),
+        ("gpt_ppo_actor", "output_dir", "exp_manager.explicit_log_dir?"),
+        ("inference_rm", "model_name_or_path", "rm_model_file?"),
+    ],
+)
+def test_settings_that_have_other_names_elsewhere_are_found(job: str, key: str, names: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(composed(job, f"{key}=1"), job)
+    assert f"{key}; did you mean {names}" in str(error.value)
+
+
+def test_other_names_are_those_of_keys_that_there_are() -> None:
+    text = "".join((CONF_DIR / f"{job}.yaml").read_text() for job in JOBS)
+    assert [name for name in COMMON_NAMES if not re.search(rf"^ +{name}:|^{name}:", text, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize(

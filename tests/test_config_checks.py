@@ -360,6 +360,32 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
             "trainer.ppo.max_epochs=0: must be 1 or more",
         ),
     ),
+    "best step that is not validated": (
+        "training_rm", 1,
+        f"'model.data.data_prefix={{train: {DATA}, validation: {DATA}}}' trainer.rm.save_interval=5 "
+        "trainer.rm.val_check_interval=2 exp_manager.checkpoint_callback_params.save_best_model=True",
+        (
+            "exp_manager.checkpoint_callback_params.save_best_model=True: trainer.rm.save_interval=5, "
+            "val_check_interval=2: of steps 5, 10, ..., which are saved, those that are not validated have no val_loss",
+        ),
+    ),
+    "best step of none": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.save_interval=0 exp_manager.checkpoint_callback_params.save_best_model=True",
+        ("save_best_model=True: with trainer.ppo.save_interval=0 only the last step is saved",),
+    ),
+    "best step without validation": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.val_check_interval=0 trainer.ppo.save_interval=2 "
+        "exp_manager.checkpoint_callback_params.save_best_model=True",
+        ("save_best_model=True: nothing is validated, so no checkpoint has a val_rewards",),
+    ),
+    "best step by nothing": (
+        "gpt_ppo_actor", 1,
+        "exp_manager.checkpoint_callback_params.monitor=null "
+        "exp_manager.checkpoint_callback_params.save_best_model=True",
+        ("save_best_model=True: with checkpoint_callback_params.monitor=null nothing ranks",),
+    ),
     "seed": ("gpt_sft", 1, "model.seed=-1", ("model.seed=-1: must be in [0, 2147483647]",)),
     "intervals": (
         "training_rm", 1, "trainer.rm.save_interval=-1 trainer.rm.val_check_interval=1.5",
@@ -857,6 +883,25 @@ def test_a_batch_size_that_loses_is_told(model: Path, caplog: pytest.LogCaptureF
     check_job("gpt_sft", composed("gpt_sft", *given, "model.global_batch_size=64"), 1)
     (message,) = caplog.messages
     assert message == "model.data.train_ds.global_batch_size=128 has no effect: model.global_batch_size=64 wins"
+
+
+def test_doubts_about_validation_and_ranking_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And intervals of which one is a multiple of the other, or a metric of the steps, are none."""
+    params, both = "exp_manager.checkpoint_callback_params", PREFIX.replace("}", f", validation: ['{DATA}']}}")
+    cases = {
+        "trainer.rm.save_interval=5 trainer.rm.val_check_interval=2": "save_top_k=3: trainer.rm.save_interval=5, val",
+        f"{params}.monitor=val_accuracy": "monitor=val_accuracy with mode=min takes the smallest value for the best",
+        f"trainer.rm.save_interval=4 trainer.rm.val_check_interval=2 {params}.save_best_model=True": None,
+        f"trainer.rm.save_interval=2 trainer.rm.val_check_interval=4 {params}.save_best_model=True": None,
+        f"trainer.rm.save_interval=0.1 trainer.rm.val_check_interval=2 {params}.save_best_model=True": None,
+        f"trainer.rm.save_interval=5 trainer.rm.val_check_interval=2 {params}.monitor=train_loss": None,
+        "trainer.rm.save_interval=0": None,
+    }
+    given = (f"pretrained_checkpoint.restore_from_path={model}", f"exp_manager.explicit_log_dir={model.parent}")
+    for flags, expected in cases.items():
+        caplog.clear()
+        check_job("training_rm", composed("training_rm", *given, both, *flags.split()), 1)
+        assert [message.startswith(expected or "") for message in caplog.messages] == [True] * (expected is not None)
 
 
 def test_resharding_without_stages_changes_nothing_and_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:

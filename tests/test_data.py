@@ -245,6 +245,19 @@ def test_texts_that_are_no_pairs_are_warned_of(
         assert f"{wrong}: in " in caplog.text and "share no longer a prefix than texts of different" in caplog.text
 
 
+def test_comparisons_in_the_place_of_prompts_are_warned_of(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    sums = [(7 * i % 10, 3 * i % 7) for i in range(24)]
+    prompts = jsonl(tmp_path / "prompts.jsonl", *({"text": f"What is {a}+{b}?"} for a, b in sums))
+    same = jsonl(tmp_path / "same.jsonl", *({"text": f"What is {a}+{b}?"} for a, b in sums for _ in range(2)))
+    for right in (prompts, same):
+        assert len(PromptDataset([right], tokenizer, 64)) and not caplog.text
+    pairs = [{"text": f"What is {a}+{b}? {answer}"} for a, b in sums for answer in (a + b, a + b + 30)]
+    PromptDataset([jsonl(tmp_path / "pairs.jsonl", *pairs)], tokenizer, 64)
+    assert re.search(r"pairs\.jsonl: in 2\d of 24 pairs of lines.* Are these prompts\?", caplog.text)
+
+
 CHOSEN = {"role": "assistant", "content": "4"}
 REJECTED = {"role": "assistant", "content": "5"}
 QUESTION = {"role": "user", "content": "2+2?"}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
@@ -171,7 +172,9 @@ def test_gsm8k(gsm8k: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     out = tmp_path / "out"
     script("process_gsm8k").main(["--source", str(gsm8k), "--output", str(out), "--test-fraction", "0.3"])
     check_datasets_can_read(out, tokenizer)
-    assert rows(out / "train_prompts.jsonl")[0] == {"text": "User: Q2000?\nAssistant:", "answer": "2001"}
+    prompt, demonstration = rows(out / "train_prompts.jsonl")[0], rows(out / "train_sft.jsonl")[0]
+    assert prompt == {"text": "User: Q2000?\nAssistant:", "answer": "2001", "answer_extraction": "after ####"}
+    assert is_right(demonstration["output"], prompt) and not is_right(demonstration["output"].replace("#", ""), prompt)
     assert rows(out / "train_sft.jsonl")[0] == {
         "input": "User: Q2000?\nAssistant:", "output": "2000+1 = 2001\n#### 2,001"
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.algorithms import job_setup, service_setup
-from nemo_style_aligner.algorithms.job_setup import Run, require_shared, start_run
+from nemo_style_aligner.algorithms.job_setup import Run, register_model, require_shared, start_run
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import settings_of_run
 from nemo_style_aligner.algorithms.service_setup import (
@@ -28,6 +29,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import ConfigError, load_defaults
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -135,7 +137,6 @@ def test_a_service_listens_as_its_config_says(
 
 
 def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_setup, "ArchiveOfRun", SimpleNamespace(at=lambda path: None))  # there is no archive
     asked: dict[str, Any] = {}  # of the optimizer: on a CPU it offloads nothing
     monkeypatch.setattr(
         service_setup, "Optimizer", lambda *arguments, **options: asked.update(options) or Optimizer(*arguments)
@@ -255,6 +256,26 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     assert run.checkpoints.run_settings == settings_of_run(cfg) | digests
     cfg.exp_manager.update(explicit_log_dir=None, exp_dir=str(tmp_path / "experiments"))
     assert start_run(cfg).log_dir == tmp_path / "experiments" / "other"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SmolLM2's 135 M parameters in bf16 take 14 bytes each."""
+    shape: Any = SimpleNamespace(num_parameters=134_515_008, to_nemo_config=dict)
+    tokenizer: Any = SimpleNamespace(fingerprint=lambda: "f")
+    archive = tmp_path / "base.nemo"
+    archive.mkdir()
+    base: Any = SimpleNamespace(
+        path=archive, config=OmegaConf.create({}), architecture=shape, dtype=torch.bfloat16, tokenizer=tokenizer
+    )
+    with caplog.at_level("INFO"):
+        run = run_in(tmp_path / "run")
+        register_model(load_defaults("gpt_sft"), run, base)
+        assert "a checkpoint takes about 1.9 GB; " in caplog.text
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000_000))
+        with pytest.raises(NotWrittenError, match=r"takes about 1\.9 GB, and 1\.0 GB are free in .*: make room"):
+            register_model(load_defaults("gpt_sft"), run, base)
 
 
 def test_machines_with_log_directories_of_their_own_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

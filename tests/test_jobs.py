@@ -50,6 +50,7 @@ from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.models import conversion
@@ -477,7 +478,8 @@ def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_
     assert results["summary"]["num_prompts"] == 10 == len(results["responses"])
     assert '"num_prompts": 10,' in output.read_text()  # a count
     row = results["responses"][0]
-    assert row["is_right"] == (row["response"].strip() == row["answer"])
+    assert row["is_right"] == is_right(row["response"], row)
+    assert row["given_answer"] == row["response"].strip()
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 
@@ -615,6 +617,26 @@ def test_options_out_of_range_are_refused_in_a_line(
         "evaluate_gpt.py": [f"--model={tmp_path}", f"--prompts={__file__}", "--max-length=8"],
     }
     assert f"{name}: error: {message}" in last_words(name, *given[name], f"--output={tmp_path / 'output'}", mistake)
+
+
+def test_what_cannot_be_evaluated_is_told_in_a_line(
+    artefacts: Artefacts, tmp_path: Path, last_words: Callable[..., str]
+) -> None:
+    hugging_face, gguf, prompts = tmp_path / "llama", tmp_path / "llama.gguf", tmp_path / "prompts.jsonl"
+    hugging_face.mkdir()
+    (hugging_face / "config.json").write_text("{}")
+    gguf.write_bytes(b"GGUF" + bytes(2000))
+    checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
+    prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
+    for model, told in (
+        (hugging_face, "is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"),
+        (checkpoint, "is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"),
+        (gguf, "is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py"),
+        ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
+        (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
+    ):
+        flags = (f"--model={model}", f"--prompts={prompts}", f"--output={tmp_path / 'results.json'}", "--max-length=8")
+        assert told in last_words("evaluate_gpt.py", *flags)
 
 
 def test_rewards_are_not_of_a_head_that_nobody_trained(

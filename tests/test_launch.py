@@ -1206,6 +1206,17 @@ def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, na
     assert process.returncode == -signal.SIGINT and _own_words(errors) == "interrupted\n"
 
 
+def test_a_script_outside_its_environment_says_what_to_do() -> None:
+    root = Path(__file__).parents[1]
+    for script in sorted(root.glob("examples/nlp/*/*.py")):
+        done = subprocess.run(
+            [sys.executable, "-IS", script], capture_output=True, text=True, timeout=60
+        )  # no packages
+        assert done.returncode == 1 and not done.stdout
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: No module named 'nemo_style_aligner'") and f".venv/bin/python {script}" in line
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_the_help_of_a_tool_does_not_wait_for_what_takes_seconds_to_import(tmp_path: Path, name: str) -> None:
     for library in ("torch", "transformers"):

@@ -214,6 +214,21 @@ def test_a_run_that_is_too_short_for_its_schedule_says_so(
         assert all(schedule(step) == 0.1 for step in range(first, max_steps))
 
 
+def test_the_course_of_the_learning_rate_is_told() -> None:
+    """A short run decays by default, which NeMo-Aligner's 1000 constant steps would prevent."""
+    optim = load_defaults("training_rm").model.optim
+    schedule = Schedule.from_config(optim, 60)
+    assert schedule(10) == optim.lr and optim.sched.min_lr < schedule(40) < 0.5 * optim.lr
+    assert schedule.describe().startswith("up to 9e-06 in 10 updates, down to 9e-07 after 60, the end (NeMo-Aligner's")
+    assert (
+        "60 updates end within the warm-up of 70, at 7.61e-06 instead of 9e-06"
+        in dataclasses.replace(schedule, warmup_steps=70).describe()
+    )
+    theirs = dataclasses.replace(schedule, max_steps=2000, constant_steps=1000).describe()
+    assert theirs == "up to 9e-06 in 10 updates, down to 9e-07 after 1000, then 9e-07 for 1000 more"
+    assert Schedule(lr=0.5, name="constant").describe() == "0.5"
+
+
 # ---- vocabulary ---------------------------------------------------------------------------------
 
 

@@ -129,9 +129,14 @@ def test_a_finished_run_started_again_with_other_settings_says_that_it_trains_no
     artefacts: Artefacts, tmp_path: Path
 ) -> None:
     """What it would train with, and that it is of the old run that the model is."""
-    log_dir = tmp_path / "sft"
+    log_dir, moved = tmp_path / "sft", shutil.copy(artefacts.base, tmp_path / "moved.nemo")
     shutil.copytree(artefacts.sft_log, log_dir)
-    others = ("model.optim.lr=1e-3", "model.data.train_ds.global_batch_size=8", "trainer.sft.save_interval=1")
+    others = (
+        f"model.restore_from_path={moved}",  # the same archive
+        "model.optim.lr=1e-3",
+        "model.data.train_ds.global_batch_size=8",
+        "trainer.sft.save_interval=1",
+    )
     flags = [*artefacts.sft_flags(log_dir), *others]
     output = run(script("train_gpt_sft.py", *flags), tmp_path / "again.log", TIMEOUT)
     assert (
@@ -140,7 +145,31 @@ def test_a_finished_run_started_again_with_other_settings_says_that_it_trains_no
     ) in output
     assert "WARNING" in output and "all 4 steps of this run are already done: nothing is trained" in output
     assert "settings that differ" not in artefacts.outputs["train_gpt_sft.py"]
-    assert "steps of this run are already done" not in artefacts.outputs["train_gpt_sft.py"]
+    first = artefacts.outputs["train_gpt_sft.py"]
+    assert "steps of this run are already done" not in first
+    # What takes long at the start is said before it begins, and how large checkpoints will be.
+    steps = (
+        "starting gpt_sft: loading",
+        "a checkpoint takes about",
+        "reading and tokenizing",
+        "loading the weights of",
+    )
+    places = [first.index(text) for text in (*steps, "learning rate: up to 0.01", "saved ")]
+    assert places == sorted(places)
+
+
+def test_a_run_is_not_continued_with_another_archive(artefacts: Artefacts, tmp_path: Path) -> None:
+    """Old weights with another tokenizer, initial policy or reward model would go on without a word."""
+    log_dir = tmp_path / "sft"
+    shutil.copytree(artefacts.sft_log, log_dir)
+    before = sorted(log_dir.rglob("*.json*"))
+    flags = [*artefacts.sft_flags(log_dir), f"model.restore_from_path={artefacts.sft}", "trainer.sft.max_steps=6"]
+    job = Job(script("train_gpt_sft.py", *flags), tmp_path / "other.log")
+    assert job.wait(TIMEOUT) == 2, job.describe()
+    last = job.output().splitlines()[-1]
+    assert last.startswith("error: ") and f"this run began with {artefacts.base} (fingerprint " in last
+    assert f"; {artefacts.sft} (fingerprint " in last and "has other contents. Put the former back" in last
+    assert sorted(log_dir.rglob("*.json*")) == before  # nothing was trained
 
 
 # ---- regression, two attributes, over the wire --------------------------------------------------
@@ -217,6 +246,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         lock = tmp_path / "nemo_experiments" / "inference_rm" / LOCK_FILE
         assert lock.read_text().startswith("inference_rm on host ")
         assert service.stop() == 0, service.describe()
+        assert not (tmp_path / "nemo_experiments").exists()
     finally:
         service.kill()
 

@@ -37,10 +37,11 @@ from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.telemetry import activity, log_lines
+from nemo_style_aligner.telemetry import progress as telemetry_progress
 from nemo_style_aligner.telemetry.log_lines import configure_logging, with_fields
 from nemo_style_aligner.telemetry.memory import PeakMeter, SampledPeak, peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
-from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.progress import ProgressBar, how_far
 from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -418,11 +419,14 @@ def test_progress_is_a_line_per_interval_away_from_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("lines", "shown"), [(24, "PPO: 100%|"), (0, "PPO: 1/1 after")])
-def test_progress_shows_on_every_terminal(lines: int, shown: str) -> None:
+def test_progress_shows_on_every_terminal(lines: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of containers may have no size."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 4 * lines, 0, 0))
     with os.fdopen(terminal, "w") as stream, ProgressBar(total=1, description="PPO", stream=stream) as progress:
+        monkeypatch.setattr(telemetry_progress, "_BAR_SECONDS", 0)
+        with activity.counting("responses", lambda: (1, 3)):
+            activity.progress()
         progress.update(1)
     read = b""
     with contextlib.suppress(OSError):  # which is how Linux says that the terminal is closed
@@ -430,6 +434,7 @@ def test_progress_shows_on_every_terminal(lines: int, shown: str) -> None:
             read += part
     os.close(reader)
     assert shown in read.decode()
+    assert "1 of 3 responses" in read.decode() or lines == 0
 
 
 def test_a_step_that_takes_long_is_not_silent() -> None:
@@ -449,6 +454,35 @@ def test_a_step_that_takes_long_is_not_silent() -> None:
         "PPO: 0/2 after 60 s, in step/generate",
         "PPO: 2/2 after 100 s, 50 s each",
     ]
+
+
+def test_how_far_a_long_phase_is() -> None:
+    stream, clock, done = io.StringIO(), FakeClock(), [0, 0]
+    with ProgressBar(total=2, description="PPO", interval=30, stream=stream, clock=clock):
+        with (
+            activity.phase("generate"),
+            activity.counting("responses", lambda: (done[0], 8), lambda: 100 * done[0]),
+        ):
+            for done[0] in (0, 6):
+                clock.now += 30
+                activity.progress()
+        with activity.counting("updates", lambda: (1, 4)), activity.counting("micro batches", lambda: (5, 10)):
+            clock.now += 30
+            activity.progress()
+            assert [count.what for count in activity.counts()] == ["updates", "micro batches"]
+    assert activity.counts() == []
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "PPO: 0/2 after 30 s, in generate: 0 of 8 responses, 0 tokens/s"
+    assert re.fullmatch(r"PPO: 0/2 after 60 s, in generate: 6 of 8 responses, \S+ tokens/s, 0 s left", lines[1])
+    assert lines[2] == "PPO: 0/2 after 90 s, 1 of 4 updates, 5 of 10 micro batches, 0 s left"
+
+    def left(seconds: float) -> str:
+        return how_far([activity.Count("steps", 1, 4, None, seconds)])
+
+    assert left(30) == "1 of 4 steps, 90 s left" and left(60) == "1 of 4 steps, 3 min left"
+    assert left(3620) == "1 of 4 steps, 3 h 1 min left" and how_far([activity.Count("steps", 0, 0, None, 1)]) == ""
+    within = [activity.Count("updates", 1, 4, None, 60), activity.Count("micro batches", 5, 10, None, 9)]
+    assert how_far(within) == "1 of 4 updates, 5 of 10 micro batches, 100 s left".replace("100 s", "2 min")
 
 
 def test_progress_that_nobody_reads_stops_no_loop() -> None:

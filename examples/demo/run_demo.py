@@ -9,6 +9,11 @@ questions. Writes results/demo/report.json and results/demo/report.html.
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import json
 import shutil
@@ -122,7 +127,7 @@ def supervised(demo: Demo, name: str, start: Path, data: Path, steps: int, lr: f
         "model.data.train_ds.global_batch_size=64", "model.data.train_ds.micro_batch_size=64",
         "trainer.sft.max_epochs=100", f"trainer.sft.max_steps={steps}", f"trainer.sft.val_check_interval={steps}",
         "trainer.sft.save_interval=0", f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr / 10}",
-        "model.optim.sched.constant_steps=0", "model.optim.sched.warmup_steps=20", "model.optim.betas=[0.9,0.95]",
+        "model.optim.sched.warmup_steps=20", "model.optim.betas=[0.9,0.95]",
         f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={seed}",
     )  # fmt: skip
     return log_dir / "checkpoints" / "megatron_gpt_sft.nemo"
@@ -139,7 +144,7 @@ def train_reward_model(demo: Demo, args: argparse.Namespace, sft: Path) -> tuple
             "++model.micro_batch_size=64", "++model.global_batch_size=64",
             f"trainer.rm.max_steps={args.rm_steps}", f"trainer.rm.val_check_interval={max(1, args.rm_steps // 2)}",
             "trainer.rm.save_interval=0", "model.optim.lr=1e-3", "model.optim.sched.min_lr=1e-4",
-            "model.optim.sched.constant_steps=0", f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
+            f"exp_manager.explicit_log_dir={log_dir}", f"model.seed={args.seed}",
         )  # fmt: skip
         accuracy = last(log_dir, "val/accuracy")
         results.append(f"ranks {accuracy:.1%} of held-out pairs right")
@@ -180,7 +185,7 @@ def run_ppo(
         "trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0",
         "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=1.0",
         "trainer.ppo.critic_warmup_steps=2", "model.optim.lr=1e-4", "model.optim.sched.min_lr=5e-5",
-        "model.optim.sched.constant_steps=0", "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
+        "model.optim.weight_decay=0.0", f"model.seed={args.seed}",
         f"remote_critic_rm.critic.port={port}", f"exp_manager.explicit_log_dir={log_dir}", *more_actor,
     ]  # fmt: skip
     with demo.service("critic", port, *critic):

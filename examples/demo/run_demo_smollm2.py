@@ -10,6 +10,11 @@ rollouts do not teach a model of this size arithmetic. Writes results/demo-smoll
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import json
 import os
@@ -38,7 +43,6 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 112, 96
 SEQUENCE_LENGTH = PROMPT_LENGTH + RESPONSE_LENGTH
 COMMON = [
     "trainer.precision=bf16", f"model.encoder_seq_length={SEQUENCE_LENGTH}", "exp_manager.create_wandb_logger=False",
-    "model.optim.sched.constant_steps=0",
 ]  # fmt: skip
 
 # The phases of a PPO step, as the actor's timers name them.

@@ -22,6 +22,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.algorithms.actor_checks import ACTOR_CHECKS
+from nemo_style_aligner.algorithms.checkpoint_checks import (
+    archive_name_problems,
+    checkpoint_name_problems,
+    ranking_doubts,
+    ranking_problems,
+)
 from nemo_style_aligner.algorithms.config_tables import find_choices, find_range
 from nemo_style_aligner.algorithms.job_view import (
     GLOBAL_BATCH,
@@ -45,9 +51,7 @@ from nemo_style_aligner.algorithms.place_checks import (
 )
 from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
-from nemo_style_aligner.checkpoints.durable import UNFINISHED
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, keys_without_effect, load_defaults, plain_config
 from nemo_style_aligner.config_types import not_computed, values, wrong_types
 from nemo_style_aligner.data.sft import SFTFormat
@@ -153,11 +157,11 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
     yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
     if "exp_manager" in cfg:
         yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
-        yield from _archive_name(str(cfg.exp_manager.name))
+        yield from archive_name_problems(str(cfg.exp_manager.name))
         settings: list[CheckpointSettings] = []
         yield from _attempt(lambda: settings.append(CheckpointSettings.from_config(cfg.exp_manager)))
         if settings:
-            yield from _checkpoint_name(view, settings[0].filename)
+            yield from checkpoint_name_problems(view, settings[0].filename)
     if "optim" in cfg.model:
         betas = view.get("model.optim.betas")
         if betas is not None and len(betas) != 2:
@@ -168,42 +172,6 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
     if view.name == "gpt_ppo_actor":
         for problem in _attempt(lambda: sampling_params(cfg)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
-
-
-def _archive_name(name: str) -> Iterator[str]:
-    if not name.strip() or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/")):
-        yield f"exp_manager.name={name!r}: the archive NAME.nemo needs a name, of at most {_LONGEST_NAME} bytes"
-
-
-def _checkpoint_name(view: JobView, template: Any) -> Iterator[str]:
-    key = "exp_manager.checkpoint_callback_params.filename"
-    if not isinstance(template, str):
-        yield f"{key}={template}: must be text"
-        return
-    fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
-    monitor = str(view.get("exp_manager.checkpoint_callback_params.monitor"))  # `_monitor` checks it; it may be null
-    if unknown := [field for field in fields if field != monitor and not _is_measured(view, field)]:
-        names = ", ".join(_measured(view))
-        yield f"{key}={template}: this job measures no {', '.join(unknown)}; fields in braces can be {names}"
-        return
-    # Values to try the template with: counters are integers, metrics of steps and validations are floats.
-    examples = {name: 0.5 if name.startswith(("val_", "train_")) else 1 for name in fields}
-    try:
-        name = checkpoint_name(template, examples)
-    except ValueError as error:
-        yield f"exp_manager.{error}"
-        return
-    taken = (UNFINISHED, DAMAGED, LAST)
-    if name.strip() in ("", ".", "..") or name.endswith(taken):
-        yield (
-            f"{key}={template!r}: a checkpoint needs a name, and it must not end with {', '.join(taken)}, which "
-            "mark its state; try megatron_gpt-{step}"
-        )
-    elif len(os.fsencode(name)) > _LONGEST_NAME:
-        yield f"{key}={template}: makes names of more than {_LONGEST_NAME} bytes; choose a shorter one"
-
-
-_LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are added
 
 
 def _sft_format(view: JobView) -> Iterator[str]:
@@ -276,6 +244,8 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
             f"{reshard}=True has no effect without pipeline stages ({PP}=1): the number of ranks that share an engine "
             "is set by trainer.ppo.generation.tensor_parallel_size"
         )
+    if "data" in cfg.model:
+        yield from ranking_doubts(cfg)
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
@@ -345,25 +315,6 @@ def _recompute(view: JobView) -> Iterator[str]:
             f"{view.said(layers)}: the {of_stage} layers of a pipeline stage cannot be divided into blocks of so many; "
             f"choose one of {', '.join(map(str, divisors))}, or activations_checkpoint_method=block"
         )
-
-
-def _monitor(view: JobView) -> Iterator[str]:
-    params = "exp_manager.checkpoint_callback_params"
-    name = view.get(f"{params}.monitor")
-    if name is not None and not _is_measured(view, str(name)):
-        yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(_measured(view))}"
-
-
-def _measured(view: JobView) -> tuple[str, ...]:
-    """What checkpoints can be ranked by and named after; ``*`` stands for any text."""
-    if view.name == "gpt_ppo_critic":
-        return ("step",)
-    known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
-    return (*known, "ppo_optimization_step") if view.name == "gpt_ppo_actor" else known
-
-
-def _is_measured(view: JobView, name: str) -> bool:
-    return any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(name)) for pattern in _measured(view))
 
 
 # ---- passes that are kept -----------------------------------------------------------------------
@@ -440,7 +391,7 @@ def _model_name(view: JobView) -> Iterator[str]:
 
 
 _COMMON: tuple[Check, ...] = (_values_that_are_read_as_a_whole, _wandb, _ranks)
-_TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, _monitor)
+_TRAINING: tuple[Check, ...] = (*_COMMON, _batches, _lengths, _recompute, ranking_problems)
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "gpt_sft": (*_TRAINING, _sft_format),
     "training_rm": (*_TRAINING, _reward_head, _attributes),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
@@ -31,7 +30,6 @@ class CriticService:
         checkpoints: where `save` writes.
         metrics: rank 0's log.
         reset: gives the critic the weights, optimizer and random states it had before any training.
-        reward_archive: the reward model's archive, on rank 0; None without a reward model, and on other ranks.
     """
 
     def __init__(
@@ -42,7 +40,6 @@ class CriticService:
         checkpoints: CheckpointManager,
         metrics: MetricsLogger,
         reset: Callable[[], None],
-        reward_archive: ArchiveOfRun | None = None,
     ) -> None:
         self.critic = critic
         self.reward_model = reward_model
@@ -50,7 +47,6 @@ class CriticService:
         self.checkpoints = checkpoints
         self.metrics = metrics
         self.reset = reset
-        self._reward_archive = reward_archive
         # At the actor's newest two checkpoints, as far as it has told, and at the one it is writing.
         self._needed_histories: list[str] = []
         self.timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
@@ -174,30 +170,12 @@ class CriticService:
     def state_dict(self) -> dict[str, Any]:
         """What a restarted service needs beside weights, optimizer and random states."""
         ledger = self.ledger.state_dict()
-        began_with = None if self._reward_archive is None else self._reward_archive.began_with
-        return {
-            "step": self.step,
-            "ledger": ledger,
-            "needed_histories": self._needed_histories,
-            "reward_archive": began_with,
-        }
+        return {"step": self.step, "ledger": ledger, "needed_histories": self._needed_histories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.ledger.load_state_dict(state["ledger"])
         self._needed_histories = [str(history) for history in state["needed_histories"]]
-        archive = self._reward_archive
-        if archive is None:
-            return
-        # A checkpoint written without a reward model names no archive: the run begins with the present one.
-        archive.began_with = state["reward_archive"] or archive.began_with
-        if archive.is_another:  # said at every start: nothing else shows it
-            logger.warning(
-                "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the critic "
-                "continues from its checkpoint, but the rewards are now those of another reward model. Stop the job "
-                "and put the archive back, or start a new run with this one in another log directory",
-                archive.path,
-            )
 
 
 class RewardService:

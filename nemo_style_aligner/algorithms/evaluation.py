@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_right, problem_of
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
@@ -38,7 +41,7 @@ class EvaluatedResponse:
         tokens: token ids of both.
         num_response_tokens: tokens of the response, the stop token or those of the end string included.
         ended: whether a stop token or stop string ended it.
-        answer: the right response, if the prompt's line has one.
+        line: the prompt's line, with the right answer, if it has one (see `answers`).
         reward: the reward model's, once `score` has run.
     """
 
@@ -47,13 +50,13 @@ class EvaluatedResponse:
     tokens: list[int]
     num_response_tokens: int
     ended: bool
-    answer: str | None = None
+    line: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reward: float | None = None
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the response, white space around it aside, is the answer; None where that is unknown."""
-        return None if self.answer is None else self.response.strip() == self.answer.strip()
+        """Whether the response has the right answer (`answers.is_right`); None where the line has none."""
+        return None if self.line.get(ANSWER) is None else is_right(self.response, self.line)
 
 
 @dataclasses.dataclass
@@ -77,8 +80,10 @@ class Responses:
         """The summary and every response, without token ids."""
         rows = []
         for row in self.rows:
-            record = dataclasses.asdict(row) | {"is_right": row.is_right}
-            del record["tokens"]
+            record = {name: value for name, value in vars(row).items() if name not in ("tokens", "line")}
+            if (right := row.line.get(ANSWER)) is not None:
+                given = find_answer(row.response, row.line.get(EXTRACTION))
+                record |= {ANSWER: right, "given_answer": given, "is_right": row.is_right}
             rows.append(record)
         return {"summary": self.summary(), "responses": rows}
 
@@ -126,6 +131,9 @@ def evaluate(
         )
     dataset = PromptDataset([prompts_path], base.tokenizer, room, "the model's positions less --max-length")
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+    for index, item in enumerate(items):
+        if item.extra.get(ANSWER) is not None and (problem := problem_of(item.extra)) is not None:
+            dataset.record(index).fail(problem)
     if not items:
         raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")
     engine = EmbeddedEngine(
@@ -140,10 +148,10 @@ def evaluate(
     engine.refit(export_weights(base.load(trainable=False)), 0)
     rows: list[EvaluatedResponse | None] = [None] * len(items)
     requests = (GenerationRequest(i, bos + item.token_ids, seed=i) for i, item in enumerate(items))
+    started = time.monotonic()
     with ProgressBar(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
-            answer = item.extra.get("answer")
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
                 response=text_before_end(
@@ -152,9 +160,10 @@ def evaluate(
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
-                answer=None if answer is None else str(answer),
+                line=item.extra,
             )
-            progress.update()
+            made, seconds = engine.statistics.generated_tokens, time.monotonic() - started
+            progress.update(1, {"tokens/s": made / max(seconds, 1e-9)})
     return Responses([row for row in rows if row is not None])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -16,13 +18,21 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.algorithms.log_lock import hold_log_directory
+from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
-from nemo_style_aligner.algorithms.run_settings import changed_settings, digests_of_data, job_of, settings_of_run
+from nemo_style_aligner.algorithms.run_settings import (
+    base_of_run,
+    changed_settings,
+    digests_of_data,
+    job_of,
+    settings_of_run,
+    why_another_base,
+)
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
+from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
@@ -34,8 +44,8 @@ from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object,
 from nemo_style_aligner.parallel.machine import is_on_one_machine
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.watchdog import Watchdog, remove_old_runs
-from nemo_style_aligner.wording import some_of
+from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog, remove_old_runs
+from nemo_style_aligner.wording import size_of, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,8 @@ class Resumable(Protocol):
         ...
 
 
+_BYTES_OF_STATE = 12  # of a parameter in a checkpoint, beside the weight: fp32 main weight and Adam's two moments
+_SURELY_NEEDED = 0.9  # of the estimated size of a checkpoint: a reward model has no output layer
 _SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may keep what they knew for some seconds
 # Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
 _WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
@@ -77,11 +89,11 @@ class Run:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
 
         Raises:
-            ConfigError: it is a checkpoint of another kind of job.
+            ConfigError: it is a checkpoint of another kind of job, or of a run that began with another archive.
             CheckpointMismatchError: it is another model's.
         """
         try:
-            state = self.checkpoints.resume(model, optimizer, self._require_same_job)
+            state = self.checkpoints.resume(model, optimizer, self._require_same_run)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
@@ -92,13 +104,19 @@ class Run:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
 
-    def _require_same_job(self, path: Path, state: Mapping[str, Any]) -> None:
-        before, now = job_of(state.get(RUN_SETTINGS) or {}), job_of(self.checkpoints.run_settings or {})
+    def _require_same_run(self, path: Path, state: Mapping[str, Any]) -> None:
+        settings, own_settings = state.get(RUN_SETTINGS) or {}, self.checkpoints.run_settings or {}
+        before, now = job_of(settings), job_of(own_settings)
         if None not in (before, now) and before != now:
             raise ConfigError(
                 f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
                 "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
                 "convert_checkpoint_to_nemo.py"
+            )
+        if (reason := why_another_base(settings, own_settings)) is not None:
+            raise ConfigError(
+                f"{path} cannot be continued: {reason}. To start a new run from the latter, give another "
+                "exp_manager.explicit_log_dir"
             )
 
     def _warn_of_other_settings(self, before: Mapping[str, str]) -> None:
@@ -217,6 +235,22 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     return start_watchdog(exp_manager.watchdog_minutes, log_dir)
 
 
+def end_service_watchdog(watchdog: Watchdog | None, exp_manager: DictConfig) -> None:
+    """End what `start_service_watchdog` started; in the folder that nobody has named, nothing is left. Collective."""
+    if watchdog is None:
+        return
+    watchdog.stop()
+    dist.barrier()
+    if dist.get_rank() or exp_manager.explicit_log_dir or exp_manager.exp_dir:
+        return
+    log_dir = log_directory(exp_manager)
+    shutil.rmtree(log_dir / WATCHDOG_FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there are other things in it
+        (log_dir / LOCK_FILE).unlink()
+        log_dir.rmdir()
+        log_dir.parent.rmdir()
+
+
 def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     """Start the watchdog of all of the job's ranks in a directory that is this job's alone; None: no watchdog.
 
@@ -248,10 +282,31 @@ def forward_batching(section: DictConfig) -> MicroBatching:
     return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
 
 
+def _announce_checkpoints(run: Run, base: BaseModel) -> None:
+    """Log how large checkpoints will be, before anything is trained that could not be saved. Collective."""
+    size = base.architecture.num_parameters * (base.dtype.itemsize + _BYTES_OF_STATE)
+    free = on_first_rank(lambda: shutil.disk_usage(run.log_dir).free)
+    logger.info("a checkpoint takes about %s; %s are free in %s", size_of(size), size_of(free), run.log_dir)
+    if free < size * _SURELY_NEEDED:
+        raise NotWrittenError(
+            f"a checkpoint takes about {size_of(size)}, and {size_of(free)} are free in {run.log_dir}: make room, or "
+            "give another exp_manager.explicit_log_dir"
+        )
+
+
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
-    """Log the model once, and tell the checkpoints what their archives need."""
+    """Log the model once; tell the checkpoints what their archives need, and what the run begins with. Collective.
+
+    Raises:
+        NotWrittenError: the disk has no room for a checkpoint.
+
+    For other errors see `base_of_run`.
+    """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
+    _announce_checkpoints(run, base)
+    began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
+    run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
     )

@@ -17,7 +17,6 @@ from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraini
 from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.training_loop import TrainingLoop
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
-from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
@@ -27,6 +26,7 @@ from nemo_style_aligner.rollout.collector import RolloutCollector
 from nemo_style_aligner.rollout.prompts import PromptSource
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -40,9 +40,6 @@ class PPOTrainer(TrainingLoop):
     """Trains a policy with PPO. Every rank of the actor job that trains runs `fit`.
 
     Args:
-        initial_archive: the initial policy's, on rank 0, whose state is saved. A resumed run compares it with the one
-            that the run began with. None on other ranks.
-
     Attributes:
         consumed_samples: training prompts used.
         ppo_optimization_step: policy updates made, those skipped for NaN or Inf included.
@@ -65,7 +62,6 @@ class PPOTrainer(TrainingLoop):
         metrics: MetricsLogger,
         run_control: RunControl,
         timer: ScopedTimer,
-        initial_archive: ArchiveOfRun | None = None,
     ) -> None:
         super().__init__(settings, actor.model, actor.optimizer, checkpoints, metrics, run_control, timer)
         self.actor = actor
@@ -84,7 +80,6 @@ class PPOTrainer(TrainingLoop):
         self.consumed_samples = 0
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
-        self._initial_archive = initial_archive
 
     def make_step(self) -> None:
         """Make and count one PPO step. Until its rollouts are scored it can be abandoned: the state has none of it."""
@@ -183,8 +178,11 @@ class PPOTrainer(TrainingLoop):
 
     def train_policy(self, experience: Experience) -> None:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
-        with self.timer("train_time"):
-            for epoch in range(self.settings.num_ppo_epochs):
+        first, size, epochs = self.ppo_optimization_step, self.settings.global_batch_size, self.settings.num_ppo_epochs
+        updates = -(-len(experience) // size) * epochs
+        counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
+        with self.timer("train_time"), counting:
+            for epoch in range(epochs):
                 for minibatch in self._minibatches(len(experience), epoch):
                     origin = f"samples {minibatch.tolist()} (prompts {experience.prompt_ids[minibatch].tolist()})"
                     metrics = self.actor.update(self._policy_batch(experience, minibatch), origin)
@@ -291,7 +289,6 @@ class PPOTrainer(TrainingLoop):
             "critic": self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
-            "initial_archive": None if self._initial_archive is None else self._initial_archive.began_with,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -311,21 +308,6 @@ class PPOTrainer(TrainingLoop):
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])
         self.schedule.load_state_dict(state["generation"], self.step, self.train_prompts, self.consumed_samples)
-        if self._initial_archive is not None:  # as it is on rank 0 alone
-            self._initial_archive.began_with = state["initial_archive"]
-        self._warn_of_another_initial_policy()
-
-    def _warn_of_another_initial_policy(self) -> None:
-        """Warn at every start, until the archive is put back: nothing else shows that the KL penalty has changed."""
-        archive = self._initial_archive
-        if archive is None or not archive.is_another or self.settings.advantages.kl_coef <= 0:
-            return
-        logger.warning(
-            "%s [pretrained_checkpoint.restore_from_path] is NOT the archive that this run began with: the KL "
-            "penalty (trainer.ppo.initial_policy_kl_penalty) now refers to another initial policy. Stop the job and "
-            "put the archive back, or start a new run with this one in another log directory",
-            archive.path,
-        )
 
 
 def _without(metrics: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:

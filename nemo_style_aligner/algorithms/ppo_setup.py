@@ -9,7 +9,6 @@ from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start
 from nemo_style_aligner.algorithms.ppo import PPOTrainer
 from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
-from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -58,7 +57,6 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
     scorer = build_scorer(cfg)  # before any weight is read: the secret may be missing
     actor = build_actor(cfg, base, base.load(), settings)
-    initial_archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
         num_rollouts = int(cfg.model.ppo.num_rollout_samples)
@@ -83,10 +81,9 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.metrics,
         run.control,
         ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
-        initial_archive,
     )
     run.resume(cfg, actor.model, actor.optimizer, trainer)
-    actor.optimizer.schedule.warn_if_nothing_decays()
+    actor.optimizer.schedule.announce()
     critic.begin()
     return trainer
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.manifest import describe_file
+from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
+from nemo_style_aligner.data.tokenizer import Tokenizer
 
 _MAY_DIFFER = (
     # what is written, shown and measured, and when
@@ -71,6 +74,31 @@ def digests_of_data(data: DictConfig) -> dict[str, str]:
     return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 
+_BASE, _IDENTITY, _TOKENIZER = "base archive", "fingerprint of the base archive", "fingerprint of the tokenizer"
+
+
+def base_of_run(path: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """What a run's settings keep of the archive that it begins with: where it is, and fingerprints. Not collective.
+
+    For the errors see `archive_identity`.
+    """
+    return {_BASE: str(path), _IDENTITY: archive_identity(path)[:16], _TOKENIZER: tokenizer.fingerprint()}
+
+
+def why_another_base(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """What is another archive than that with which a run began; None if nothing is, or if they do not say.
+
+    The same archive may lie in another place.
+    """
+    if _IDENTITY not in before or _IDENTITY not in now or before[_IDENTITY] == now[_IDENTITY]:
+        return None
+    what = "another tokenizer and other" if before[_TOKENIZER] != now[_TOKENIZER] else "other"
+    return (
+        f"this run began with {before[_BASE]} (fingerprint {before[_IDENTITY]}); {now[_BASE]} (fingerprint "
+        f"{now[_IDENTITY]}) has {what} contents. Put the former back, or give its path if it was moved"
+    )
+
+
 def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
         key = f"{prefix}{name}"
@@ -83,8 +111,11 @@ def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """``key=value (before: value)`` for each key whose values differ.
 
-    Keys that only one of them has are left out: they may be those of another version of this project.
+    Keys that only one of them has are left out: they may be those of another version of this project. So are the places
+    of base archives, of which `why_another_base` compares the contents.
     """
     return [
-        f"{key}={value} (before: {before[key]})" for key, value in now.items() if key in before and before[key] != value
+        f"{key}={value} (before: {before[key]})"
+        for key, value in now.items()
+        if key in before and before[key] != value and key != _BASE and not key.endswith("restore_from_path")
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
 from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.checkpoints.nemo_archive import ArchiveOfRun, load_nemo_weights
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -60,9 +59,8 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
     head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
     is_combined = bool(cfg.trainer.ppo.combine_rm_and_critic_server)
     model = base.load(head=head, needs_head=is_combined)
-    reward_model, weights, archive = None, None, None
+    reward_model, weights = None, None
     if is_combined:
-        archive = ArchiveOfRun.at(base.path) if dist.get_rank() == 0 else None
         # Frozen before a checkpoint is loaded: the reward model never changes.
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
         reward_model = RewardModel(weights, head, forward_batching(cfg.model))
@@ -96,9 +94,9 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         critic.optimizer = make_optimizer()
         set_random_states(initial_random_states)
 
-    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset, archive)
+    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
     run.resume(cfg, model, critic.optimizer, service)
-    schedule.warn_if_nothing_decays()
+    schedule.announce()
     return service
 
 

@@ -140,15 +140,17 @@ class SupervisedTrainer(TrainingLoop):
             return {}
         self.model.module.eval()
         totals: dict[str, float] = {}
-        with self.timer("validation_time"):
+        done, limit = 0, self.settings.limit_val_batches
+        with self.timer("validation_time"), activity.counting("batches", lambda: (done, limit)):
             self.val_sampler.consumed_samples = 0
-            for indices in itertools.islice(self.val_sampler, self.settings.limit_val_batches):
+            for indices in itertools.islice(self.val_sampler, limit):
                 activity.progress()
                 self.run_control.check()
                 means = self._run(evaluate_step, self.val_data, indices, self.val_batching)
                 count = means.pop("num_items")
                 for name, mean in {**means, "num_items": 1.0}.items():
                     totals[name] = totals.get(name, 0.0) + mean * count
+                done += 1
         count = totals.pop("num_items", 0.0)
         metrics = with_deviations({name: total / count for name, total in totals.items()}) if count else {}
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
 from nemo_style_aligner.algorithms.supervised import Collate, SupervisedSettings, SupervisedTrainer
+from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
@@ -38,6 +40,9 @@ from nemo_style_aligner.models.supervised_losses import (
     attribute_regression_objective,
     ranking_objective,
 )
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ def build_supervised_trainer(
     global_batch = int(cfg.model.global_batch_size)
     val_batch = global_batch if task.val_global_batch_size is None else task.val_global_batch_size
     seed = int(cfg.model.seed)
-    train_sampler = EpochSampler(len(task.train), global_batch, seed, task.shuffle_train, drop_last=True)
+    train_sampler = training_sampler(cfg, task)
     validation = task.validation if task.validation is not None and len(task.validation) else None
     val_sampler = None
     if validation is not None:
@@ -92,6 +97,11 @@ def build_supervised_trainer(
     settings = SupervisedSettings.from_config(
         section, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
     )
+    if validation is None and settings.val_check_interval:
+        warn_for_all_ranks(
+            logger, "there is no validation data: nothing is validated (val_check_interval has no effect)"
+        )
+    _require_known_best(settings, run, val_sampler is not None)
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps)
     nonfinite = NonFinitePolicy.from_config(section)
     optimizer = Optimizer(model, cfg.model.optim, schedule, float(section.gradient_clip_val or 0.0), nonfinite)
@@ -112,8 +122,22 @@ def build_supervised_trainer(
         val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
     )
     run.resume(cfg, model, optimizer, trainer)
-    optimizer.schedule.warn_if_nothing_decays()
+    optimizer.schedule.announce()
     return trainer
+
+
+def training_sampler(cfg: DictConfig, task: SupervisedTask) -> EpochSampler:
+    """The order of the training examples. Raises DataError if they do not fill a global batch."""
+    batch, seed = int(cfg.model.global_batch_size), int(cfg.model.seed)
+    return EpochSampler(len(task.train), batch, seed, task.shuffle_train, drop_last=True)
+
+
+def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: bool) -> None:
+    """Raise ConfigError if ``save_best_model`` asks for what intervals that are fractions of the run leave unknown."""
+    checkpoints, validated = run.checkpoints.settings, settings.val_check_interval if has_validation else 0
+    reason = checkpoints.why_best_is_unknown("trainer", settings.save_interval, validated)
+    if checkpoints.save_best_model and reason is not None:
+        raise ConfigError(f"exp_manager.checkpoint_callback_params.save_best_model=True: {reason}")
 
 
 # ---- SFT ----------------------------------------------------------------------------------------

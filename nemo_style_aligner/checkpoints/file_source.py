@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parsing import read_bytes
+from nemo_style_aligner.wording import download_hint
 
 MOST_BESIDE_WEIGHTS = 512 << 20
 """Bytes of a model's tokenizer files together; of known ones the largest have a tenth."""
@@ -39,6 +40,10 @@ class DamagedCheckpointError(UserError, ValueError):
     """A checkpoint's files are not what was written."""
 
     exit_status = 1
+
+
+class ArchiveError(UserError, ValueError):
+    """Not an archive, or one that cannot be read; the message says what it is and what to do."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -178,7 +183,7 @@ class TarSource(FileSource):
             self._stream.close()
             if isinstance(error, OSError) and error.errno is not None:  # without: of the decompression
                 raise
-            raise ValueError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
+            raise ArchiveError(f"{location} is not a readable tar file: {error}; it may be cut short") from error
         self._tar.fileobj = self._stream
 
     def _regular_files(self) -> dict[str, tarfile.TarInfo]:
@@ -235,10 +240,10 @@ def open_source(location: Path) -> Iterator[FileSource]:
 
     Raises:
         MissingFileError: nothing is there.
-        ValueError: it is neither a directory nor a readable tar file.
+        ArchiveError: it is neither a directory nor a readable tar file.
     """
     if not location.exists():
-        raise MissingFileError(f"there is no checkpoint at {location}")
+        raise MissingFileError(f"there is no checkpoint at {location}{download_hint(str(location))}")
     source: FileSource = DirectorySource(location) if location.is_dir() else TarSource(location)
     try:
         yield source

@@ -12,7 +12,6 @@ to as ``nemo:<hash>_tokenizer.model``; these are read as well.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -39,6 +38,7 @@ from nemo_style_aligner.checkpoints.durable import (
     sync_tree,
 )
 from nemo_style_aligner.checkpoints.file_source import (
+    ArchiveError,
     DamagedCheckpointError,
     FileSource,
     MissingFileError,
@@ -80,6 +80,7 @@ _WHAT_TO_DO = (
     f"unpack it (tar -xf) and put a Hugging Face tokenizer's files into {_TOKENIZER}/: jobs read the folder as they "
     "read the archive"
 )
+_BYTES_OF_IDENTITY = 1 << 20  # of each file
 _COPIED_AT_ONCE = 16 << 20  # bytes; tarfile's default is 16 KiB
 
 
@@ -206,7 +207,7 @@ def load_nemo_config(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no archive, or one without a config.
-        ValueError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
+        ArchiveError: not an archive (for a training checkpoint or a Hugging Face directory, the message says how to
             convert it), or the config is not a YAML mapping.
     """
     with open_source(path) as source:
@@ -226,21 +227,21 @@ def _read_config(source: FileSource) -> dict[str, Any]:
     try:
         config = parse_yaml(text)
     except ValueError as error:
-        raise ValueError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
+        raise ArchiveError(f"{source.location}: {_CONFIG} is not plain YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{source.location}: {_CONFIG} is not a mapping")
+        raise ArchiveError(f"{source.location}: {_CONFIG} is not a mapping")
     return config
 
 
 def _name_what_it_is(location: Path) -> None:
-    """Raise ValueError for a training checkpoint or a Hugging Face directory: it names the script that converts it."""
+    """Raise ArchiveError for a training checkpoint or a Hugging Face directory, naming the script that converts it."""
     if is_training_checkpoint(location):
-        raise ValueError(
+        raise ArchiveError(
             f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
         )
     refuse_nemo_2(location)
     if (location / _HF_CONFIG).is_file():
-        raise ValueError(
+        raise ArchiveError(
             f"{location} is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"
         )
 
@@ -261,50 +262,24 @@ def _stored_checksums(source: FileSource) -> dict[str, Any]:
 
 
 def archive_identity(path: Path) -> str:
-    """SHA-256, in hex, of an archive's ``checksums.json``; of its files' names and sizes if it has none.
+    """SHA-256, in hex, of what an archive's ``checksums.json`` says of its config, tokenizer and weights.
 
-    A tar and the directory that it was made of have the same. Weights are not read. Not collective.
+    A tar and the directory that it was made of have the same, and so has an archive that is made again of the same
+    model. Of an archive without checksums, the names, sizes and first bytes of its files count. Not collective.
 
     Raises:
         FileNotFoundError: no archive at ``path``.
-        ValueError: not an archive.
+        ArchiveError: not an archive.
+        DamagedCheckpointError: its checksums cannot be read.
     """
-    digest = hashlib.sha256()
     with open_source(path) as source:
-        names = source.names()
-        if _CHECKSUMS in names:
-            digest.update(source.read_text(_CHECKSUMS).encode())
-        else:
-            for name in names:
-                with source.open(name) as stream:
-                    digest.update(f"{name}\0{stream.seek(0, os.SEEK_END)}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-@dataclasses.dataclass
-class ArchiveOfRun:
-    """The archive that a run began with, compared with what is at its path now.
-
-    Attributes:
-        path: of the archive.
-        identity: `archive_identity` of what is there now.
-        began_with: `archive_identity` of what was there when the run began.
-    """
-
-    path: Path
-    identity: str
-    began_with: str
-
-    @classmethod
-    def at(cls, path: Path) -> ArchiveOfRun:
-        """For a run that begins now. For the errors see `archive_identity`."""
-        identity = archive_identity(path)
-        return cls(path, identity, identity)
-
-    @property
-    def is_another(self) -> bool:
-        """Whether the run began with another archive."""
-        return self.identity != self.began_with
+        files: dict[str, Any] = _stored_checksums(source)
+        for name in () if files else source.names():
+            with source.open(name) as stream:
+                head = hashlib.sha256(stream.read(_BYTES_OF_IDENTITY)).hexdigest()
+                files[name] = [stream.seek(0, os.SEEK_END), head]
+    told = {name: files[name] for name in sorted(files) if not name.endswith(".metadata")}  # has a random number
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = False) -> None:
@@ -321,6 +296,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         CheckpointMismatchError: missing or unexpected keys, or other shapes, all named; or ``needs_head``, and the
             archive has no reward head, or a critic's; or the archive has one, and the model has none.
     """
+    logger.info("loading the weights of %s", path)
     with open_source(path) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")

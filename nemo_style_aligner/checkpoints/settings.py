@@ -60,6 +60,29 @@ class CheckpointSettings:
                 "set save_top_k to 1 or more, or to -1"
             )
 
+    def why_best_is_unknown(self, section: str, save_interval: int, val_check_interval: int) -> str | None:
+        """Why ``monitor`` cannot tell which of the checkpoints is the best, and what to do; None if it can.
+
+        Args:
+            section: of the config that has the intervals, for the message.
+            save_interval, val_check_interval: steps between checkpoints and validations; 0: never.
+        """
+        if self.monitor is None:
+            return "with checkpoint_callback_params.monitor=null nothing ranks checkpoints: name a metric"
+        if save_interval == 0:
+            return f"with {section}.save_interval=0 only the last step is saved: give an interval"
+        if not self.monitor.startswith("val_"):
+            return None
+        if val_check_interval == 0:
+            return f"nothing is validated, so no checkpoint has a {self.monitor}: give validation data and an interval"
+        if save_interval % val_check_interval and val_check_interval % save_interval:
+            return (
+                f"{section}.save_interval={save_interval}, val_check_interval={val_check_interval}: of steps "
+                f"{save_interval}, {2 * save_interval}, ..., which are saved, those that are not validated have no "
+                f"{self.monitor}: make one interval a multiple of the other"
+            )
+        return None
+
     @classmethod
     def from_config(cls, exp_manager: Mapping[str, Any]) -> CheckpointSettings:
         """Read the ``exp_manager`` section. Keys that are absent or null take the defaults."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nemo_style_aligner.data.datasets import common_start
 from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.parsing import parse_json
+from nemo_style_aligner.wording import common_start
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _OLD_KEYS = {"function_call": "tool_calls", "functions": "tools"}

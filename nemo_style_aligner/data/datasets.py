@@ -7,7 +7,6 @@ Supervised fine-tuning data has a module of its own, `sft`.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -22,18 +21,18 @@ import torch
 
 from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.data.line_pairs import warn_of_pairs, warn_of_strangers
 from nemo_style_aligner.data.preferences import PREFERENCE_KEYS, EndedText, preference_texts
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-_PAIRS_LOOKED_AT = 1000  # at most, spread over the files: quick
-_FEWEST_PAIRS_LOOKED_AT = 8  # with fewer, the result would be left to chance
 _TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
 
 
@@ -57,6 +56,7 @@ class DataSource:
 
     def build(self, make: Callable[[Sequence[Path]], Dataset[T]]) -> Dataset[T]:
         """The dataset of all files: ``make(paths)``, or a `BlendedDataset` of ``make([path])`` for each."""
+        logger.info("reading and tokenizing %s", some_of([str(path) for path in self.paths]))
         if self.weights is None:
             return make(self.paths)
         return BlendedDataset([make([path]) for path in self.paths], self.weights, [str(path) for path in self.paths])
@@ -283,6 +283,7 @@ class PromptDataset:
             if len(ids) <= max_prompt_length:
                 self._tokens.append(ids)
                 self._records.append(record)
+        warn_of_pairs(records, paths)
         self.num_dropped = len(records) - len(self._records)
         limit = _longer_than(max_prompt_length, limited_by)
         report_dropped(self.num_dropped, len(records), "prompts", limit, paths)
@@ -294,6 +295,10 @@ class PromptDataset:
         token_ids, record = self._tokens[index], self._records[index]
         extra = {key: value for key, value in record.fields.items() if key != "text"}
         return PromptItem(token_ids, record.fields["text"], extra)
+
+    def record(self, index: int) -> Record:
+        """The line of a prompt, which can say where it stands."""
+        return self._records[index]
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -319,7 +324,7 @@ class ComparisonDataset:
         self, paths: Sequence[str | Path], tokenizer: Tokenizer, seq_length: int, append_eod: bool = False
     ) -> None:
         records = [text for path in paths for text in _read_comparisons(path, tokenizer)]
-        _warn_of_strangers(records, paths)
+        warn_of_strangers(records, paths)
         self._chosen, self._rejected = RaggedInts(), RaggedInts()
         tokens = tokenize_texts(records, tokenizer, append_eod)
         for chosen, rejected in zip(tokens, tokens, strict=True):
@@ -350,39 +355,6 @@ def _read_comparisons(path: str | Path, tokenizer: Tokenizer) -> list[Record]:
             f"its bad one on the next line, and this last one has none"
         )
     return records
-
-
-def _warn_of_strangers(records: Sequence[Record], paths: Sequence[str | Path]) -> None:
-    """Warn if the texts do not look like pairs: a file of prompts, or pairs shifted by a line.
-
-    Both texts of a pair begin with its prompt. Since all texts may begin alike, the common start of a pair's texts is
-    compared with that of its first text and one of another pair. For texts that are not pairs, it is no longer in about
-    half of the comparisons.
-    """
-    pairs = len(records) // 2
-    if pairs < _FEWEST_PAIRS_LOOKED_AT:
-        return
-    looked_at, strangers = range(0, pairs, -(-pairs // _PAIRS_LOOKED_AT)), 0
-    for pair in looked_at:
-        good, bad = records[2 * pair].fields["text"], records[2 * pair + 1].fields["text"]
-        other = records[2 * ((pair + pairs // 2) % pairs)].fields["text"]
-        strangers += len(common_start(good, bad)) <= len(common_start(good, other))
-    if strangers > len(looked_at) / 4:
-        warn_for_all_ranks(
-            logger,
-            "%s: in %d of %d pairs, the two texts share no longer a prefix than texts of different pairs do. Both "
-            "should begin with the same prompt, the good response on one line and the bad one on the next: are these "
-            "comparisons, and is no line missing?",
-            ", ".join(map(str, paths)),
-            strangers,
-            len(looked_at),
-        )
-
-
-def common_start(one: str, other: str) -> str:
-    """The longest common prefix of two texts."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(character for character, _ in pairs)
 
 
 # ---- labelled texts ---------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from nemo_style_aligner.data.sentencepiece_settings import (
 )
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parsing import parse_json, read_json
+from nemo_style_aligner.wording import download_hint
 
 if TYPE_CHECKING:
     import transformers  # functions import it when they need it: it takes half a second
@@ -511,7 +512,8 @@ def _load(path: Path) -> Tokenizer:
             raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")
         return SentencePieceTokenizer(path)
     if not path.is_dir():
-        raise TokenizerError(f"{path}: no such tokenizer directory or .model file (nothing is downloaded)")
+        hint = download_hint(str(path)) or " (nothing is downloaded)"
+        raise TokenizerError(f"{path}: no such tokenizer directory or .model file{hint}")
     config = _read_config(path)
     backend = None if config is None else config.get(_BACKEND_KEY, "huggingface")
     models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))

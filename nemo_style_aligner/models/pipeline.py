@@ -169,10 +169,19 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     **options: Any,
 ) -> list[Any]:
+    begun = 0
+
+    def counted(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        nonlocal begun
+        activity.progress()
+        begun += 1
+        return forward_step(iterator, module)
+
     # Where activations are recomputed to save memory, none is spent on weights either.
-    with constant_weights(count if model.config.recompute_granularity is None else 1):
+    weights = constant_weights(count if model.config.recompute_granularity is None else 1)
+    with weights, activity.counting("micro batches", lambda: (max(0, begun - 1), count)):
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=counted,
             data_iterator=micro_batches,
             model=[model.module],
             num_microbatches=count,
@@ -295,7 +304,6 @@ def _run_step(
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         nonlocal num_computed
-        activity.progress()
         micro_batch = next(iterator)
         num_computed += micro_batch.packed.tokens.shape[1]
         output = _call_model(model, module, micro_batch)
@@ -390,7 +398,6 @@ def forward(
     notes = iter([note for note in plan.notes if note.rank == model.layout.dp_rank])
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        activity.progress()
         micro_batch = next(iterator)
         output = _call_and_keep(model, module, micro_batch, keep, next(notes, None))
         return output.detach(), lambda output, non_loss_data: output_function(

@@ -25,6 +25,7 @@ from nemo_style_aligner.config import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo")
     location = Path(str(path)).expanduser()  # YAML reads some names as numbers
     if not location.exists():
-        raise FileNotFoundError(f"{key}={path} does not exist")
+        raise FileNotFoundError(f"{key}={path} does not exist{download_hint(str(path))}")
     return location, load_nemo_config(location)
 
 

@@ -163,6 +163,7 @@ def _find_or_compile(command: list[str], source: Path, path: Path, check: Callab
             return library
         if path.exists():
             logger.warning("%s is damaged or cannot be loaded: compiling it again", path)
+        logger.info("compiling %s, once on this machine: up to a minute", source.name)
         started = time.monotonic()
         if check is not None:
             check(path.parent)

@@ -154,6 +154,7 @@ def _run_job(
         return status
     level = cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"  # else it is refused below
     configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
+    _logger.info("starting %s: loading torch and megatron-core", name)
     if check is not None:
         # This imports nearly all that a rank needs. It stays, and Python's garbage collector would scan it again and
         # again: a fifth of the time until the job begins.

@@ -43,13 +43,8 @@ class PendingRollouts:
         """
         width, where = self.rollouts.tokens.shape[1], device()
         rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-        is_missing = True
-        while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
-            activity.progress()  # for the watchdog: `are_scored` has a limit of its own
-            with stop_signals.interruptible():
-                is_missing = not self._responses.are_scored(PATIENCE_SECONDS)
-            stop_points.check()
-            is_missing = bool(all_reduce_max(int(is_missing)))
+        with activity.counting("responses scored", self._responses.progress):
+            self._await_scores()
         for served in self._responses.scores():
             rewards.append(served.rewards)
             values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
@@ -57,6 +52,15 @@ class PendingRollouts:
             rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[self._order],
             values=all_gather_rows(torch.cat(values).to(where)).cpu()[self._order],
         )
+
+    def _await_scores(self) -> None:
+        is_missing = True
+        while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
+            activity.progress()  # for the watchdog: `are_scored` has a limit of its own
+            with stop_signals.interruptible():
+                is_missing = not self._responses.are_scored(PATIENCE_SECONDS)
+            stop_points.check()
+            is_missing = bool(all_reduce_max(int(is_missing)))
 
 
 class RolloutCollector:

@@ -28,6 +28,11 @@ class GenerationTotals:
             self._peak_kv_share = max(self._peak_kv_share, statistics.peak_pages / statistics.num_pages)
         self._seconds += seconds
 
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return self._sums["generated_tokens"]
+
     def metrics(self, engine: GenerationEngine, is_leader: bool) -> dict[str, float]:
         """The metrics over all engines, the same on every rank. Collective.
 

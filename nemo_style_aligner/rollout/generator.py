@@ -139,6 +139,7 @@ class LocalRound:
         self._number = number
         self._seed = seed
         self._totals = GenerationTotals()
+        self._is_generating = False
 
     def run(self, sink: ResponseSink) -> None:
         """See `Round.run`; responses still missing when it is stopped are lost."""
@@ -149,14 +150,18 @@ class LocalRound:
         accepted = AcceptedResponses(work, sink)
         supply = RequestSupply(work, group, engine.num_slots, prompts, self._seed)
         # Ranks that share an engine compute together, so a signal interrupts none of them: they only lease no more.
-        with stop_signals.interruptible(group.control is None):
+        with (
+            activity.counting("responses", work.progress, self._num_tokens),
+            stop_signals.interruptible(group.control is None),
+        ):
             while supply.wait():  # until the round is complete, ids of lost workers included
-                started = time.monotonic()
+                started, self._is_generating = time.monotonic(), True
                 for result in engine.generate(supply, generator.sampling):
                     activity.progress()
                     supply.num_running -= 1
                     if group.is_leader:
                         accepted.add(result)
+                self._is_generating = False
                 self._totals.add(engine, time.monotonic() - started)
                 accepted.flush()
         if stop_signals.received() and group.is_leader:
@@ -164,6 +169,11 @@ class LocalRound:
         if generator.meeting is not None:
             dist.barrier(group=generator.meeting)  # training's collectives may have too short a limit for this wait
         stop_points.check()
+
+    def _num_tokens(self) -> int:
+        """Tokens of this rank's engine so far."""
+        under_way = self._generator.engine.statistics.generated_tokens if self._is_generating else 0
+        return self._totals.tokens + under_way
 
     def _release_others(self) -> None:
         """Abandon the round: take and complete all ids, so that no rank waits for this one's or begins more."""

@@ -120,6 +120,10 @@ class ScoredResponses:
             )
         return not missing
 
+    def progress(self) -> tuple[int, int]:
+        """How many responses are scored, and of how many."""
+        return sum(len(ids) for ids, scores in self._requests if scores.done()), len(self.results)
+
     def scores(self) -> Iterator[Scores]:
         """The scores of `results`, batch by batch in their order, once they `are_scored`."""
         return (scores.result() for _, scores in self._requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +131,6 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
         if len(prompts):
             validation = source(prompts, min(int(ppo.num_val_samples), len(prompts)), False)
+    elif cfg.trainer.ppo.val_check_interval:
+        warn_for_all_ranks(logger, "model.data.data_prefix names no validation prompts: nothing is validated")
     return source(train, int(ppo.num_rollout_samples), True), validation

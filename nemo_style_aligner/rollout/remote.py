@@ -110,6 +110,10 @@ class RemoteRound:
 
     def run(self, sink: ResponseSink) -> None:
         """See `Round.run`; raises TimeoutError if no response comes for ``wait_seconds``."""
+        with activity.counting("responses of this rank", lambda: (len(self._results), len(self._numbers))):
+            self._receive(sink)
+
+    def _receive(self, sink: ResponseSink) -> None:
         wait, num_given, is_missing = self._wait(), 0, True
         # Another rank's last responses, or a stop, may be further off than a collective's timeout: ranks meet every few
         # seconds.

@@ -107,6 +107,7 @@ class WorkQueueClient:
         self._request_number = 0
         self._drained = False
         self._share = self._unfinished = 0  # as of the queue's last answer
+        self._total = 0
         self._backlog: collections.deque[int] = collections.deque()
         self._ahead: concurrent.futures.Future[list[int]] | None = None
         self._completed: collections.deque[_Completion] = collections.deque()  # to be reported
@@ -121,6 +122,7 @@ class WorkQueueClient:
         if self._server is not None:
             self._server.queue.start_round(round_number, ids, expected_lengths)
         self._round = round_number
+        self._total = self._unfinished = len(ids)
         self._drained = False
         self._share = 0
         self._backlog.clear()
@@ -199,6 +201,11 @@ class WorkQueueClient:
             ids = self._heartbeat.hold(round_number, leased)
             if ids or not leased:
                 return ids
+
+    def progress(self) -> tuple[int, int]:
+        """See `WorkSource.progress`; of all workers: up to date beside the queue, else as of its last answer."""
+        unfinished = self._unfinished if self._server is None else self._server.queue.unfinished
+        return self._total - unfinished, self._total
 
     def _request_lease(self, round_number: int | None, n: int) -> list[int]:
         self._request_number += 1

@@ -132,6 +132,11 @@ class WorkQueue:
             self._unfinished = len(self._items)
             self._lost = None
 
+    @property
+    def unfinished(self) -> int:
+        """Ids of the round that are not completed."""
+        return self._unfinished
+
     def lease(
         self, n: int, worker: str | None = None, *, round_number: int | None = None, request_number: int | None = None
     ) -> Lease:

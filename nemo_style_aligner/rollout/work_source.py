@@ -24,6 +24,10 @@ class WorkSource(Protocol):
         """Report ids as done. The future gives those that were accepted; drop the results of the others."""
         ...
 
+    def progress(self) -> tuple[int, int]:
+        """How many samples of the round are done, and of how many, as far as this worker knows; for any thread."""
+        ...
+
     def close(self) -> None:
         """Close connections and servers."""
         ...
@@ -40,6 +44,7 @@ class StaticPartition:
         self._index = index
         self._count = count
         self._ids: list[int] = []
+        self._done = self._total = 0
 
     def start_round(
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
@@ -49,6 +54,7 @@ class StaticPartition:
         if expected_lengths is not None:
             positions.sort(key=lambda position: -expected_lengths[position])
         self._ids = [ids[position] for position in positions[self._index :: self._count]]
+        self._done, self._total = 0, len(self._ids)
 
     def lease(self, n: int, wait: bool = False) -> list[int]:
         """See `WorkSource.lease`."""
@@ -59,7 +65,12 @@ class StaticPartition:
         """See `WorkSource.complete_async`; all are accepted."""
         answer: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
         answer.set_result(list(ids))
+        self._done += len(ids)
         return answer
+
+    def progress(self) -> tuple[int, int]:
+        """See `WorkSource.progress`; of this engine's share."""
+        return self._done, self._total
 
     def close(self) -> None:
         """Nothing is open."""

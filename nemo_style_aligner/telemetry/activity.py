@@ -1,4 +1,4 @@
-"""What this process is doing, for the watchdog: the phase it is in, and when it last made progress.
+"""What this process is doing, for the watchdog and the progress line: its phase, what it counts, its last progress.
 
 `ScopedTimer` scopes are phases, and every call that logs metrics is progress, so that most loops need not report any.
 A wait that has a limit of its own announces it (`bounded`). Phases and such waits are the main thread's; any thread may
@@ -31,11 +31,30 @@ class Activity:
     bound: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How far a phase is.
+
+    Attributes:
+        what: is counted, in the plural.
+        done, total: how many of them.
+        tokens: that were made meanwhile; None where none are.
+        seconds: since the counting began.
+    """
+
+    what: str
+    done: int
+    total: int
+    tokens: int | None
+    seconds: float
+
+
 STARTING = "starting"
 """Name of the phase while none is open."""
 
 _phases: list[tuple[str, float]] = []
 _bounds: list[float] = []
+_counters: list[Callable[[], Count]] = []
 _started = _progress = time.monotonic()
 _listener: Callable[[], None] | None = None
 
@@ -67,6 +86,37 @@ def phase(name: str) -> Iterator[None]:
     finally:
         progress()
         _phases.pop()
+
+
+@contextlib.contextmanager
+def counting(
+    what: str, measure: Callable[[], tuple[int, int]], tokens: Callable[[], int] | None = None
+) -> Iterator[None]:
+    """Count what the body does, within its phase; does nothing in other threads than the main one.
+
+    Args:
+        what: is counted, in the plural.
+        measure: how many are done, and of how many; cheap, and for any thread.
+        tokens: how many were made in the body, if any are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.monotonic()
+
+    def count() -> Count:
+        return Count(what, *measure(), None if tokens is None else tokens(), time.monotonic() - began)
+
+    _counters.append(count)
+    try:
+        yield
+    finally:
+        _counters.remove(count)
+
+
+def counts() -> list[Count]:
+    """What is being counted now, the innermost last; for any thread."""
+    return [count() for count in list(_counters)]
 
 
 @contextlib.contextmanager

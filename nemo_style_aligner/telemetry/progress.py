@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NoReturn, TextIO
 
@@ -14,13 +14,15 @@ from tqdm import tqdm
 
 from nemo_style_aligner.telemetry import activity
 
+_BAR_SECONDS = 1.0  # between changes of what a bar says of the present phase
+
 
 class ProgressBar:
     """Shows how far a loop is. Rank 0 only; silent on the other ranks.
 
     On a terminal this is a tqdm bar. Elsewhere (a batch job's log, a container's terminal that nobody has given a size)
-    it is one plain line per ``interval`` seconds, and one at the end. Within a ``with`` statement lines also appear in
-    the course of a unit that takes longer; they then name the phase (`activity`)::
+    it is one plain line per ``interval`` seconds, and one at the end. Within a ``with`` statement both also say how far
+    a unit is that takes longer: its phase, what of it is done, and how long the rest will take (`activity`)::
 
         with ProgressBar(total=100, description="PPO", rank=rank) as progress:
             for step in range(100):
@@ -87,7 +89,7 @@ class ProgressBar:
             self._print_line()
 
     def __enter__(self) -> ProgressBar:
-        if self._enabled and self._bar is None:
+        if self._enabled:
             activity.listen(self._note_activity)
         return self
 
@@ -98,9 +100,17 @@ class ProgressBar:
         self.close()
 
     def _note_activity(self) -> None:
-        if self._clock() - self._last_line >= self._interval:
-            phase = activity.current().phase
-            self._print_line("" if phase == activity.STARTING else f", in {phase}")
+        interval = self._interval if self._bar is None else _BAR_SECONDS
+        if self._clock() - self._last_line < interval:
+            return
+        phase, far = activity.current().phase, how_far(activity.counts())
+        where = "" if phase == activity.STARTING else f"in {phase}"
+        where = ": ".join(filter(None, (where, far)))
+        if self._bar is None:
+            self._print_line(where and f", {where}")
+        elif where:
+            self._last_line = self._clock()
+            self._bar.set_postfix_str(where)
 
     def _print_line(self, where: str = "") -> None:
         now = self._clock()
@@ -114,6 +124,26 @@ class ProgressBar:
         line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)
+
+
+def how_far(counts: Sequence[activity.Count]) -> str:
+    """What is done of what is counted, the rate of tokens, and how long the rest will take at the rate so far."""
+    known = [count for count in counts if count.total > 0]
+    parts = [f"{count.done} of {count.total} {count.what}" for count in known]
+    parts += [f"{c.tokens / max(c.seconds, 1e-9):.3g} tokens/s" for c in known[-1:] if c.tokens is not None]
+    share = 0.0
+    for count in reversed(known):
+        share = (count.done + share) / count.total
+    if 0 < share < 1:
+        parts.append(f"{_duration(known[0].seconds * (1 - share) / share)} left")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _has_room(stream: TextIO) -> bool:

@@ -14,6 +14,7 @@ from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchit
 from nemo_style_aligner.checkpoints.directory import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
 
     path = Path(directory)
     file = path / "config.json"
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no directory{download_hint(str(directory))}")
     if not file.is_file():
         refuse_nemo_2(path)
         raise FileNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")

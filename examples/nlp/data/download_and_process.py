@@ -15,6 +15,11 @@ turns are out of order, whose prompts differ, or whose answers are equal are lef
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 import re
 from collections import Counter

@@ -6,7 +6,7 @@ writes into --output:
 
     train_sft.jsonl          test_sft.jsonl           {"input", "output"}: demonstrations
     train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: the right answer, then a wrong one
-    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer"}: questions for PPO and evaluation
+    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer", ...}: questions for PPO and evaluation
 
 A question held out for test appears in no training file, in either order of its operands. A share of
 the training questions (--sft-fraction) has demonstrations; comparisons and prompts use all of them.
@@ -15,6 +15,11 @@ the SFT model makes mistakes that PPO, whose reward model knows better, can corr
 """
 
 from __future__ import annotations
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
 import dataclasses
@@ -133,7 +138,8 @@ def comparisons(questions: list[Question], task: Task, per_question: int, rng: r
 
 def prompts(questions: list[Question], operation: str) -> Iterator[dict]:
     for question in questions:
-        yield {"text": prompt(question, operation), "answer": str(right_answer(question, operation))}
+        answer = str(right_answer(question, operation))
+        yield {"text": prompt(question, operation), "answer": answer, "answer_extraction": "whole"}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

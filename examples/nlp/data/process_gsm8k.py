@@ -11,7 +11,8 @@ and writes into --output:
 
     train_sft.jsonl          test_sft.jsonl           the worked answers
     train_comparisons.jsonl  test_comparisons.jsonl   {"text"} twice: a right model answer, then a wrong one
-    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer"}: the question, and the number to find
+    train_prompts.jsonl      test_prompts.jsonl       {"text", "answer", "answer_extraction"}: the question, the number
+                                                      to find, and where responses have it ("after ####")
 
 Comparisons are split by question, and a question with training comparisons is left out of all test
 files, so that no model has seen anything in them. Texts are "User: ...\\nAssistant: ...", or what the
@@ -19,6 +20,11 @@ chat template of --tokenizer makes of question and answer, up to the token that 
 """
 
 from __future__ import annotations
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
 import random
@@ -91,7 +97,11 @@ def sft_lines(style: DialogueStyle, records: Sequence[Record], keep_calculator: 
 
 def prompt_lines(style: DialogueStyle, records: Sequence[Record]) -> Iterator[dict]:
     for record in records:
-        yield {"text": style.prompt([record.text("question")]), "answer": final_answer(record)}
+        yield {
+            "text": style.prompt([record.text("question")]),
+            "answer": final_answer(record),
+            "answer_extraction": "after ####",
+        }
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

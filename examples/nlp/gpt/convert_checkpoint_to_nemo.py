@@ -10,6 +10,11 @@ training. A model that is too large for one process is split:
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import functools
 from pathlib import Path
 

@@ -5,6 +5,11 @@ python convert_gguf_to_nemo.py --input SmolLM2-135M-Instruct.Q4_1.gguf --output 
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 

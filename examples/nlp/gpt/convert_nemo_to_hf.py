@@ -9,6 +9,11 @@ A model that is too large for one process is split:
 
 from __future__ import annotations
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 from nemo_style_aligner.arguments import conversion_arguments
 from nemo_style_aligner.parallel.ending import install_excepthook
 

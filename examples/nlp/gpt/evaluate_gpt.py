@@ -1,20 +1,27 @@
-"""Generate responses to prompts and measure them: exact match with the prompts' answers, rewards, lengths.
+"""Generate responses to prompts and measure them: right answers, rewards, lengths.
 
     python evaluate_gpt.py --model policy.nemo --prompts test_prompts.jsonl --output results.json \\
         [--reward-model rm.nemo] [--greedy] [--max-length 32] [--end-strings "User:"] [--add-bos]
 
-Prompts are JSONL lines {"text": ..., "answer": ...}; without "answer" there is no exact match. Responses are compared
-without the end string that ended them. docs/jobs.md says what the results mean.
+Prompts are JSONL lines {"text": ..., "answer": ..., "answer_extraction": ...}; docs/data.md (Right answers) says how
+responses are compared with "answer", without which there is no accuracy. docs/jobs.md says what the results mean.
 """
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
 import json
+import logging
+import sys
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.wording import unescaped
+from nemo_style_aligner.wording import download_hint, unescaped
 
 
 def main() -> None:
@@ -66,7 +73,7 @@ def main() -> None:
         parser.error(f"--prompts {args.prompts}: no such file")
     for option, archive in (("--model", args.model), ("--reward-model", args.reward_model)):
         if archive is not None and not archive.exists():
-            parser.error(f"{option} {archive} does not exist")
+            parser.error(f"{option} {archive} does not exist{download_hint(str(archive))}")
     for option, number in (("--limit", args.limit), ("--max-length", args.max_length), ("--num-slots", args.num_slots)):
         if number is not None and number < 1:
             parser.error(f"{option} {number}: give at least 1")
@@ -82,11 +89,13 @@ def main() -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    print(f"loading torch and megatron-core, then {args.model}", file=sys.stderr, flush=True)
     from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
     from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
     from nemo_style_aligner.generation.engine import SamplingParams
     from nemo_style_aligner.parallel.groups import single_process
 
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     max_length = args.max_length or default_max_length(args.model)
     try:
         sampling = SamplingParams(

@@ -8,6 +8,11 @@ The tokenizer may be that of any Hugging Face model (give the model's folder), o
         tokenizer_training.train_bpe_tokenizer(open('texts.txt'), vocab_size=8000, directory='DIR')"
 """
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 import argparse
 
 from nemo_style_aligner.architecture import ModelArchitecture

@@ -1,5 +1,10 @@
 """The critic and reward service: python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=rm.nemo ..."""
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 from omegaconf import DictConfig
 
 from nemo_style_aligner.parallel.launch import job

@@ -6,10 +6,15 @@
 The function gets the texts of prompt and response and the prompt's line with all its keys, and returns a number:
 
     def reward(prompt: str, response: str, line: dict) -> float:
-        return float(response.strip() == line["answer"])
+        return float(is_right(response, line))  # nemo_style_aligner.data.answers
 
 docs/service.md says how to start the actor and the critic with it.
 """
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
 import logging

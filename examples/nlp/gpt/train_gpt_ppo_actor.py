@@ -3,6 +3,11 @@
 The critic and reward service (serve_ppo_critic.py) must be running or starting.
 """
 
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
 from omegaconf import DictConfig
 
 from nemo_style_aligner.parallel.launch import job
