@@ -103,28 +103,30 @@ def evaluate(
     precision: str,
     num_slots: int,
     limit: int | None,
-    add_bos: bool,
+    add_bos: bool | None,
 ) -> Responses:
     """Generate one response per prompt with the embedded engine on this process.
 
     Args:
         limit: use the first ``limit`` prompts; None: all.
-        add_bos: put the tokenizer's BOS token before each prompt, as PPO does with ``sampling_params.add_BOS``.
+        sampling: responses also end as those that the model has learnt (`Tokenizer.format`).
+        add_bos: put the tokenizer's BOS token before each prompt; None: as the model was trained. As in PPO
+            (``sampling_params.add_BOS``).
 
     Raises:
         DataError: there is no prompt that leaves room for a response.
         TokenizerError: there is no BOS token, or an end string could never be found.
     """
     base = _open(model_path, precision)
-    base.tokenizer.check_end_strings(sampling.stop_strings)
-    bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
-    room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
+    sampling = dataclasses.replace(sampling, stop_strings=base.tokenizer.end_strings(sampling.stop_strings))
+    room = base.architecture.max_position_embeddings - sampling.max_new_tokens
     if room < 1:
         raise DataError(
             f"{model_path} has {base.architecture.max_position_embeddings} positions, which leaves no room for a "
             f"prompt beside responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
-    dataset = PromptDataset([prompts_path], base.tokenizer, room, "the model's positions less --max-length")
+    limited_by, key = "the model's positions less --max-length", f"{model_path}: add_bos"
+    dataset = PromptDataset([prompts_path], base.tokenizer, room, limited_by, add_bos, key)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     if not items:
         raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")
@@ -132,14 +134,14 @@ def evaluate(
         base.architecture,
         dtype=base.dtype,
         num_slots=min(num_slots, len(items)),
-        max_sequence_length=len(bos) + max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
+        max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
         **vocabulary_options(base.architecture, base.tokenizer),
         device=device(),
     )
     engine.build()
     engine.refit(export_weights(base.load(trainable=False)), 0)
     rows: list[EvaluatedResponse | None] = [None] * len(items)
-    requests = (GenerationRequest(i, bos + item.token_ids, seed=i) for i, item in enumerate(items))
+    requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
     with ProgressBar(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
@@ -147,7 +149,10 @@ def evaluate(
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
                 response=text_before_end(
-                    result.token_ids, base.tokenizer.ids_to_text, sampling.stop_strings, sampling.min_new_tokens
+                    base.tokenizer.without_end(result.token_ids),
+                    base.tokenizer.ids_to_text,
+                    sampling.stop_strings,
+                    sampling.min_new_tokens,
                 ),
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
