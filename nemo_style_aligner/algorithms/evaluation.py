@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rollout.engine_setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.stream import export_weights
+
+logger = logging.getLogger(__name__)
 
 _MAX_LENGTH = 128  # tokens of a response
 _SCORING_BATCH = 64
@@ -164,9 +167,11 @@ def evaluate(
 
 
 def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's."""
-    policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
-    if policy != reward_model:
+    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's; warn if only one had BOS."""
+    policy, reward_model = (load_nemo_tokenizer(path) for path in (model_path, reward_model_path))
+    if None not in (with_bos := {policy.format.add_bos, reward_model.format.add_bos}) and len(with_bos) > 1:
+        logger.warning("of %s and %s, only one was trained on texts with BOS", model_path, reward_model_path)
+    if policy.fingerprint() != reward_model.fingerprint():
         raise CheckpointMismatchError(
             f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
             "Give a reward model that was trained from the policy's base model"

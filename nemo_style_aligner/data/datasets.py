@@ -278,7 +278,7 @@ class PromptDataset:
                 self.num_dropped += 1
         limit = _longer_than(max_prompt_length, limited_by)
         report_dropped(self.num_dropped, self.num_dropped + len(self._records), "prompts", limit, paths)
-        first = ScoredText(self._records[0], "", self._records[0].text("text"), encoder.chats.num_conversations > 0)
+        first = ScoredText(self._records[0], self._records[0].text("text"), "", encoder.chats.num_conversations > 0)
         self.written = encoder.written(first, self._tokens[0])
 
     def __len__(self) -> int:

@@ -123,11 +123,11 @@ class TextEncoder:
 
     def written(self, text: ScoredText, ids: Sequence[int], append_eod: bool | None = None) -> TextFormat:
         """The format of texts, of which this is one, encoded."""
-        chat: ChatForm = "text"
+        chat: ChatForm | None = None
         if text.is_chat:
             chat = "template" if self.chats.markers is None else "markers"
-        elif is_in_chat_template(text.prompt or text.response, self._tokenizer):
-            chat = "template"
+        elif text.prompt:
+            chat = "template" if is_in_chat_template(text.prompt, self._tokenizer) else "text"
         markers = self.chats.markers if chat == "markers" else None
         return TextFormat(chat, markers, tuple(self.chats.end_strings), ids[0] == self._tokenizer.bos_id, append_eod)
 

@@ -37,9 +37,9 @@ def save_as_trained(tokenizer: Tokenizer, directory: Path, *, scores: bool = Fal
         _write_template(directory, _template_of(written.chat_prompt_tokens, bool(written.add_bos)))
     elif written.add_bos and tokenizer.chat_template is not None and not _renders_bos(tokenizer):
         _write_template(directory, "{{- bos_token }}" + tokenizer.chat_template)
-    if (directory / _FAST).is_file():
-        append_eod = bool(scores and written.append_eod)
-        _write_special_tokens(tokenizer, directory, tokenizer.begins_with_bos(None, "add_bos"), append_eod)
+    append_eod = bool(scores and written.append_eod)
+    if written.add_bos is not None or append_eod:
+        _write_special_tokens(tokenizer, directory, written.add_bos, append_eod)
 
 
 def _write_ends(tokenizer: Tokenizer, directory: Path) -> None:
@@ -93,11 +93,16 @@ def _renders_bos(tokenizer: Tokenizer) -> bool:
     return tokenizer.text_to_ids(text)[:1] == [tokenizer.bos_id]
 
 
-def _write_special_tokens(tokenizer: Tokenizer, directory: Path, add_bos: bool, append_eod: bool) -> None:
-    """Have ``tokenizer.json`` put BOS before texts, and EOS behind them, or neither: servers do as it says."""
+def _write_special_tokens(tokenizer: Tokenizer, directory: Path, add_bos: bool | None, append_eod: bool) -> None:
+    """Have the files put BOS before texts (None: as they do), and EOS behind them, or not: servers do as they say."""
     import tokenizers
 
-    if load_tokenizer(directory).adds_bos == add_bos and not append_eod:
+    adds_bos = load_tokenizer(directory).adds_bos
+    add_bos = adds_bos if add_bos is None else add_bos
+    file = directory / _CONFIG
+    config = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": add_bos, "add_eos_token": append_eod}
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not (directory / _FAST).is_file() or (adds_bos == add_bos and not append_eod):
         return
     fast = tokenizers.Tokenizer.from_file(str(directory / _FAST))
     special = {"$bos": tokenizer.bos_id} if add_bos else {}
@@ -110,6 +115,3 @@ def _write_special_tokens(tokenizer: Tokenizer, directory: Path, add_bos: bool, 
         special_tokens=[(names[name], i) for name, i in special.items() if i is not None],
     )
     fast.save(str(directory / _FAST))
-    file = directory / _CONFIG
-    config = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": add_bos, "add_eos_token": append_eod}
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

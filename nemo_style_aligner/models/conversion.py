@@ -236,7 +236,8 @@ def checkpoint_to_nemo(
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     restore_model(checkpoint, model)
     tokenizer = load_nemo_tokenizer(base)
-    tokenizer.format = TextFormat.from_config(config.get(TEXT_FORMAT), str(job.path))
+    if TEXT_FORMAT in config:
+        tokenizer.format = TextFormat.from_config(config[TEXT_FORMAT], str(job.path))
     save_nemo(output, model, portable_config(config, architecture, job.trainer), tokenizer)
     return architecture
 
